@@ -42,21 +42,21 @@ def example_cache() -> None:
         torch.zeros(cache.BINS, dtype=torch.int32),
         torch.zeros(N, dtype=torch.int64),
     )
-    time, moves = homes.BatchTime(100, 99, 30.0), torch.zeros((N, 3), dtype=torch.int64)
+    time, moves = homes.BatchTime(100, 1, 1 / 30.0, 5), torch.zeros((N, 3), dtype=torch.int64)
     arrival = cache.CacheInsertion(slots, search, time)
-    cache.offer(slots, search, time, 5)
-    cache.choose(slots, search, 5)
+    cache.offer(slots, search, time)
+    cache.choose(slots, search, time)
     for some, number in ((keys, count), (keys, N), (keys.int(), N)):
-        cache.touch(*arrival[:3], some, number, FAR)
-        cache.swap(*arrival[:3], some, number, FAR, MEMORY, moves)
+        cache.touch(*arrival, some, number, FAR)
+        cache.swap(*arrival, some, number, FAR, MEMORY, moves)
         counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
         plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], arrival)
         cache.forget(slots, some.long())
     word = torch.empty((), dtype=torch.int32)
-    found = cache.CacheInsertion(slots, search, homes.TimeInMemory(word, word, 30.0), word)  # in a CUDA graph
+    found = cache.CacheInsertion(slots, search, homes.BatchTime(word, word, 1 / 30.0, word))  # in a CUDA graph
     cache.offer(*found)
-    cache.choose(slots, search, word)
-    cache.swap(*found[:3], keys.int(), N, FAR, MEMORY, moves)
+    cache.choose(*found)
+    cache.swap(*found, keys.int(), N, FAR, MEMORY, moves)
     plan.collect(keys.int(), FAR, keys, counts, keys, starts, counts, counts, starts[:2], found)
     plan.adopt(slots.tallies, slots.tallies)
     places = torch.zeros(N, dtype=torch.int64)

@@ -80,7 +80,7 @@ def example_rows() -> None:
 
 def example_sums_of_each_row() -> None:
     values, room = torch.zeros(N, 64), scratch(64)._replace(squares=torch.zeros(N).double())
-    sums.sum_segments(values, STARTS, ORDER, INVERSE, COUNT, SKIP, room, values, NORMS, each=True)
+    sums.sum_shares(sums.PLAIN, values, None, (STARTS, ORDER, INVERSE, COUNT), SKIP, room, values, NORMS, each=True)
 
 
 def example_bags_of_each_mode() -> None:

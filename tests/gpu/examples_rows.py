@@ -47,7 +47,6 @@ def example_records() -> None:
         values = torch.empty(8, form.dim)
         for location in homes(form)[:3]:
             rows.gather(KEYS, values, ONE, location, form, values)
-        rows.scatter(KEYS, values, ONE, homes(form)[0], form)
 
 
 def example_first_values() -> None:

@@ -25,7 +25,7 @@ def scratch(dim: int) -> sums.SumScratch:
 def example_sums() -> None:
     for dim, dtype in itertools.product((64, 17, 1, WIDE), DTYPES):
         values = torch.zeros(N, dim)
-        sums.sum_segments(values.to(dtype), *PLAN, SKIP, scratch(dim), values, NORMS)
+        sums.sum_shares(sums.PLAIN, values.to(dtype), None, PLAN, SKIP, scratch(dim), values, NORMS)
         sums.norm(values, COUNT, *scratch(dim)[1:], NORMS)
 
 
@@ -35,8 +35,9 @@ def example_pooling() -> None:
         argmax = torch.zeros((N, dim), dtype=torch.int32)
         for weights, mean in itertools.product((torch.ones(N), torch.ones(0)), (False, True)):
             pooling.pool_sum(values, INVERSE, ORDER, weights, SKIP, mean, values, torch.ones(N))
-            args = PLAN, weights, torch.ones(N), SKIP, scratch(dim), values, NORMS
-            pooling.pool_sum_backward(values, INVERSE, *args)
+            share = INVERSE, weights, torch.ones(N), None
+            sums.sum_shares(sums.POOLED, values, share, PLAN, SKIP, scratch(dim), values, NORMS)
         pooling.pool_max(values, INVERSE, ORDER, SKIP, values, argmax)
-        pooling.pool_max_backward(values, INVERSE, PLAN, argmax, SKIP, scratch(dim), values, NORMS)
+        share = INVERSE, None, None, argmax
+        sums.sum_shares(sums.MAXIMA, values, share, PLAN, SKIP, scratch(dim), values, NORMS)
         pooling.weight_grads(values, values, INVERSE, INVERSE, SKIP, torch.zeros(N))

@@ -72,11 +72,11 @@ class FakeLibrary:
 
 def use(monkeypatch: Any, library: FakeLibrary) -> FakeLibrary:
     """Have all that asks for CUDA's runtime library get this one."""
-    from embedrock.device import answer, pinned
+    from embedrock.device import copies, pinned
     from embedrock.device import stream_order as timeline
 
     runtime = cuda_runtime.CudaRuntime(library)
-    for module in (answer, pinned, timeline):
+    for module in (copies, pinned, timeline):
         monkeypatch.setattr(module, "cuda_runtime", lambda: runtime)
     return library
 

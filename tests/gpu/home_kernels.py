@@ -6,8 +6,10 @@ from typing import Any
 
 import triton.language as tl
 
+from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.addresses import RecordAddresses, find, settle
-from embedrock.kernels.gpu.runtime import inlined, launch
+from embedrock.kernels.gpu.codec import encode_nearest
+from embedrock.kernels.gpu.runtime import RecordForm, inlined, launch
 
 
 @inlined
@@ -42,3 +44,20 @@ def settle_rows(keys: Any, count: Any, live: Any, homes: RecordAddresses, places
     """Do what a step does before it steps: write the addresses of what it steps, -1: nothing, and what is new."""
     args = keys, count, live, homes.arguments, places, new
     launch(_settle, len(keys), *args, KIND=homes.kind_to_step, BYTES=homes.memory.record_bytes)
+
+
+@inlined
+def _scatter(keys, values, count, where, dirty, limit, near, far, KIND: tl.constexpr, FORM: tl.constexpr):
+    u, here = rows.rows_of_program(count, FORM)
+    key = tl.load(keys + u, mask=here, other=-1)
+    size: tl.constexpr = FORM.record_bytes  # pyright: ignore[reportAttributeAccessIssue]
+    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, size)
+    at, inside = rows._elements(u, has, FORM)
+    words = encode_nearest(tl.load(values + at, mask=inside, other=0.0), FORM)
+    tl.store(rows._weights(place, FORM), words, mask=inside)
+
+
+def scatter(keys: Any, values: Any, count: Any, homes: RecordAddresses, form: RecordForm) -> None:
+    """Overwrite weights by `values` float32 (n, dim), rounded to nearest. Rows without a record are left out."""
+    programs, ready = rows.prepared(_scatter, form, KIND=homes.kind)
+    ready.launch(programs(len(keys)), keys, values, count, homes.arguments)

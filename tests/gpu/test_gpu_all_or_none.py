@@ -136,14 +136,14 @@ def test_a_table_that_finds_no_memory_keeps_those_before_it_from_stepping(monkey
     ert.place(torch.nn.ModuleList(layers), DEVICE)
     for layer in layers:
         layer(torch.tensor([5, 6])).sum().backward()
-    keys, calls = hosted._SlotBuffer, itertools.count()
+    keys, calls = hosted._slot_buffer, itertools.count()
 
     def second_fails(*args: Any) -> Any:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("out of memory")
         return keys(*args)
 
-    monkeypatch.setattr(hosted, "_SlotBuffer", second_fails)
+    monkeypatch.setattr(hosted, "_slot_buffer", second_fails)
     with pytest.raises(er.MemoryBudgetError, match=r"more GPU memory than there is: out of memory Nothing has changed"):
         optimizer.step()
     assert [(layer.table.steps, layer.table.stats()["rows_touched"]) for layer in layers] == [(0, 0), (0, 0)]

@@ -77,9 +77,9 @@ class Side:
             poisoned = self._poisoned.pop()
             poisoned.check(len(poisoned.inside))
 
-    def begin(self, time: homes.BatchTime, keys: np.ndarray, count: int, window: int, size: int, hand: int) -> Any:
+    def begin(self, time: homes.BatchTime, keys: np.ndarray, count: int, window: int, size: int) -> Any:
         """Do the bookkeeping of a batch; return its moves."""
-        moves, rows, repeated = self.scratch((size, 3), torch.int64), len(self.slots.where), hand % 3 == 0
+        moves, rows, repeated = self.scratch((size, 3), torch.int64), len(self.slots.where), time.hand % 3 == 0
         if repeated and count and self.kernels is cache:  # as the GPU plans: sorted, and noted where they are collected
             keys = np.repeat(keys[:count], 1 + np.arange(count) % 3)
             count, search = len(keys), self.search(len(keys), window, size)
@@ -89,9 +89,9 @@ class Side:
             search = self.search(len(keys), window, size)
             args = self.put(keys), self.put(np.array([count], np.int32)), rows
             self.kernels.touch(self.slots, search, time, *args)
-        self.kernels.offer(self.slots, search, time, hand)
-        self.kernels.choose(self.slots, search, hand)
-        if hand % 2:  # sorted by far slot, or not
+        self.kernels.offer(self.slots, search, time)
+        self.kernels.choose(self.slots, search, time)
+        if time.hand % 2:  # sorted by far slot, or not
             search.victims[:] = self.put(np.sort(to_array(search.victims)))
         self.kernels.swap(self.slots, search, time, *args, self.memory(), moves)
         self.check()
@@ -171,8 +171,9 @@ class World:
         self._stamp += 1
         padded = np.append(np.array(sorted(keys), np.int64), [3, 2**40, -(2**40)])  # not to be looked at
         oldest = self.batches[0].stamp if self.batches else self._stamp
-        time = homes.BatchTime(self._stamp, oldest, 1.0)  # so that what rows are worth is exact on a GPU too
-        args = padded, len(keys), self._window, max(1, min(size, len(padded))), self._hand
+        # A half-life of one batch, so that what rows are worth is exact on a GPU too.
+        time = homes.BatchTime(self._stamp & homes.AGES, self._stamp - oldest, 1.0, self._hand)
+        args = padded, len(keys), self._window, max(1, min(size, len(padded)))
         self._moves.append([executor.begin(time, *args) for executor in self.executors])
         moves, expected = (
             executor.places(moves) for executor, moves in zip(self.executors, self._moves[-1], strict=True)
@@ -304,7 +305,7 @@ def test_who_leaves() -> None:
     """Free slots are taken first, then those worth least; rows that batches in flight use stay."""
     near = 3 * cache.BLOCK + 7
     slots = Side(cache, 2 * near, near, 4).slots
-    rng, time = np.random.default_rng(0), homes.BatchTime(1000, 998, 10.0)
+    rng, time = np.random.default_rng(0), homes.BatchTime(1000, 2, 1 / 10.0, 77)
     slots.owner[:] = torch.arange(near)
     slots.where[:near] = torch.arange(near, dtype=torch.int32)
     slots.worth[:] = tensor(np.float32(1) + rng.random(near, np.float32) * 100)
@@ -317,8 +318,8 @@ def test_who_leaves() -> None:
         search.counts.zero_()
         search.counts[1], search.counts[2] = wanted - 1, 1
         search.histogram.zero_()
-        cache.offer(slots, search, time, 77)
-        cache.choose(slots, search, 77)
+        cache.offer(slots, search, time)
+        cache.choose(slots, search, time)
         victims = to_array(search.victims)
         slot = victims[victims != cache.NOBODY] & (2**31 - 1)
         assert (victims[len(slot) :] == cache.NOBODY).all()

@@ -132,10 +132,10 @@ def test_the_pools_of_a_group_share_its_gpu_memory():
     both = Both(Which(near="4KiB", open_ids=2, known=2))
     both.step()
     executors: list[Any] = [both.group[name].executor for name in ("t0", "t1", "t2")]  # whose pools share it
-    most = max(executor.near.placement.bytes for executor in executors)
+    most = max(executor.cache.placement.bytes for executor in executors)
     record = both.group["t0"].spec.record_bytes
     for executor in executors:
-        assert most - 2 * record < executor.near.placement.bytes <= 4096 // 3
+        assert most - 2 * record < executor.cache.placement.bytes <= 4096 // 3
 
 
 def test_what_members_of_a_pool_were_given_is_added_up():

@@ -116,7 +116,7 @@ def test_a_group_trains_to_the_bits_of_its_tables_alone_and_commits_them_as_one(
 
 def test_all_pools_share_one_budget(both: Both):
     both.step(batches(1)[0])
-    used = [mirror.near.nbytes for mirror in both.annexes()]
+    used = [mirror.cache.nbytes for mirror in both.annexes()]
     assert min(used) > 0
     assert sum(used) <= 2048 + 2 * 8 * 8  # and what counts
 
@@ -141,10 +141,10 @@ def test_a_member_that_is_dropped_leaves_its_share_to_others(both: Both):
     for layers in both.mine, both.others:
         del layers["films"]
     both.let_step()
-    ids = torch.arange(mirror.near.placement.near_rows)
+    ids = torch.arange(mirror.cache.placement.near_rows)
     for _ in range(3):
         both.step({"users": ids})
-    assert int((mirror.near.slots.owner >= 0).sum()) == len(ids)  # all that is near is of the member that is left
+    assert int((mirror.cache.slots.owner >= 0).sum()) == len(ids)  # all that is near is of the member that is left
     both.add("films")  # another table, in slots of the one before
     both.let_step()
     for ids in batches(2, names):
@@ -155,7 +155,7 @@ def test_a_member_that_is_dropped_leaves_its_share_to_others(both: Both):
 def test_the_cache_in_ram_is_made_anew_for_a_member_that_comes_late(both: Both):
     names = "users", "films"
     both.step(batches(1, names)[0])
-    tier = both.mirror("users").tier
+    tier = both.mirror("users").backend
     arena = tier.arena
     both.group.table("late", rows=150, dim=8, rule=er.Adam(lr=0.1)).update([1], np.ones((1, 8), np.float32))
     both.group.table("alone", rows=None, dim=2, rule=er.SGD(lr=1.0)).update([1], np.ones((1, 2), np.float32))

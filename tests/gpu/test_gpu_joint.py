@@ -503,7 +503,7 @@ def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -
     ]
     bags[1] = bags[1]._replace(starts=None)
     sizes = [feature.n for feature in every]
-    cuts = np.array([*np.cumsum([0, *sizes]), *(f.table for f in every), *features.cuts_of(bags, sizes).words])
+    cuts = np.array([*np.cumsum([0, *sizes]), *(f.table for f in every), *features.bag_words(bags, sizes)])
     n, count = sum(sizes), sum(len(feature.starts) for feature in every)
     skips = np.array([3, -1, 0], np.int32)
     bounds = tensor(np.array([0, 0, 0, 0, *skips], np.int32))

@@ -107,7 +107,7 @@ class Model:
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def caches(self) -> list[Any]:
-        return [tensor for layer in self.layers.values() for tensor in layer.table.executor.near.slots]
+        return [tensor for layer in self.layers.values() for tensor in layer.table.executor.cache.slots]
 
     def stats(self) -> list[dict[str, float]]:
         return [layer.table.stats() for layer in self.layers.values()]

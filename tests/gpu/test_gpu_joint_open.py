@@ -290,7 +290,7 @@ def test_tables_that_leave_the_device_keep_none_of_its_memory(near: int) -> None
     model = Model("together", near)
     model.train({name: torch.arange(9) for name in "abc"})
     executors: list[Any] = [table.executor for table in model.tables]
-    memory = [weakref.ref(executor.near.slots.where) for executor in executors]
+    memory = [weakref.ref(executor.cache.slots.where) for executor in executors]
     for table in model.tables:
         rows_of(table).leave_side()
     gc.collect()

@@ -6,6 +6,7 @@ import itertools
 import types
 from typing import Any
 
+import home_kernels
 import numpy as np
 import pytest
 import torch
@@ -92,7 +93,7 @@ def gather(words, slots, positions, fresh, out, lo, hi):
 def scatter(words, slots, values, lo, hi):
     with OnDevice() as on:
         keys, form = on.keys(slots[lo:hi]), form_of(words, values.shape[1])
-        gpu.rows.scatter(keys, on.tensor(values[lo:hi]), one(hi - lo), on.homes(words), form)
+        home_kernels.scatter(keys, on.tensor(values[lo:hi]), one(hi - lo), on.homes(words), form)
 
 
 def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):

@@ -34,9 +34,8 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, pinned, requirements, steps
+from embedrock.device import attach, device_planned, pinned, requirements, steps
 from embedrock.device import dense as direct
-from embedrock.device import executor as device_side
 from embedrock.device import host_planned as hosted
 from embedrock.device import stream_order as timeline
 from embedrock.device.dense import DenseGpuExecutor
@@ -315,7 +314,7 @@ def test_pinning_that_fails_later_refuses_the_step(monkeypatch: pytest.MonkeyPat
 
 def test_a_share_is_of_the_whole_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attach, "memory_limit", lambda: 4000)
-    monkeypatch.setattr(attach, "_total_bytes", lambda device: 8000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8000))
     assert attach._bytes_of("25%", torch.device("cpu")) == 1000  # of the interpreter
     assert attach._bytes_of("25%", torch.device("cuda")) == 2000
     assert attach._bytes_of(7, torch.device("cuda")) == 7
@@ -369,7 +368,7 @@ def test_a_device_that_dies_while_rows_are_brought_back_fails_the_table(monkeypa
 
 def test_rows_come_back_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch):
     model, other, sizes = train(make(ALL_NEAR), batches(3)), train(make(None), batches(3)), []
-    monkeypatch.setattr(direct, "COPIED_BYTES", 7 * model.table.spec.record_bytes)
+    monkeypatch.setattr(device_planned, "COPIED_BYTES", 7 * model.table.spec.record_bytes)
 
     def noted(nbytes: int, device: torch.device) -> torch.Tensor:
         sizes.append(nbytes)
@@ -408,7 +407,7 @@ def test_a_device_side_that_is_closed_holds_no_memory():
         assert executor._ahead is not None
         rows_of(model.table).leave_side()
         assert executor._ahead is None
-        tensors = [executor.near.records, *executor.near.slots]
+        tensors = [executor.cache.records, *executor.cache.slots]
         assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
 
 
@@ -421,13 +420,13 @@ def test_a_few_new_rows_cost_a_few_rows_of_upload(monkeypatch: pytest.MonkeyPatc
     layer(torch.arange(500)).sum().backward()
     optimizer.step()
     uploaded = []
-    upload = GpuExecutor.uploaded
+    upload = hosted.uploaded
 
-    def noted(executor: GpuExecutor, array: np.ndarray) -> torch.Tensor:
+    def noted(array: np.ndarray, device: torch.device) -> torch.Tensor:
         uploaded.append(array.shape)
-        return upload(executor, array)
+        return upload(array, device)
 
-    monkeypatch.setattr(GpuExecutor, "uploaded", noted)
+    monkeypatch.setattr(hosted, "uploaded", noted)
     found = layer(torch.arange(498, 502))
     np.testing.assert_array_equal(found.detach().cpu().numpy()[2:], first[500:502])
     assert [shape for shape in uploaded if len(shape) == 2] == [(2, 64)]
@@ -444,7 +443,7 @@ def counted(function: Any, calls: collections.Counter[str]) -> Any:
 def test_a_plan_of_the_host_is_one_upload(monkeypatch: pytest.MonkeyPatch):
     model, ids, uploads = make(HOSTED[0]), torch.arange(5), collections.Counter[str]()
     train(model, [ids])  # whose rows have records from then on
-    for module, name in ((device_side, "uploaded"), (hosted, "uploaded_together")):
+    for module, name in ((hosted, "uploaded"), (hosted, "uploaded_together")):
         monkeypatch.setattr(module, name, counted(getattr(module, name), uploads))
     train(model, [ids])
     assert uploads == {"uploaded_together": 1}
@@ -454,14 +453,14 @@ def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.Mon
     layers = torch.nn.ModuleList(ert.Embedding(ROWS, DIM, device_memory=0) for _ in range(3))
     optimizer = ert.SGD(layers, lr=0.1)
     on_device(layers)
-    starts, step = set(), GpuExecutor.begin_step
+    starts, step = set(), steps.begin_step
 
-    def noted(executor: GpuExecutor, rule: er.Rule, grads: Any, judged: steps.StepVerdict) -> Any:
-        assert judged.verdict is not None
-        starts.add(judged.verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
-        return step(executor, rule, grads, judged)
+    def noted(part: Any, verdict: torch.Tensor | None, number: Any) -> Any:
+        assert verdict is not None
+        starts.add(verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
+        return step(part, verdict, number)
 
-    monkeypatch.setattr(GpuExecutor, "begin_step", noted)
+    monkeypatch.setattr(steps, "begin_step", noted)
     torch.stack([layer(torch.arange(3)).sum() for layer in layers]).sum().backward()
     optimizer.step()
     assert starts == {0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -69,13 +68,14 @@ def test_sum_and_mean(dim: int, mean: bool, weighted: bool, skip: int) -> None:
     values = np.empty((plan.rows, dim), np.float32)
     args = bags.grads, bags.bags, plan.starts, plan.order, bags.weights, scale, skip
     reference.pooling.pool_sum_backward(*args, values, np.empty(plan.rows))
-    back = backward(bags, pooling.pool_sum_backward, (weights, tensor(scale)), skip)
+    back = backward(bags, sums.POOLED, (weights, tensor(scale), None), skip)
     same(back, values)
 
 
-def backward(bags: Bags, kernel: Any, what: tuple[torch.Tensor, ...], skip: int) -> np.ndarray:
+def backward(bags: Bags, what: int, share: tuple[torch.Tensor | None, ...], skip: int) -> np.ndarray:
     grads, of = tensor(bags.grads), tensor(bags.bags)
-    return run(lambda plan, *rest: kernel(grads, of, plan, *what, *rest), bags.plan, bags.grads.shape[1], skip)
+    given = what, grads, (of, *share)
+    return run(lambda plan, *rest: sums.sum_shares(*given, plan, *rest), bags.plan, bags.grads.shape[1], skip)
 
 
 @pytest.mark.parametrize("skip", [-1, 2])
@@ -95,7 +95,7 @@ def test_max(dim: int, skip: int) -> None:
     values = np.empty((plan.rows, dim), np.float32)
     args = bags.grads, bags.bags, plan.starts, plan.order, argmax
     reference.pooling.pool_max_backward(*args, values, np.empty(plan.rows))
-    back = backward(bags, pooling.pool_max_backward, (tensor(argmax),), skip)
+    back = backward(bags, sums.MAXIMA, (None, None, tensor(argmax)), skip)
     same(back, values)
 
 
@@ -105,13 +105,13 @@ def test_hot_rows() -> None:
     given = (bags.weights * scale[bags.bags])[:, None] * bags.grads[bags.bags]
     values = np.empty((bags.plan.rows, 17), np.float32)
     reference.rows.sum_segments(given, bags.plan.starts, bags.plan.order, values, np.empty(bags.plan.rows))
-    back = backward(bags, pooling.pool_sum_backward, (tensor(bags.weights), tensor(scale)), -1)
+    back = backward(bags, sums.POOLED, (tensor(bags.weights), tensor(scale), None), -1)
     close(back, given, bags.plan, values)
 
     argmax = np.random.default_rng(0).integers(-1, len(bags.bags), bags.grads.shape).astype(np.int32)
     given = np.where(argmax[bags.bags] == np.arange(len(bags.bags))[:, None], bags.grads[bags.bags], 0)
     reference.rows.sum_segments(given, bags.plan.starts, bags.plan.order, values, np.empty(bags.plan.rows))
-    back = backward(bags, pooling.pool_max_backward, (tensor(argmax),), -1)
+    back = backward(bags, sums.MAXIMA, (None, None, tensor(argmax)), -1)
     close(back, given, bags.plan, values)
 
 

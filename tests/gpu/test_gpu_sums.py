@@ -71,7 +71,7 @@ def run(call: Any, plan: Plan, dim: int, skip: int) -> np.ndarray:
 
 
 def summed(grads: torch.Tensor, plan: Plan, skip: int) -> np.ndarray:
-    return run(lambda plan, *rest: sums.sum_segments(grads, *plan, *rest), plan, grads.shape[1], skip)
+    return run(lambda plan, *rest: sums.sum_shares(sums.PLAIN, grads, None, plan, *rest), plan, grads.shape[1], skip)
 
 
 def close(got: np.ndarray, grads: np.ndarray, plan: Plan, expected: np.ndarray) -> None:
@@ -152,7 +152,7 @@ def test_norm(value: float) -> None:
 def test_no_positions() -> None:
     nothing, none, norms = tensor(np.empty((0, 4), np.float32)), tensor(np.empty(0, np.int64)), torch.ones(3)
     scratch = sums.SumScratch(nothing, none, none)
-    sums.sum_segments(nothing, none, none, none, one(0), one(-1), scratch, nothing, norms)
+    sums.sum_shares(sums.PLAIN, nothing, None, (none, none, none, one(0)), one(-1), scratch, nothing, norms)
     assert norms.tolist() == [0, 0, 0]
     norms += 1
     sums.norm(nothing, one(0), none, none, norms)

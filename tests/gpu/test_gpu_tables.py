@@ -215,9 +215,9 @@ def test_counting_brings_nothing_back(way: Way):
     model, other = train(make(way), batches(3)), train(make(None), batches(3))
     executor = model.table.executor
     assert isinstance(executor, GpuExecutor)
-    before = executor.near.slots.dirty.sum(), list(rows_of(model.table).table_lock.running)
+    before = executor.cache.slots.dirty.sum(), list(rows_of(model.table).table_lock.running)
     stats = model.table.stats()
-    assert (executor.near.slots.dirty.sum(), list(rows_of(model.table).table_lock.running)) == before
+    assert (executor.cache.slots.dirty.sum(), list(rows_of(model.table).table_lock.running)) == before
     assert stats["rows_touched"] == other.table.stats()["rows_touched"] > 0
     assert stats["steps"] == 3
     np.testing.assert_array_equal(model.weights(), other.weights())

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.runtime import RecordForm, kernel, launch, tile
+from embedrock.kernels.gpu.runtime import RecordForm, kernel, launch
 
 
 @kernel("count")
@@ -25,7 +25,7 @@ def _touch(rows, records, count, WIDTH: tl.constexpr, WRITES: tl.constexpr, ROWS
 def touch(records: Any, rows: Any, writes: bool) -> None:
     """Read different `rows` of `records` float32 (n, width), which are not negative, and write them if asked to."""
     width = records.shape[1]
-    part = tile(RecordForm(width, "float32", 4 * width, width, 0))
+    part = RecordForm(width, "float32", 4 * width, width, 0).tiled()
     constexprs = {"WIDTH": width, "WRITES": writes, "ROWS": part.rows, "BLOCK": part.block}
     args = rows, records, len(rows)  # first what is on the GPU, whose stream it is
     launch(_touch, part.programs(len(rows)), *args, **constexprs, num_warps=part.warps)

@@ -146,7 +146,7 @@ def touch(
         keys, count: of the batch, no key twice. Those outside ``[0, limit)`` are left alone.
         limit: number of far slots.
     """
-    stamp, span, fading = time.numbers()
+    stamp, span, fading, _ = time
     key = keys[_rows(keys, count, limit)]
     words = slots.where[key]
     slot = words[words >= 0]
@@ -165,25 +165,25 @@ def _window(slots: CacheSlots, search: VictimScratch, hand: int) -> np.ndarray:
     return (hand + np.arange(search.bins.size)) % slots.owner.size
 
 
-def offer(slots: CacheSlots, search: VictimScratch, time: BatchTime, hand: int) -> None:
-    """Judge the near slots from `hand` on, as many as ``search.bins`` holds, at most once around.
+def offer(slots: CacheSlots, search: VictimScratch, time: BatchTime) -> None:
+    """Judge the near slots from ``time.hand`` on, as many as ``search.bins`` holds, at most once around.
 
     The caller advances `hand` by the length of the window. Free slots are in bin 0, those in use by a batch that is not
     finished in bin `LAST`, others between by what they are worth now.
     """
-    stamp, span, fading = time.numbers()
-    v = _window(slots, search, hand)
+    stamp, span, fading, _ = time
+    v = _window(slots, search, time.hand)
     age = (stamp - slots.used[v]) & AGES
     bins = np.clip(_logarithm(_fade(slots.worth[v], age, fading), 8) + 33, 1, LAST - 1)
     search.bins[:] = np.where(slots.owner[v] < 0, 0, np.where(age > span, bins, LAST))
 
 
-def choose(slots: CacheSlots, search: VictimScratch, hand: int) -> None:
+def choose(slots: CacheSlots, search: VictimScratch, time: BatchTime) -> None:
     """Write the victims, in the order of the window: those worth least, as many as there are rows to fetch."""
     free = int((search.bins < LAST).sum())
     wanted = min(int(search.counts.sum()), free, search.victims.size)
     chosen = np.sort(np.argsort(search.bins, kind="stable")[:wanted])
-    slot = _window(slots, search, hand)[chosen]
+    slot = _window(slots, search, time.hand)[chosen]
     search.victims[:] = NOBODY
     search.victims[:wanted] = ((slots.owner[slot] + 1) << 31) | slot
 
@@ -207,7 +207,7 @@ def swap(
             nothing; that of the far slot that its record is written back to, or -1; that of the record which takes its
             place.
     """
-    stamp, span, fading = time.numbers()
+    stamp, span, fading, _ = time
     key = keys[_rows(keys, count, limit)]
     key = key[_missing(slots.where[key], stamp, span)]
     _, last, worth = _read_word(slots.where[key])

@@ -78,7 +78,8 @@ KINDS = pytest.mark.parametrize("kind", [Alone, Many])
 
 def ended(kind: Any) -> list[int | None]:
     """Return the steps of the commits, once that under way has ended."""
-    kind.manager.is_durable()
+    if (commit := kind.manager.pending) is not None:
+        commit.join()
     return [commit["step"] for commit in kind.it.commits()]
 
 

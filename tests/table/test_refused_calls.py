@@ -280,7 +280,7 @@ def test_each_call_of_the_system_fails(name: str, kind: str, fault: int | str) -
 # ---------------------------------------------------------------- memory
 
 MODULES = (
-    "table.rows", "optimizers._dense", "storage.ram_backend", "storage.disk_backend", "storage.cache",
+    "table.rows", "optimizers._rule", "storage.ram_backend", "storage.disk_backend", "storage.cache",
     "storage.slot_index", "storage.records", "storage.commit", "store.record_store", "store.segments",
     "store.log_index", "store.base", "store.reading", "io.vfs",
 )  # fmt: skip

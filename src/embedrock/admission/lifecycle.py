@@ -109,15 +109,12 @@ class RowLifecycle:
         excess = 0
         if self._most is not None:
             excess = count + len(new) - self._most
-            self._check_room(len(ids))
+            if len(ids) > self._most:
+                raise ArgumentError(
+                    f"{self.subject} may have {counted(self._most, 'row')} ({self.eviction}), and this batch needs "
+                    f"{len(ids)} at once. Raise max_rows= or max_bytes= to that at least, or use smaller batches."
+                )
         return AdmissionDecision(step, rows, turned_away, ids, new, max(0, excess), counts)
-
-    def _check_room(self, batch_rows: int) -> None:
-        if self._most is not None and batch_rows > self._most:
-            raise ArgumentError(
-                f"{self.subject} may have {counted(self._most, 'row')} ({self.eviction}), and this batch needs "
-                f"{batch_rows} at once. Raise max_rows= or max_bytes= to that at least, or use smaller batches."
-            )
 
     def _reach_min_count(self, ids: np.ndarray, step: int) -> np.ndarray | None:
         """Return which ids reach `min_count` in this step, bool (n,). None: all ids."""
@@ -214,7 +211,6 @@ class RowLifecycle:
         self._left, self._back = [left] if len(left) else [], np.setdiff1d(own, known)
 
     def end_mirror(self) -> None:
-        """Detach the mirror."""
         self._left, self._back, self._has_mirror = [], NOBODY, False
 
     # ---------------------------------------------------------------- deleted rows

@@ -37,7 +37,6 @@ class IdNumbers:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         return self._entries.nbytes
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -97,6 +96,8 @@ FIRST_ROWS = 1024
 class UsageTracker:
     """Rows that have records, with their usage. The order of rows depends only on the steps.
 
+    It is saved by the methods of `ExactCounter`.
+
     Args:
         eviction: the policy, which decides what the tracker records.
         clock: returns the time in seconds. Only gaps between steps matter.
@@ -121,7 +122,6 @@ class UsageTracker:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of RAM in use."""
         arrays = self._ids, self._last, self._marks, self._is_kept, self._busy, self._changed
         return self._numbers.nbytes + sum(array.nbytes for array in arrays) + self._snapshot.nbytes
 
@@ -186,7 +186,10 @@ class UsageTracker:
         if self.count + more > size:
             size = max(self.count + more, size + size // 2)
             for name in ("_ids", "_last", "_marks", "_is_kept", "_changed", "_busy"):
-                setattr(self, name, _larger(getattr(self, name)[: self.count], size))
+                before = getattr(self, name)[: self.count]
+                made = returned(size, before.dtype, "what is known of rows that have records")
+                made[: self.count] = before
+                setattr(self, name, made)
 
     def _tick(self, step: int) -> None:
         seconds = self._eviction.idle_seconds()
@@ -317,7 +320,6 @@ class UsageTracker:
     # ---------------------------------------------------------------- saving
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the arrays that `load` needs, as private int64 copies."""
         now = slice(0, self.count)
         return {name: copied(array, now) for name, array in self._of_rows.items()} | self._small()
 
@@ -329,12 +331,10 @@ class UsageTracker:
         return {"hand": np.array([self._hand]), "ticks": self._ticks.reshape(-1).copy()}
 
     def whole(self) -> Columns:
-        """Return the arrays of `state` as columns, to write while rows change."""
         snapshot = self._snapshot.made(self._of_rows, np.ones(self.count, bool))
         return {name: snapshot.column(name) for name in self._of_rows} | self._small()
 
     def changes(self) -> Columns | None:
-        """Return the changes since `saved`, for `merged`. Return None if unknown or if most rows changed."""
         changed = self._changed[: self.count]
         if not self._is_saved or 4 * np.count_nonzero(changed) > 3 * self.count:
             return None
@@ -344,12 +344,10 @@ class UsageTracker:
 
     @property
     def changed_bytes(self) -> int:
-        """Return about how many bytes the next save needs, as `changes` or as `state`."""
         changed = 32 * int(np.count_nonzero(self._changed[: self.count]))
         return min(changed, 24 * self.count) if self._is_saved else 24 * self.count
 
     def saved(self) -> None:
-        """Mark the current state as saved."""
         self._changed[:], self._is_saved = False, True
 
     def load(self, arrays: Arrays, step: int) -> None:
@@ -372,9 +370,3 @@ class UsageTracker:
     def adopt(self, ids: np.ndarray, step: int) -> None:
         """Register existing records, as if the last step had used them."""
         self._add(np.sort(ids), step)
-
-
-def _larger(array: np.ndarray, size: int) -> np.ndarray:
-    made = returned(size, array.dtype, "what is known of rows that have records")
-    made[: len(array)] = array
-    return made

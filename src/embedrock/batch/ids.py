@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from embedrock.batch import wrong_ids
 from embedrock.batch.wrong_ids import Place
+from embedrock.errors import IdTypeError
 
 _INT64 = np.dtype(np.int64)
 
@@ -39,17 +40,24 @@ def _array(ids: npt.ArrayLike, subject: str) -> np.ndarray:
     try:
         array = np.asarray(ids)
     except ValueError as error:  # lists of several lengths
-        raise wrong_ids.no_array(error, subject) from error
+        raise IdTypeError(
+            f"`ids` of {subject} must be integers in one shape: got lists of several lengths ({error}). "
+            f"{wrong_ids.OF_LISTS}"
+        ) from error
     except Exception as error:  # polars reads hashes in CSV as Int128, of which NumPy has none
         if "Int128" not in str(getattr(ids, "dtype", "")):
             raise
-        raise wrong_ids.wide(subject) from error
+        raise IdTypeError(  # may be hashes of 64 bits, or longer ones
+            f"`ids` of {subject} must be integers of 64 bits: got dtype Int128. Hashes go by their bits into a table "
+            "with rows=None: np.array([id % 2**64 for id in ids.drop_nulls()], np.uint64).view(np.int64)."
+        ) from error
     if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
         raise wrong_ids.masked(ids, subject)
     if array.size == 0 and not isinstance(ids, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no integers to infer a type from
     if array.dtype.kind not in "iu":
-        raise wrong_ids.no_integers(array, subject, ids)
+        got, remedy = wrong_ids.told(array, ids)
+        raise IdTypeError(f"`ids` of {subject} must be integers: got {got}. {remedy}")
     return array
 
 

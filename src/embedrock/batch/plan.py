@@ -120,7 +120,11 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
         ([0, 3, 4], [0, 2, 3, 1])
     """
     flat = _flat(ids)
-    arrays = _plan_whole(flat) if flat.size <= SMALL_BATCH else _plan_by_partitions(flat)
+    if flat.size <= SMALL_BATCH:
+        unique, inverse = _deduped(flat)
+        arrays = unique, inverse, *_segmented(inverse, unique.size)
+    else:
+        arrays = _plan_by_partitions(flat)
     if find is None:
         return Plan(ids.shape, *arrays)
     slots = find(arrays[0])
@@ -130,10 +134,6 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
 @spanned("plan")
 def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
     """Plan a batch for rows sharded over `ranks` processes: ids of one owner are together in the plan.
-
-    Args:
-        ids: as for `make_plan`.
-        ranks: number of processes: `embedrock.distributed.owners`.
 
     Example:
         >>> plan = plan_by_owner(np.array([4, 1, 5, 1]), ranks=2)  # 1 is rank 1's
@@ -149,10 +149,7 @@ def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
 def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Array, Int64Array, Int64Array]:
     """Group ids, int64 (n,), by owner, in their order; return the new places, the grouped ids, and the bounds.
 
-    Args:
-        ids: int64 (n,).
-        inverse: int32, indices of ids, which are updated.
-        ranks: number of processes: `embedrock.distributed.owners`.
+    `inverse`, int32, has indices of ids, which are updated.
 
     Example:
         >>> [found.tolist() for found in by_owner(np.array([4, 1, 5]), np.empty(0, np.int32), ranks=2)]
@@ -165,12 +162,7 @@ def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Arr
 
 
 def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
-    """Return which ids, int64 (n,), a rank owns: see `embedrock.distributed.owners`.
-
-    Example:
-        >>> owned(np.array([4, 1, 5]), rank=0, ranks=2).tolist()
-        [True, False, True]
-    """
+    """Return which ids, int64 (n,), a rank owns: see `embedrock.distributed.owners`."""
     here = np.empty(ids.size, np.bool_)
     kernels.cpu.plan.owned(_flat(ids), rank, ranks, here)
     return here
@@ -243,11 +235,6 @@ _scratch = _Scratch()
 def table_size(ids: int) -> int:
     """Return the number of entries of a hash table for `ids` ids."""
     return 1 << max(1, (2 * ids - 1).bit_length())
-
-
-def _plan_whole(ids: Int64Array) -> Arrays:
-    unique, inverse = _deduped(ids)
-    return unique, inverse, *_segmented(inverse, unique.size)
 
 
 def _deduped(ids: Int64Array) -> tuple[Int64Array, Int32Array]:
@@ -407,10 +394,7 @@ def counting(count: int) -> np.ndarray:
 def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True) -> Plan:
     """Return a plan with each of `ids` once, in this order; the arrays become read-only.
 
-    Args:
-        ids: ids of the rows.
-        slots, epoch: see `Plan`.
-        may_miss: whether some slots may be -1.
+    Without `may_miss`, no slot is -1.
     """
     starts = counting(len(ids) + 1)
     each = starts[:-1]

@@ -191,8 +191,11 @@ def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joi
     try:
         if issubclass(kind, bytes):
             data, sizes = b"".join(values), map(len, values)
+        elif (text := "".join(values)).isascii():
+            data, sizes = text.encode(), map(len, values)
         else:
-            data, sizes = _encoded("".join(values), values)
+            each = [value.encode() for value in values]
+            data, sizes = b"".join(each), map(len, each)
     except TypeError:
         raise _among_others(values, shape, subject) from None
     except UnicodeEncodeError:
@@ -200,14 +203,6 @@ def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joi
         raise _no_text(values[position], position, shape, subject) from None
     offsets = bounds_of(np.fromiter(sizes, np.int64, len(values)))
     return Strings(np.frombuffer(data, np.uint8), offsets[:-1], offsets[1:])
-
-
-def _encoded(text: str, values: Sequence[str]) -> tuple[bytes, Iterable[int]]:
-    """Return `text`, the concatenated values, as UTF-8, and the size of each value in bytes."""
-    if text.isascii():
-        return text.encode(), map(len, values)
-    each = [value.encode() for value in values]
-    return b"".join(each), map(len, each)
 
 
 def _of_arrow(values: Any, subject: str) -> Strings:

@@ -119,21 +119,6 @@ def _more_rows(flat: np.ndarray, low: int, high: int) -> str:
     return f"Hashes go into as many buckets as there are rows: er.hash_ids(strings, buckets={high}). "
 
 
-def no_array(error: ValueError, subject: str) -> IdTypeError:
-    """Return the error for ids that NumPy cannot convert to an array, with NumPy's own message."""
-    return IdTypeError(
-        f"`ids` of {subject} must be integers in one shape: got lists of several lengths ({error}). {OF_LISTS}"
-    )
-
-
-def wide(subject: str) -> IdTypeError:
-    """Return the error for polars' 128-bit integers, which may be hashes of 64 bits, or longer ones."""
-    return IdTypeError(
-        f"`ids` of {subject} must be integers of 64 bits: got dtype Int128. Hashes go by their bits into a table with "
-        "rows=None: np.array([id % 2**64 for id in ids.drop_nulls()], np.uint64).view(np.int64)."
-    )
-
-
 def masked(ids: Any, subject: str) -> IdTypeError:
     """Return the error for a masked array with masked values."""
     where = in_array(ids.shape)(int(np.argmax(np.ma.getmaskarray(ids))))
@@ -141,12 +126,6 @@ def masked(ids: Any, subject: str) -> IdTypeError:
         f"`ids` of {subject} must be integers: got a masked array, with a missing one {where}. Leave out what is "
         "missing, ids.compressed(), or give it an id of its own, 0 for example: ids.filled(0)."
     )
-
-
-def no_integers(array: np.ndarray, subject: str, given: Any) -> IdTypeError:
-    """Return the error for ids that are not integers."""
-    got, remedy = told(array, given)
-    return IdTypeError(f"`ids` of {subject} must be integers: got {got}. {remedy}")
 
 
 def told(array: np.ndarray, given: Any) -> tuple[str, str]:

@@ -23,7 +23,6 @@ NUMBER = re.compile(r"\s*[-+]?\d+(\.\d*)?([eE][-+]?\d+)?\s*")
 STRING_TYPES = (
     "string", "large_string", "string_view", "binary", "large_binary", "binary_view", "fixed_size_binary"
 )  # fmt: skip
-ARROW_KINDS = {ParquetFile: (".parquet",), ArrowFile: (".arrow",)}
 
 
 class ColumnQuery(NamedTuple):
@@ -64,7 +63,7 @@ class TextColumn:
         if not path.exists():
             raise FileNotFoundError(2, "there is no such file", str(path))
         if (kind := TABLES.get(path.suffix.lower())) is not None:
-            check_kind(path, "a Parquet or Arrow file", ARROW_KINDS[kind])
+            check_kind(path, "a Parquet or Arrow file", (".parquet" if kind is ParquetFile else ".arrow",))
             self._file: ColumnFile = kind(path, "Parquet or Arrow")
             names = types = self._file.types()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, repeat, takewhile
 from pathlib import Path
@@ -15,8 +15,8 @@ import numpy as np
 import embedrock as er
 from embedrock.cli.columns import IDS, TextColumn
 from embedrock.cli.formats import fail
-from embedrock.cli.imports import OPEN, RULE_NAMES, rows_or_open
-from embedrock.cli.terminal.arguments import count, number, size
+from embedrock.cli.imports import OPEN, rows_or_open
+from embedrock.cli.terminal.arguments import add_command, count, number, size
 from embedrock.cli.terminal.tables import (
     Field,
     format_count,
@@ -27,7 +27,7 @@ from embedrock.cli.terminal.tables import (
     progress,
 )
 from embedrock.initializers import Zeros
-from embedrock.planner.demand import cut
+from embedrock.planner.demand import RULE_NAMES, cut
 from embedrock.spec.spec import STORAGES, Spec
 from embedrock.storage.cache import POLICIES
 from embedrock.storage.miss_ratio_curve import CurveSampler, MissRatioCurve
@@ -50,7 +50,7 @@ FIELDS = (
 def add_parser(subparsers: Any) -> None:
     """Add the command to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
     text = "how many rows of a batch are read from disk, by memory=, told from a log of ids"
-    parser: ArgumentParser = subparsers.add_parser("curve", help=text, description=text[0].upper() + text[1:] + ".")
+    parser = add_command(subparsers, "curve", _run, text, json_text="")
     files = "Parquet, Arrow, CSV, TSV or .txt, in order"
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
     parser.add_argument("--column", required=True, metavar="NAME", help="of ids: integers or strings")
@@ -69,7 +69,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--skip-nulls", action="store_true", help="leave out what is missing (default: an error)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace) -> int:

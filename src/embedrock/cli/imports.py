@@ -25,7 +25,7 @@ from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
 from embedrock.io.vfs import OS_SYSTEM
-from embedrock.optimizers import RULES
+from embedrock.planner.demand import RULE_NAMES
 from embedrock.system import platform
 
 MAX_BYTES = 1 << 20
@@ -98,7 +98,6 @@ def _listed(values: dict[str, Any]) -> str:
 Item = TypeVar("Item")
 PART_WORDS = 1 << 16  # read or written at a time
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
-RULE_NAMES = {rule.__name__.lower(): rule for rule in RULES}
 NEW_OR_INTO = "Import to another path; or pass --into, which writes over rows of this one."
 CHANGED = "Somebody has changed it since. Import to another path."
 OPEN = "open"  # as a number of rows: ids are any int64

@@ -44,14 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.run(arguments)
         finally:
             sys.stdout.flush()  # detects a closed pipe here, and not when Python ends
-    except EmbedrockError as error:
-        print(f"embedrock: error: {error}", file=sys.stderr)
-        return FAILED
     except BrokenPipeError:
         # The reader of our output left (`| head`). Python would complain when it flushes the rest on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:  # a full disk, a missing file: the error's name is enough
+    except (EmbedrockError, OSError) as error:  # of a full disk, or a missing file, the error's name is enough
         print(f"embedrock: error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

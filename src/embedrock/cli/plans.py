@@ -8,7 +8,7 @@ import os
 import sys
 import tomllib
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from embedrock.cli import curves
 from embedrock.cli.columns import IDS, TextColumn
 from embedrock.cli.formats.files import text_of
 from embedrock.cli.imports import OPEN
-from embedrock.cli.terminal.arguments import count, folder, number, size
+from embedrock.cli.terminal.arguments import add_command, count, folder, number, print_result, size
 from embedrock.cli.terminal.tables import Field, format_facts, format_lines, format_number, format_whole
 from embedrock.errors import ArgumentError, counted
 from embedrock.io.vfs import OS_SYSTEM
@@ -60,11 +60,8 @@ OF_MODE = {"device": "all", "cached": "a cache", "host": "none"}
 def add_parser(subparsers: Any) -> None:
     """Add the command to `subparsers`. Parsed arguments have ``run(arguments) -> exit status``."""
     text = "a tier and a memory= for each table, and the rows that a step reads then"
-    parser: ArgumentParser = subparsers.add_parser(
-        "plan",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}. Exit status {NOTHING_FITS} where nothing keeps the limits.",
-    )
+    more = f"{text[0].upper()}{text[1:]}. Exit status {NOTHING_FITS} where nothing keeps the limits."
+    parser = add_command(subparsers, "plan", _run, text, more, json_text="")
     source = "a TOML file, a folder that has tables, or package.module:make_model"
     parser.add_argument("--tables", required=True, metavar="WHAT", help=source)
     log = "Parquet, Arrow, CSV or TSV with a column of ids for each table, called as it"
@@ -86,7 +83,6 @@ def add_parser(subparsers: Any) -> None:
     rule = f"of tables of a model that have none yet: {', '.join(RULE_NAMES)} (default: {RULE})"
     parser.add_argument("--rule", choices=RULE_NAMES, default=RULE, metavar="NAME", help=rule)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace) -> int:
@@ -99,8 +95,7 @@ def _run(arguments: Namespace) -> int:
     except NoPlanError as error:
         print(json.dumps({"error": str(error), "needed": error.needed}) if arguments.json else f"nothing fits: {error}")
         return NOTHING_FITS
-    print(json.dumps(found.to_json(), indent=1) if arguments.json else _text(found))
-    return 0
+    return print_result(arguments, found.to_json(), _text(found))
 
 
 def _text(found: Proposal) -> str:

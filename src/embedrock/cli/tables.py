@@ -25,6 +25,7 @@ from embedrock.distributed.commits import layout_of
 from embedrock.distributed.reader import verify_parts
 from embedrock.errors import CorruptTableError, did_you_mean
 from embedrock.io.vfs import OS_SYSTEM
+from embedrock.planner.demand import RULE_NAMES
 from embedrock.spec.description import POLICIES, describe_spec
 from embedrock.spec.spec import STORAGES
 from embedrock.store import folder as folders
@@ -103,7 +104,7 @@ def _add_import(subparsers: Any) -> None:
     new = parser.add_argument_group("a new table")
     rows = f"rows of the table, or '{imports.OPEN}' (default: those of the file, or open where it has ids)"
     new.add_argument("--rows", type=imports.rows_or_open, metavar="N", help=rows)
-    new.add_argument("--rule", choices=imports.RULE_NAMES, help="(default: none; training sets one)")
+    new.add_argument("--rule", choices=RULE_NAMES, help="(default: none; training sets one)")
     std = "first values of other rows are normal (default: 0, all zero)"
     new.add_argument("--std", type=number, metavar="X", help=std)
     new.add_argument("--table-dtype", choices=STORAGES, help="of the weights (default: float32)")

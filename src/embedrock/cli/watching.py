@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, page, which_pool
-from embedrock.cli.terminal.arguments import add_command, number, place, writable_file
+from embedrock.cli.terminal.arguments import add_command, number, place, print_result, writable_file
 from embedrock.cli.terminal.tables import format_count, format_lines, format_number, format_table
 from embedrock.errors import ArgumentError, RequirementError
 from embedrock.system.sizes import format_bytes
@@ -72,8 +71,7 @@ def _top(arguments: Namespace) -> int:
         return _publish(arguments)
     lines = _lines(arguments.folder)
     if arguments.json or arguments.once or not sys.stdout.isatty():
-        print(json.dumps({"tables": lines}, indent=1) if arguments.json else _text(lines))
-        return 0
+        return print_result(arguments, {"tables": lines}, _text(lines))
     watch(lambda: _lines(arguments.folder), max(arguments.every, 0.1))
     return 0
 

@@ -49,7 +49,7 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
-    with rows.table_lock.beside_sides():  # two executors would lose the first one's gradients
+    with rows.table_lock.alone(beside_executors=True):  # two executors would lose the first one's gradients
         executor = rows.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(device):
             return executor
@@ -74,24 +74,30 @@ def _attached(table: Table, device: torch.device) -> GpuExecutor | None:
 def _made(table: Table, device: torch.device) -> GpuExecutor:
     given, rows = device_memory_of(table), rows_of(table)
     budget = _budget(table, given, device)
-    tier = _direct_tier(rows) if _may_be_planned_there(table.spec, budget) else None
-    if tier is not None:
+    backend = _laid_out(rows, "direct") if _may_be_planned_or_prefetched(table.spec, budget) else None
+    if backend is not None:
         chosen = device_placing.choose(table.spec, budget)
         if chosen.mode == "device":
             _warn_of_little_ram(table)
         if chosen.mode == "host" and given and table.device_memory is None:
-            _warn_of_nothing_left(table, given)
-        return DenseGpuExecutor(rows, tier, device, chosen)
-    if (memory := _open_tier(rows)) is not None:
+            _warn(
+                f"{table.subject} gets none of device_memory={given!r} of its group, as other tables and what tells "
+                "where rows are take all of it: its rows stay in RAM, where the GPU reads and steps them. Make all "
+                "tables of a group before the first of them is used, or raise it.",
+                stacklevel=7,
+            )
+        return DenseGpuExecutor(rows, backend, device, chosen)
+    if (memory := _open_backend(rows)) is not None:
         executor = HashedGpuExecutor(rows, memory, device, 0 if given is None else budget)
-        if given and not executor.near.placement.near_rows:
+        if given and not executor.cache.placement.near_rows:
             _warn_of_no_room(table, given, memory)
         return executor
-    mirror = _mirror_of_pool(table, device)
+    pool = _backend_beneath(table)  # another member may have created its mirror
+    mirror = next((mirror for mirror in _mirrors(table) if mirror.backend is pool and mirror.device == device), None)
     if mirror is None:
         mirror = _mirror(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
-        if given and not mirror.near.placement.near_rows:
-            _warn_of_no_room(table, given, mirror.tier)
+        if given and not mirror.cache.placement.near_rows:
+            _warn_of_no_room(table, given, mirror.backend)
     return HostPlannedExecutor(rows, mirror)
 
 
@@ -110,15 +116,20 @@ def warn_of_member(table: Table, stacklevel: int) -> None:
     )
 
 
-def _open_tier(rows: TableState) -> RamBackend | None:
+def _open_backend(rows: TableState) -> RamBackend | None:
     """Return the hashed backend whose slot index the GPU may hold; None where the host has to plan."""
     if _is_planned_by_host(rows.spec):
         return None
+    backend = _laid_out(rows, "hashed")
+    # The GPU gives new ids the slots after the last one. It never reuses slots of deleted rows.
+    return backend if backend is not None and backend.count == backend.used_slots else None
+
+
+def _laid_out(rows: TableState, index: str) -> RamBackend | None:
+    """Lay a table out in RAM with a kind of index, if possible, and return its backend; else None."""
     with rows.table_lock.alone():
         rows.check()
-        tier = rows.lay_out_in_ram("hashed")
-    # The GPU gives new ids the slots after the last one. It never reuses slots of deleted rows.
-    return tier if tier is not None and tier.count == tier.used_slots else None
+        return rows.lay_out_in_ram(index)
 
 
 def _is_planned_by_host(spec: Spec) -> bool:
@@ -127,7 +138,6 @@ def _is_planned_by_host(spec: Spec) -> bool:
 
 
 def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
-    """Return a new device mirror of a host-planned table's backend, within a budget of GPU memory in bytes."""
     spec, is_on_disk = table.spec, table.is_on_disk
 
     def place(slots: int) -> DeviceLayout:
@@ -139,22 +149,22 @@ def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
 
     most = _most_rows(table)
     with rows_of(table).table_lock.lock:
-        return DeviceMirror(_tier_beneath(table), device, place, form_of(spec))
+        return DeviceMirror(_backend_beneath(table), device, place, form_of(spec))
 
 
 def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
     """Return the GPU memory for host-planned rows; for a pool, the sum of its members' own sizes."""
     if table.group is None or table.group.device_memory is not None:
         return budget
-    tier = _tier_beneath(table)
-    given = [each.device_memory for each in table.group.open_tables() if _tier_beneath(each) is tier]
+    backend = _backend_beneath(table)
+    given = [each.device_memory for each in table.group.open_tables() if _backend_beneath(each) is backend]
     return sum(_bytes_of(size, device) for size in given if size is not None)
 
 
 def _most_rows(table: Table) -> int | None:
     """Return the maximum number of rows in a table's backend, which may be a pool; None: no maximum."""
-    tier = rows_of(table).tier
-    specs = [part.spec for part in tier.pool.parts.values()] if isinstance(tier, RecordRange) else [table.spec]
+    backend = rows_of(table).tier
+    specs = [part.spec for part in backend.pool.parts.values()] if isinstance(backend, RecordRange) else [table.spec]
     known = [rows for rows in map(_limit, specs) if rows is not None]
     return sum(known) if len(known) == len(specs) else None
 
@@ -162,12 +172,6 @@ def _most_rows(table: Table) -> int | None:
 def _limit(spec: Spec) -> int | None:
     most = None if spec.eviction is None else spec.eviction.most_rows(spec.record_bytes)
     return min((rows for rows in (spec.rows, most) if rows is not None), default=None)
-
-
-def _mirror_of_pool(table: Table, device: torch.device) -> DeviceMirror | None:
-    """Return the device mirror of a member's pool, if another member has created it."""
-    tier = _tier_beneath(table)
-    return next((mirror for mirror in _mirrors(table) if mirror.tier is tier and mirror.device == device), None)
 
 
 def _mirrors(table: Table) -> list[DeviceMirror]:
@@ -183,20 +187,22 @@ def _mirrors(table: Table) -> list[DeviceMirror]:
     )
 
 
-def _tier_beneath(table: Table) -> Backend:
+def _backend_beneath(table: Table) -> Backend:
     """Return the backend that holds the records: for a member, its pool's."""
     return rows_of(table).tier.beneath(np.empty(0, np.int64))[0]
 
 
-def _warn_of_no_room(table: Table, given: int | str, tier: Backend) -> None:
-    least = device_placing.memory_for(table.spec, 1, tier.used_slots if table.is_on_disk else 1)
+def _warn_of_no_room(table: Table, given: int | str, backend: Backend) -> None:
+    least = device_placing.memory_for(table.spec, 1, backend.used_slots if table.is_on_disk else 1)
     whose = "" if table.device_memory is not None else " of its group, or what other pools leave of it,"
-    warnings.warn(
+    _warn(
         f"device_memory={given!r} of {table.subject}{whose} has room for no row: its rows stay in RAM, where the GPU "
-        f"reads and steps them. {format_bytes(least)} are needed for one, with what tells where rows are.",
-        PlacementWarning,
-        stacklevel=7,
+        f"reads and steps them. {format_bytes(least)} are needed for one, with what tells where rows are."
     )
+
+
+def _warn(text: str, stacklevel: int = 8) -> None:
+    warnings.warn(text, PlacementWarning, stacklevel=stacklevel)
 
 
 def _budget(table: Table, given: int | str | None, device: torch.device) -> int:
@@ -211,7 +217,11 @@ def _share(table: Table, budget: int) -> int:
     if table.is_on_disk:
         return _share_of_pool(table, budget)
     others = {each: _taker(each) for each in table.group.open_tables() if each is not table}
-    taken = {taker: _taken(each.executor) for each, taker in others.items() if _is_there(each)}
+    taken = {
+        taker: _taken(each.executor)
+        for each, taker in others.items()
+        if isinstance(each.executor, GpuExecutor) and each.executor.is_current
+    }
     known, waiting = {_taker(table), *taken}, dict[Table | Backend, Table]()
     for each, taker in others.items():
         if each.device_memory is None and taker not in known:
@@ -220,15 +230,11 @@ def _share(table: Table, budget: int) -> int:
     return device_placing.share(_need(table, budget), [_need(each, budget) for each in waiting.values()], budget)
 
 
-def _is_there(table: Table) -> bool:
-    return isinstance(table.executor, GpuExecutor) and table.executor.is_current
-
-
 def _taken(executor: GpuExecutor) -> int:
     """Return the bytes of GPU memory that a member in RAM takes, or may take, with others of its pool."""
     if isinstance(executor, HashedGpuExecutor):
         return executor.budget
-    placement = executor.near.placement
+    placement = executor.cache.placement
     return (
         placement.bytes if isinstance(executor, DenseGpuExecutor) else placement.near_rows * slot_bytes(executor.spec)
     )
@@ -236,7 +242,7 @@ def _taken(executor: GpuExecutor) -> int:
 
 def _taker(table: Table) -> Table | Backend:
     """Return the unit that shares GPU memory: the table itself or, where the host plans, its pool."""
-    return _tier_beneath(table) if _is_planned_by_host(table.spec) else table
+    return _backend_beneath(table) if _is_planned_by_host(table.spec) else table
 
 
 def _need(table: Table, budget: int) -> DeviceDemand:
@@ -252,44 +258,25 @@ def _need(table: Table, budget: int) -> DeviceDemand:
 
 def _share_of_pool(table: Table, budget: int) -> int:
     """Return the share of GPU memory of a pool on disk, after the pools that have theirs."""
-    mirrors, own = _mirrors(table), _tier_beneath(table)
-    budget -= sum(mirror.near.placement.bytes for mirror in mirrors)
-    have = {id(tier) for tier in (own, *(mirror.tier for mirror in mirrors))}
-    others = [tier for tier in table.group.pools.tiers if id(tier) not in have]
-    needs = [need_of(tier.spec, tier.used_slots) for tier in (own, *others)]
+    mirrors, own = _mirrors(table), _backend_beneath(table)
+    budget -= sum(mirror.cache.placement.bytes for mirror in mirrors)
+    have = {id(backend) for backend in (own, *(mirror.backend for mirror in mirrors))}
+    others = [backend for backend in table.group.pools.tiers if id(backend) not in have]
+    needs = [need_of(backend.spec, backend.used_slots) for backend in (own, *others)]
     return device_placing.share(needs[0], needs[1:], budget)
-
-
-def _warn_of_nothing_left(table: Table, given: int | str) -> None:
-    warnings.warn(
-        f"{table.subject} gets none of device_memory={given!r} of its group, as other tables and what tells where rows "
-        "are take all of it: its rows stay in RAM, where the GPU reads and steps them. Make all tables of a group "
-        "before the first of them is used, or raise it.",
-        PlacementWarning,
-        stacklevel=7,
-    )
 
 
 def _warn_of_little_ram(table: Table) -> None:
     needed, there = table.spec.table_bytes or 0, available_bytes()
     if needed > there:
-        warnings.warn(
+        _warn(
             f"{table.subject} fits the GPU's memory, but not the RAM that is free: {format_bytes(needed)} needed to "
             f"save or read all of its rows, {format_bytes(there)} free. Training goes on; saving it will be refused "
-            "once more rows are in use than RAM has room for.",
-            PlacementWarning,
-            stacklevel=7,
+            "once more rows are in use than RAM has room for."
         )
 
 
-def _direct_tier(rows: TableState) -> RamBackend | None:
-    """Lay the table out so that slot = id, if possible, and return its backend; else None."""
-    with rows.table_lock.alone():
-        rows.check()
-        return rows.lay_out_in_ram("direct")
-
-
-def _may_be_planned_there(spec: Spec, budget: int) -> bool:
+def _may_be_planned_or_prefetched(spec: Spec, budget: int) -> bool:
     if not _has_slots_of_ids(spec) or spec.table_bytes is None:
         return False
     # RAM for all rows is pinned at once.
@@ -306,12 +293,9 @@ def _bytes_of(size: int | str, device: torch.device) -> int:
     """Return a size in bytes. A percentage refers to the GPU's total memory."""
     if not isinstance(size, str):
         return size
-    of_gpu = device.type == "cuda"
-    return parse_bytes(size, "device_memory", lambda: _total_bytes(device) if of_gpu else memory_limit())
-
-
-def _total_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cuda":
+        return parse_bytes(size, "device_memory", memory_limit)
+    return parse_bytes(size, "device_memory", lambda: torch.cuda.get_device_properties(device).total_memory)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -34,30 +32,6 @@ def present(where: Tensor) -> Tensor:
 def as_written_back(victims: Tensor) -> Tensor:
     """Return victims in the order of their write-back."""
     return victims if len(victims) < SORTED_FROM else victims.sort().values
-
-
-class BatchNumbers(NamedTuple):
-    """The numbers of a batch: its own, that of the oldest protected batch, and the first device slot to search."""
-
-    stamp: int
-    oldest: int
-    hand: int
-
-    def time(self, half_life: float) -> homes.BatchTime:
-        """Return the batch time for kernels."""
-        return homes.BatchTime(self.stamp, self.oldest, half_life)
-
-
-class BatchNumbersInMemory(NamedTuple):
-    """Batch numbers in device memory, int32 (), for a CUDA graph that replays the batch."""
-
-    stamp: Tensor
-    span: Tensor
-    hand: Tensor
-
-    def time(self, half_life: float) -> homes.TimeInMemory:
-        """Return the batch time for kernels."""
-        return homes.TimeInMemory(self.stamp, self.span, half_life)
 
 
 class DeviceCache:
@@ -127,12 +101,13 @@ class DeviceCache:
 
     # ------------------------------------------------------------ insertion and eviction
 
-    def stamps(self, n: int, stamp: int, oldest: int) -> BatchNumbers:
-        """Begin a batch of n positions and return its numbers. For `stamp` and `oldest` see `BatchNumbers`."""
+    def begin_batch(self, n: int, clock: BatchCounter, trains: bool) -> homes.BatchTime:
+        """Begin a batch of n positions; return its time. `trains`: a step may follow."""
         hand = self._hand
         if self.is_cache:
             self._hand = (hand + self.window(n)) % len(self.slots.owner)
-        return BatchNumbers(stamp, oldest, hand)
+        stamp = clock.stamp
+        return homes.BatchTime(stamp & homes.AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
 
     def window(self, n: int) -> int:
         """Return how many device slots a batch of n positions searches for victims."""
@@ -147,13 +122,13 @@ class DeviceCache:
         return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
 
     def arrival(
-        self, n: int, stamps: BatchNumbers | BatchNumbersInMemory, timeline: StreamOrder, counts: bool
+        self, n: int, time: homes.BatchTime, timeline: StreamOrder, counts: bool
     ) -> cache.CacheInsertion | None:
         """Return the cache insertion of a batch; None without a cache or without positions.
 
         Args:
             n: positions.
-            stamps: of the batch.
+            time: of the batch.
             timeline: the order of device work.
             counts: hits and misses are counted.
         """
@@ -162,9 +137,9 @@ class DeviceCache:
         slots = self.slots if counts else self.slots._replace(tallies=self.not_counted)
         search = self._search(n, timeline)
         timeline.keep(*search)
-        return cache.CacheInsertion(slots, search, stamps.time(self.half_life(n)), stamps.hand)
+        return cache.CacheInsertion(slots, search, time)
 
-    def bring(self, arrival: cache.CacheInsertion, keys: Tensor, count: Tensor | int) -> None:
+    def load(self, arrival: cache.CacheInsertion, keys: Tensor, count: Tensor | int) -> None:
         """Load a batch's rows into the cache where they score higher than the rows they replace.
 
         Args:
@@ -172,9 +147,9 @@ class DeviceCache:
             keys: of the batch; equal ones are adjacent and count once.
             count: number of keys.
         """
-        _, search, time, hand = arrival
-        cache.offer(self.slots, search, time, hand)
-        cache.choose(self.slots, search, hand)
+        _, search, time = arrival
+        cache.offer(self.slots, search, time)
+        cache.choose(self.slots, search, time)
         search = search._replace(victims=as_written_back(search.victims))
         moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
         cache.swap(self.slots, search, time, keys, count, len(self.slots.where), self.memory, moves)
@@ -244,6 +219,6 @@ class BatchCounter:
     def __init__(self) -> None:
         self.stamp, self.begun, self.tables = FIRST_STAMP, FIRST_STAMP + 1, 1
 
-    def oldest(self, kept: int) -> int:
-        """Return the stamp of the oldest lookup since the last step, with at most `kept` lookups of each table."""
-        return max(self.begun, self.stamp - kept * self.tables)
+    def oldest(self, trains: bool) -> int:
+        """Return the stamp of the oldest protected lookup. Lookups without a step are not protected."""
+        return max(self.begun, self.stamp - KEPT_LOOKUPS * self.tables) if trains else self.stamp

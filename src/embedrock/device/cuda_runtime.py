@@ -30,13 +30,14 @@ class CudaRuntime:
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin memory. Return 0, or the error number, which is also cleared in the runtime."""
+        pointer = ctypes.c_void_p(address)
         with self.beside_captures():
-            return self._drained(self._library.cudaHostRegister(_pointer(address), _size(nbytes), PORTABLE_AND_MAPPED))
+            return self._drained(self._library.cudaHostRegister(pointer, ctypes.c_size_t(nbytes), PORTABLE_AND_MAPPED))
 
     def unregister(self, address: int) -> int:
         """Unpin memory. Return 0, or the error number, which is also cleared in the runtime."""
         with self.beside_captures():
-            return self._drained(self._library.cudaHostUnregister(_pointer(address)))
+            return self._drained(self._library.cudaHostUnregister(ctypes.c_void_p(address)))
 
     def reads_host_addresses(self, device: int) -> bool:
         """Return whether a device reads pinned memory at its host addresses."""
@@ -59,14 +60,6 @@ class CudaRuntime:
         if code:
             self._library.cudaGetLastError()
         return code
-
-
-def _pointer(address: int) -> Any:
-    return ctypes.c_void_p(address)
-
-
-def _size(nbytes: int) -> Any:
-    return ctypes.c_size_t(nbytes)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.wrong_ids import OPEN_IDS
-from embedrock.device.answer import HostCopy
+from embedrock.device.copies import HostCopy
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
 from embedrock.table.rows import TableState
 
@@ -70,7 +70,7 @@ class DeviceErrors:
         self.tensor[0] = torch.where((code == 0) & bad, BAD_OFFSETS, code)
         return offsets.clamp(0, n).cummax(0).values
 
-    def note_step(self, number: int) -> None:
+    def record_step(self, number: int) -> None:
         """Record that a step was launched."""
         self._launched.append(number)
 
@@ -119,7 +119,6 @@ class DeviceErrors:
         self._take()
 
     def _take(self) -> None:
-        """Undo the refused steps, and raise the error."""
         code, value, first, refused = self._take_back()
         if code != BESIDE:
             for other in list(_all):

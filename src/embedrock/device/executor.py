@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.batch.plan import Plan
 from embedrock.device import pooling
-from embedrock.device.cache import KEPT_LOOKUPS, BatchCounter, DeviceCache
+from embedrock.device.cache import BatchCounter, DeviceCache
+from embedrock.device.copies import on_device
 from embedrock.device.device_errors import DeviceErrors
 from embedrock.device.features import DeviceFeature, FeatureBags
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.joint_plan import PrefetchedPlan
-from embedrock.device.plan import DevicePlan, FoundWeights
+from embedrock.device.plan import DeviceBatchPlan, FoundWeights, PrefetchedPlan, ReadyPlan
 from embedrock.device.pooling import DeviceBags
-from embedrock.device.steps import StepVerdict, judge
+from embedrock.device.step_constants import StepConstants
 from embedrock.device.stream_order import InStreamOrder, StreamOrder
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
-from embedrock.kernels.gpu import gate, rows
+from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.runtime import RecordForm
-from embedrock.optimizers import Rule
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.system.spans import spanned
 from embedrock.table.rows import TableState
-from embedrock.table.stepping import DeferredInserts, next_numbers
 
 
 def form_of(spec: Spec) -> RecordForm:
@@ -59,105 +53,42 @@ def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
     return kind, *(float(getattr(init, field)) for field in fields)
 
 
-_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
-HISTORIES = ("history", "log_fade")  # of a dense rule's step constants: arrays that grow by a row at each step
-
-
-def uploaded(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return a copy of an array on a device. The host does not wait for the copy."""
-    return on_device(torch.from_numpy(np.array(array)), device)
-
-
-def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return copies of arrays on a device, in one allocation and by one copy. The host does not wait for it."""
-    sizes = [part for array in arrays for part in (array.nbytes, -array.nbytes % 16)]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    for array, part in zip(arrays, np.split(host.numpy(), np.cumsum(sizes)[:-1])[::2], strict=True):
-        part[:] = array.view(np.uint8)
-    made = host.to(device, non_blocking=True).split(sizes)[::2]
-    return [part.view(_DTYPES[array.dtype]) for part, array in zip(made, arrays, strict=True)]
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. A host tensor is pinned first, so the host does not wait for the copy."""
-    if tensor.device == device:
-        return tensor
-    return pinned_copy(tensor, device).to(device, non_blocking=True)
-
-
-def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor that can be copied to a device asynchronously: of a host tensor, a pinned copy.
-
-    The copy to the device comes later. The caller may refill its own tensor before that, pinned or not.
-    """
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor
-
-
-class _HistoryCopies:
-    """Device copies of a rule's step history, updated by the rows added since."""
-
-    def __init__(self, device: torch.device, timeline: StreamOrder) -> None:
-        self._device, self._timeline = device, timeline
-        self._copies: dict[str, tuple[np.ndarray, Tensor, int]] = {}
-
-    def follow(self, name: str, numbers: Any) -> Tensor:
-        """Return one of the arrays of a step's constants, on the device."""
-        array, steps = getattr(numbers, name), numbers.steps
-        known, copy, done = self._copies.get(name, (None, None, 0))
-        if known is not array or copy is None or steps < done:
-            if copy is not None:
-                self._timeline.uses(copy)
-            copy = uploaded(array, self._device)
-        else:
-            start = max(0, done - 1)  # an undone step may have been replaced
-            copy[start : steps + 1] = uploaded(array[start : steps + 1], self._device)
-        self._copies[name] = array, copy, steps
-        return copy
-
-
-class ReadyPlan(NamedTuple):
-    """A plan that is ready to be stepped.
-
-    Attributes:
-        plan: with the keys of the step, valid once records are created.
-        admit: creates records, or gives slots to new rows; None: nothing is new, or the step's kernel does so.
-    """
-
-    plan: DevicePlan
-    admit: Callable[[], object] | None = None
-
-
 class GpuExecutor(ABC):
-    """A table's rows as a GPU reads and steps them. No method waits for the device unless it says so.
+    """A table's rows as a GPU reads and steps them: a `StaleExecutor`, and an `Executor` of the PyTorch front end.
+
+    No method but `finish` waits for the device unless it says so.
 
     Args:
         rows: of the table.
-        tier: backend of the rows.
+        backend: backend of the rows.
         device: the GPU; "cpu" under Triton's interpreter.
         timeline, clock: shared with other executors; None: its own.
 
     Attributes:
         working: a context that holds the table lock and orders work on the device.
-        near: records in GPU memory, which subclasses create.
+        cache: records in GPU memory, which subclasses create.
         first: initial record of a row; None where the host creates records.
     """
 
-    near: DeviceCache
+    cache: DeviceCache
     first: rows.InitialRecord | None = None
-    judge = staticmethod(judge)
+    judge: Any  # `steps.judge`, in subclasses
+    joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
+    # The owner of the room for a step's rows. Tables with the same owner are prepared together, by
+    # `HostPlannedExecutor.prepare_all`. None: all rows have room from the beginning.
+    room: Any = None
+    checks_in_step = False  # the kernel of a step checks the gradients itself, where a plan gives it work
     not_captured: str | None = "the host plans its batches"  # why steps cannot be captured; None: they can
 
     def __init__(
         self,
         rows: TableState,
-        tier: Backend,
+        backend: Backend,
         device: torch.device,
         timeline: StreamOrder | None = None,
         clock: BatchCounter | None = None,
     ) -> None:
-        self._rows_of, self.tier, self.device = weakref.ref(rows), tier, device
+        self._rows_of, self.backend, self.device = weakref.ref(rows), backend, device
         self.spec = rows.spec
         self.form = form_of(self.spec)
         self.timeline = timeline or StreamOrder(device, rows.subject)
@@ -168,7 +99,7 @@ class GpuExecutor(ABC):
         self._ahead: PrefetchedPlan | None = None
         self._is_looked_up = False  # since the last step
         self._seen = -1  # the table version that it has loaded
-        self._histories = _HistoryCopies(device, self.timeline)
+        self.constants = StepConstants(device, self.timeline)
         self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # the row -1
 
     @property
@@ -179,12 +110,6 @@ class GpuExecutor(ABC):
     # ------------------------------------------------------------ for the table
 
     def finish(self) -> None:
-        """Write changed records back to the backend. Waits for the device.
-
-        Raises:
-            UnsupportedError, MemoryBudgetError: the write-back is impossible now. No row is lost, and a retry is
-                allowed.
-        """
         self.rows.check_process()
         with self.timeline.ordered():
             self._finish()
@@ -193,62 +118,35 @@ class GpuExecutor(ABC):
     def _finish(self) -> None: ...
 
     def check(self) -> None:
-        """Raise the errors of earlier calls that have arrived."""
         if not self.timeline.is_recorded:
             self.faults.check()
 
     def may_forget(self) -> bool:
-        """Return whether the host plans, and so knows of batches that are not yet stepped."""
         return False
 
     @abstractmethod
-    def stats(self) -> dict[str, float]:
-        """Return statistics."""
+    def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None:
         """Release the memory, even if handles still reference the executor."""
         self.timeline.finish()
         self._free()
         self._ahead = self._expected = None
-        self._histories = _HistoryCopies(self.device, self.timeline)
+        self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
-        """Release the memory of the records."""
-        self.near.free()
-
-    def begin(self) -> None:
-        """Begin to use rows: wait for CPU steps, and check that the table is open. Caller holds the table lock.
-
-        Raises:
-            ClosedTableError: the table is closed.
-        """
-        rows = self.rows
-        rows.table_lock.settle_steps()
-        rows.check_open()
+        self.cache.free()
 
     @property
     def is_current(self) -> bool:
-        """True while the table uses this executor. A new layout of its records ends that."""
-        return self.rows.are_used_by(self, self.tier, self.spec)
+        return self.rows.are_used_by(self, self.backend, self.spec)
 
     def is_used_on(self, device: torch.device) -> bool:
-        """Return whether the table still uses this executor, on this device."""
         return self.device == device and self.is_current
 
     # ------------------------------------------------------------ lookups
 
-    @property
-    def stamp(self) -> int:
-        """The number of the last batch."""
-        return self.clock.stamp
-
-    @property
-    def joins(self) -> Any:
-        """The family of tables that can be looked up together with this one; None: it is looked up alone."""
-        return None
-
     def feature(self, ids: Tensor, padding: int | None) -> DeviceFeature:
-        """Return ids that are looked up together with those of others; the row of `padding` gets no gradient."""
         return DeviceFeature(self, ids, padding)
 
     def pooled_feature(
@@ -268,7 +166,7 @@ class GpuExecutor(ABC):
         return DeviceFeature(self, ids.reshape(-1), padding, FeatureBags(mode, size, starts, own))
 
     @abstractmethod
-    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
         """Plan a batch of ids, and load its rows into the cache. They stay there for a following step."""
 
     def end_batch(self, trains: bool) -> None:
@@ -279,46 +177,29 @@ class GpuExecutor(ABC):
             self.faults.ask()  # else the following step does
         self._is_looked_up = trains
 
-    def oldest(self, trains: bool) -> int:
-        """Return the stamp of the oldest protected lookup. Lookups without a step are not protected."""
-        return self.clock.oldest(KEPT_LOOKUPS) if trains else self.clock.stamp
-
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return the weights of rows that no step follows: float32 ``ids.shape + (dim,)``."""
         return self.read(self.plan(ids, trains=False))
 
-    def read(self, plan: DevicePlan) -> Tensor:
+    def read(self, plan: DeviceBatchPlan) -> Tensor:
         """Return the weights of the row of each position: float32 ``plan.shape + (dim,)``."""
-        if plan.positions is not None and self.near.is_identity and not self.rows.lags:
+        if plan.positions is not None and self.cache.is_identity and not self.rows.lags:
             out = self._read(plan, plan.positions)  # one kernel reads device rows into their final places
         else:
             out = self.read_rows(plan).index_select(0, plan.inverse)
         return out if len(plan.shape) == 1 else out.reshape(*plan.shape, self.spec.dim)
 
-    def read_rows(self, plan: DevicePlan) -> Tensor:
+    def read_rows(self, plan: DeviceBatchPlan) -> Tensor:
         """Return the weights of a plan's rows: float32 (n, dim)."""
         out = self._read(plan, None)
-        self.keep(plan, out)
+        plan.found = FoundWeights(out, (self.rows.version.of_rows,)) if self.keeps_weights else None
         return out
 
     @property
     def keeps_weights(self) -> bool:
         """True if a step reuses the weights that its lookup read: records in RAM, no dense rule."""
-        return not self.near.placement.near_rows and self.rows.history is None
+        return not self.cache.placement.near_rows and self.rows.history is None
 
-    def keep(self, plan: DevicePlan, weights: Tensor) -> None:
-        """Keep the weights of a plan's rows, which were just read, for a step."""
-        if self.keeps_weights:
-            plan.found = FoundWeights(weights, (self.rows.version.of_rows,))
-
-    def _found(self, plan: DevicePlan) -> Tensor | None:
-        """Return the kept weights of a plan's rows, once; None if a row has changed since."""
-        if plan.found is None:
-            return None
-        weights, plan.found.weights = plan.found.weights, None
-        return weights if plan.found.versions[0] == self.rows.version.of_rows else None
-
-    def _read(self, plan: DevicePlan, positions: Tensor | None) -> Tensor:
+    def _read(self, plan: DeviceBatchPlan, positions: Tensor | None) -> Tensor:
         """Return the weights of a plan's rows, float32 (n, dim); with `positions`, one line for each position.
 
         With `positions`, no row may be stale.
@@ -329,9 +210,9 @@ class GpuExecutor(ABC):
             out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
             self.gather(plan, positions, out)
             if positions is None and self.rows.history is not None and self.rows.lags:  # otherwise no row is stale
-                now = self._uploaded(self.rows.history.numbers())
-                rows.refresh(out, plan.keys, plan.count, self.near.homes, now, self.form)
-            self.note_use()
+                now = self.constants.uploaded(self.rows.history.numbers())
+                rows.refresh(out, plan.keys, plan.count, self.cache.homes, now, self.form)
+            self.rows.table_lock.use(self)
             expected = self.take_expected()
             if expected is not None:
                 self._plan_ahead(expected)
@@ -355,15 +236,11 @@ class GpuExecutor(ABC):
         """Plan the next batch, for a step. The caller holds `working`."""
 
     @abstractmethod
-    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         """Write the weights of a plan's rows to `out` float32 (n, dim), initial values where there is no record.
 
         With `positions`, the keys of the plan's positions, write one line for each position.
         """
-
-    def uploaded(self, array: np.ndarray) -> Tensor:
-        """Return an array on the device. The host does not wait for the copy."""
-        return uploaded(array, self.device)
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device. The host does not wait for the copy.
@@ -382,15 +259,7 @@ class GpuExecutor(ABC):
     # ------------------------------------------------------------ gradients
 
     @spanned("sum")
-    def sum(self, plan: DevicePlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceRowGradients:
-        """Return the gradients (n, dim) of a plan's positions, summed to one for each row.
-
-        Args:
-            plan: of the positions.
-            grads: of any float dtype.
-            padding: id with a row that gets no gradient.
-            by_frequency: divide a row's gradient by how often its id occurs.
-        """
+    def sum(self, plan: DeviceBatchPlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceRowGradients:
         with self.working:
             skip, plan = self._without(plan, padding)
             grads = grads if grads.dim() == 2 else grads.reshape(-1, self.spec.dim)
@@ -399,7 +268,7 @@ class GpuExecutor(ABC):
             summed = sum_rows(grads, plan, skip)
             return summed.by_frequency() if by_frequency else summed
 
-    def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+    def _without(self, plan: DeviceBatchPlan, padding: int | None) -> tuple[Tensor, DeviceBatchPlan]:
         """Return the row of the padding id, int32 (1,), -1 for none, and the plan without that row."""
         if padding is None or not plan.ids.numel():
             return self.no_row, plan
@@ -408,11 +277,10 @@ class GpuExecutor(ABC):
         return row.to(torch.int32).reshape(1), self.masked(plan, found)
 
     @abstractmethod
-    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
+    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
         """Return a plan that does not step the rows in `drop`, bool (n,) or ()."""
 
     def merge(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
-        """Return the sum of both; in a row that both have, the earlier gradient comes first."""
         with self.working:
             return self._merged(earlier, later)
 
@@ -432,14 +300,12 @@ class GpuExecutor(ABC):
             placed = self.on_device(offsets)
             return placed if offsets.device.type == "cpu" else self.faults.checked_offsets(placed, n)
 
-    def bags(self, plan: DevicePlan, bounds: Tensor, mode: str, padding: int | None) -> DeviceBags:
-        """Return the positions of a plan as bags, in which the id `padding` does not count."""
+    def bags(self, plan: DeviceBatchPlan, bounds: Tensor, mode: str, padding: int | None) -> DeviceBags:
         with self.working:
             skip, plan = self._without(plan, padding)
             return DeviceBags(plan, bounds, pooling.bag_of_position(bounds, len(plan.inverse)), skip, mode)
 
     def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
-        """Pool rows that `read_rows` returned, times the weights (n,) of the positions: see `pooling.pool`."""
         with self.working:
             return pooling.pool(rows, self._float32(weights), bags)
 
@@ -447,13 +313,11 @@ class GpuExecutor(ABC):
     def unpool(
         self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor, by_frequency: bool
     ) -> DeviceRowGradients:
-        """Return the gradients of the rows from those of the bags, (bags, dim): see `pooling.unpool` and `sum`."""
         with self.working:
             summed = pooling.unpool(grads.contiguous(), self._float32(weights), bags, trace)
             return summed.by_frequency() if by_frequency else summed
 
     def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
-        """Return the gradients of the positions' weights, float32 (n,)."""
         with self.working:
             return pooling.weight_grads(grads.contiguous(), rows, bags)
 
@@ -462,132 +326,20 @@ class GpuExecutor(ABC):
 
     # ------------------------------------------------------------ steps
 
-    def begin_step(self, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict) -> Callable[[], None]:
-        """Do all work of a step that can fail, including allocations; return a function that makes the step.
-
-        Before that function runs, no row changes, and no step is counted. The caller holds the table lock.
-
-        Args:
-            rule: with the layout of the table's rule.
-            grads: of the rows.
-            judged: the verdict and number of the step.
-        """
-        self.check_rule(rule)
-        plan, verdict = grads.plan, judged.verdict
-        self.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
-        ready = self.ready(plan, verdict, grads)
-        return functools.partial(self._step, rule, grads, judged, ready, self.draft_step(rule))
-
-    def _step(self, rule: Rule, grads: DeviceRowGradients, judged: StepVerdict, ready: ReadyPlan, draft: Any) -> None:
-        (plan, admit), verdict = ready, judged.verdict
-        case = gate.VerdictCase(grads.number, grads.shown, self.faults.tensor, plan.tickets, judged.number)
-        were = self._found(plan)
-        if were is not None:
-            self.timeline.uses(were)
-        if admit is not None:
-            admit()
-        number, numbers = self.numbers_of_step(rule, draft, judged.number)
-        self.step_beside(numbers)
-        seed = int(self.rows.spec.key)
-        args = case if verdict is None else verdict, grads.clip_value, plan.count, self.near.homes, self.first
-        rows.step(plan.keys, plan.ids, grads.values, *args, seed, number, numbers, self.form, were)
-        if not self.timeline.is_recorded:
-            self.faults.ask()
-
-    def draft_step(self, rule: Rule) -> Any:
-        """Do all work of counting a step that can fail; return the rule's step constants on the device.
-
-        Nothing changes.
-        """
-        return self._uploaded(next_numbers(self.rows, rule))
-
-    def numbers_of_step(self, rule: Rule, draft: Any, judged: Any) -> tuple[Any, Any]:
-        """Count a drafted step; return its number and the rule's step constants, for kernels.
-
-        Args:
-            rule: with the layout of the table's rule.
-            draft: the result of `draft_step`.
-            judged: see `StepVerdict.number`.
-        """
-        captured: Any = self.timeline.captured
-        return self.count_step(draft, judged) if captured is None else captured.begin_step(self, rule)
-
-    def count_step(self, draft: Any, judged: int) -> tuple[int, Any]:
-        """Count a step that is launched now or by the next replay: see `numbers_of_step`."""
-        rows = self.rows
-        rows.count(draft)
-        self.note_change()
-        if judged:
-            self.faults.note_step(judged)
-        return rows.steps, draft
-
-    def check_rule(self, rule: Rule) -> None:
-        """Raise `ArgumentError` unless a rule has the layout of the table's rule."""
-        if not rule.same_layout(self.rows.spec.rule):
-            raise ArgumentError(f"`rule` must be laid out as that of {self.rows.subject}: got {rule}.")
-
-    @property
-    def room(self) -> Any:
-        """The owner of the room for a step's rows. Tables with the same owner are prepared together.
-
-        None: all rows have room from the beginning.
-        """
-        return self
-
-    def prepare(self, grads: DeviceRowGradients) -> None:
-        """Do all work of `ready` that can fail, for a step by these gradients. No row changes."""
-        self.prepare_all([(self, grads)])
+    def prepare(self, grads: DeviceRowGradients) -> None:  # noqa: B027  # most need not
+        ...
 
     @abstractmethod
-    def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
-        """Do the same as `prepare` for a step of all tables with this `room`; `parts` has their executors."""
-
-    def judges(self, grads: DeviceRowGradients) -> bool:
-        """Return whether the kernel of the step checks the gradients itself. They belong to this table alone."""
-        return False  # records are created before the kernel runs
-
-    def is_prepared(self, grads: DeviceRowGradients) -> bool:
-        """Return whether the results of `prepare` still hold. Caller holds the table lock."""
-        return True
-
-    def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
-        """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
-        return None
-
-    def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
-        """Return the inserts of new rows that share room with other tables; empty if no room is shared."""
-        return []
-
-    def cover_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:  # noqa: B027  # most have no more to do
-        """Make new records of a step usable by the device, as `prepare_all` does."""
-
-    @abstractmethod
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
+    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         """Begin a step under a verdict, int32 (LINE,). No row changes."""
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
         """Do the host's part of a counted step; `numbers` are the rule's step constants."""
 
-    def skip_step(self) -> None:
-        """Count a skipped step."""
-        with self.rows.table_lock.lock:
-            self.rows.skipped_steps += 1
-
-    def note_use(self) -> None:
-        """Make later changes of the backend's records wait for `finish`."""
-        self.rows.table_lock.use(self)
-
-    def note_change(self) -> None:
+    def mark_changed(self) -> None:
         """Make later reads of the backend's records wait for `finish`."""
-        self.note_use()
+        self.rows.table_lock.use(self)
         self._is_looked_up = False
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
         if self._ahead is not None and self._ahead.stamp is not None:  # the prefetched rows are in use from now on
             self.clock.begun = self._ahead.stamp
-
-    def _uploaded(self, numbers: Any) -> Any:
-        """Return step constants with their history on the device. The history grows by one row a step."""
-        if not hasattr(numbers, "history"):
-            return numbers
-        fields = [name for name in HISTORIES if hasattr(numbers, name)]  # Ftrl has no log_fade
-        return numbers._replace(**{name: self._histories.follow(name, numbers) for name in fields})

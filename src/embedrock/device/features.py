@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.interfaces import JointExecutor
 from embedrock.kernels.gpu.runtime import RecordForm
 
 MOST_KEYS = 2**31 - 2  # of all tables in a joint plan: int32
@@ -39,28 +38,18 @@ class FeatureBags(NamedTuple):
         return self.size == 1 and self.weights is None
 
 
-class BagOffsets(NamedTuple):
-    """Offsets of the bags of several features, which lie one after the other.
+def bag_words(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the words about the bags of features of given sizes, for kernels: see `kernels.bags`.
 
-    Attributes:
-        words: numbers about the features that `kernels.join` and `kernels.bags` read.
-        is_even: all bags of a feature have the same size.
+    The bags of the features lie one after the other. The kernels read these words after the words of the ids.
     """
-
-    words: tuple[int, ...]
-    is_even: bool
-
-
-def cuts_of(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> BagOffsets:
-    """Return the bag offsets of features of given sizes. The kernels read these words after the words of the ids."""
     firsts, begins = [0], [0]
     for bags, n in zip(all_bags, sizes, strict=True):
         count = bags.count(n)
         firsts.append(firsts[-1] + count)
         begins.append(begins[-1] + (0 if bags.starts is None else count))
     means = [int(bags.mode == "mean") for bags in all_bags]
-    words = *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
-    return BagOffsets(words, begins[-1] == 0)
+    return *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
 
 
 class TableFamily(NamedTuple):
@@ -94,8 +83,7 @@ class TableFamily(NamedTuple):
 
 
 def _that_fit(features: Sequence[DeviceFeature], numbers: Sequence[int]) -> list[list[int]]:
-    """Split the features into lists that stay within the limit of keys."""
-    executors: set[JointExecutor] = set()
+    executors: set[Any] = set()
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:
         executor = features[number].executor
@@ -130,9 +118,9 @@ class DeviceFeature(NamedTuple):
         return self.bags is None or (self.bags.are_rows and self.padding is None)
 
 
-def kind_of(executor: JointExecutor, is_open: bool = False) -> TableFamily:
+def kind_of(executor: Any, is_open: bool = False) -> TableFamily:
     """Return an executor's table family: one object for all tables of the family."""
-    kind = TableFamily(executor.device, executor.form, executor.near.homes.kind_to_step, executor.drawn[0], is_open)
+    kind = TableFamily(executor.device, executor.form, executor.cache.homes.kind_to_step, executor.drawn[0], is_open)
     return _kinds.setdefault(kind, kind)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.plan import DevicePlan, aligned
+from embedrock.device.plan import DeviceBatchPlan, aligned
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 
@@ -37,7 +37,7 @@ class RowSums(NamedTuple):
         values: float32 (n, dim), undefined beyond the existing rows.
     """
 
-    plan: DevicePlan
+    plan: DeviceBatchPlan
     values: Tensor
 
     @property
@@ -48,7 +48,7 @@ class RowSums(NamedTuple):
 
 @dataclass(eq=False)  # a frozen dataclass would take four times as long to create
 class DeviceRowGradients:
-    """One gradient for each row of a plan, on a device.
+    """One gradient for each row of a plan, on a device: `Gradients` of the PyTorch front end.
 
     Attributes:
         sums: the rows and their gradients, before scaling by `number`.
@@ -66,13 +66,13 @@ class DeviceRowGradients:
     clip_value: float | None = None
 
     @staticmethod
-    def of(plan: DevicePlan, values: Tensor, norms: Tensor) -> DeviceRowGradients:
+    def of(plan: DeviceBatchPlan, values: Tensor, norms: Tensor) -> DeviceRowGradients:
         """Return gradients from summed values and float32 (3,): their norm, 0, and the norm again."""
         shown, *spare = norms.unbind()
         return DeviceRowGradients(RowSums(plan, values), shown, shown, spare)
 
     @property
-    def plan(self) -> DevicePlan:
+    def plan(self) -> DeviceBatchPlan:
         """The plan of the rows."""
         return self.sums.plan
 
@@ -82,32 +82,25 @@ class DeviceRowGradients:
         return self.sums.values
 
     def row_ids(self) -> np.ndarray:
-        """Return the ids of the rows. Waits for the device."""
         return self.plan.ids[: int(self.plan.count)].cpu().numpy()
 
     def rescaled_by(self, number: Tensor) -> DeviceRowGradients:
-        """Return the gradients with another `number`."""
         return DeviceRowGradients(self.sums, self.shown, number.detach(), self.spare, self.clip_value)
 
     def nothing(self) -> Tensor:
-        """Return a 0 that the caller may keep and change. There is only one."""
         return self.spare[0].detach()
 
     def instead_of(self, nothing: Tensor) -> Tensor | None:
-        """Return `shown` as a replacement for the zero that `nothing` returned; None for any other zero."""
         zero, shown = self.spare
         return shown.detach() if nothing.data_ptr() == zero.data_ptr() else None
 
     def vector_norm(self, order: float) -> Tensor:
-        """Return the norm of all elements, of any order from 0 to Inf: float64 (). The host does not wait for it."""
         return torch.linalg.vector_norm(self.whole(), order, dtype=torch.float64)
 
     def clamped(self, low: float | None, high: float | None) -> DeviceRowGradients:
-        """Return the gradients with every element clamped to ``[low, high]``."""
         return self._with_values(self.scaled().clamp(low, high))
 
     def growth_since(self, earlier: DeviceRowGradients | None) -> Tensor:
-        """Return the growth of `shown` since earlier gradients, which these contain."""
         if earlier is None:
             return self.shown.clone()
         return torch.where(earlier.shown.isfinite(), self.shown - earlier.shown, 0.0)
@@ -133,7 +126,6 @@ class DeviceRowGradients:
         return torch.where(there[:, None], values, 0.0)
 
     def clipped(self, clip_value: float | None) -> DeviceRowGradients:
-        """Return the gradients with another `clip_value`."""
         if clip_value == self.clip_value:
             return self
         return replace(self, clip_value=clip_value)
@@ -151,21 +143,24 @@ class DeviceRowGradients:
         return (self.number == 0) & (self.shown != 0)
 
 
-def sum_rows(grads: Tensor, plan: DevicePlan, skip: Tensor) -> DeviceRowGradients:
-    """Sum gradients (n, dim) of positions by row.
+def sum_rows(
+    grads: Tensor, plan: DeviceBatchPlan, skip: Tensor, what: int = sums.PLAIN, share: Any = None
+) -> DeviceRowGradients:
+    """Sum gradients (n, dim) of positions, or of bags, by row.
 
     Args:
-        grads: of any float dtype, in the order of the positions.
+        grads: of any float dtype.
         plan: of the positions.
         skip: int32 (1,), a row that gets no gradient, -1 for none.
+        what, share: the shares of positions in gradients of bags, see `sums.sum_shares`.
     """
     values, norms, scratch = room_for_sums(plan, grads.shape[1])
-    sums.sum_segments(grads, plan.starts, plan.order, plan.inverse, plan.count, skip, scratch, values, norms)
+    sums.sum_shares(what, grads, share, plan.arrays, skip, scratch, values, norms)
     return DeviceRowGradients.of(plan, values, norms)
 
 
 def room_for_sums(
-    plan: DevicePlan, dim: int, squares: int | None = None, norms: int = 3
+    plan: DeviceBatchPlan, dim: int, squares: int | None = None, norms: int = 3
 ) -> tuple[Tensor, Tensor, sums.SumScratch]:
     """Return memory for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch.
 

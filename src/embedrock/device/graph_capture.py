@@ -12,12 +12,13 @@ from torch import Tensor
 
 from embedrock.device import device_errors as faults
 from embedrock.device import joint_plan
-from embedrock.device.cache import BatchNumbers, BatchNumbersInMemory
+from embedrock.device.copies import pinned_copy
 from embedrock.device.dense import DenseGpuExecutor
 from embedrock.device.device_errors import step_numbers
-from embedrock.device.executor import pinned_copy
+from embedrock.device.step_constants import count_launched, draft_step
 from embedrock.errors import UnsupportedError
 from embedrock.kernels import arguments
+from embedrock.kernels.gpu.addresses import BatchTime
 from embedrock.optimizers import Rule
 from embedrock.system.interrupts import held_back
 
@@ -188,32 +189,29 @@ class GraphCapture:
 
     # ------------------------------------------------------------ for the tables
 
-    def begin_batch(self, executor: DenseGpuExecutor, n: int, trains: bool) -> BatchNumbers | BatchNumbersInMemory:
-        """Begin a batch of n positions; return its numbers."""
+    def begin_batch(self, executor: DenseGpuExecutor, n: int, trains: bool) -> BatchTime:
+        """Begin a batch of n positions; return its time."""
         if sum(batch.executor is executor for batch in self._batches) >= MOST_LOOKUPS:
             raise UnsupportedError(
                 f"rows of {executor.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. "
                 "Look "
                 "ids up together."
             )
-        places = [self._numbers.take() for _ in BatchNumbersInMemory._fields] if executor.near.is_cache else []
+        is_cache = executor.cache.is_cache
+        places = [self._numbers.take() for _ in ("stamp", "span", "hand")] if is_cache else []
         batch = CapturedLookup(executor, n, trains, places[0] if places else None)
         self._batches.append(batch)
-        stamps = BatchNumbers(0, 0, 0) if self.is_recording else self._begin(batch)
-        if not places:
-            return stamps
         if not self.is_recording:
+            self._begin(batch)
             self._numbers.upload()
-        return BatchNumbersInMemory(*map(self._numbers.word, places))
+        stamp, span, hand = map(self._numbers.word, places) if places else (0, 0, 0)
+        return BatchTime(stamp, span, 1.0 / executor.cache.half_life(n), hand)
 
-    def _begin(self, batch: CapturedLookup) -> BatchNumbers:
-        """Begin a batch, and write its numbers."""
-        stamps = batch.executor.count_batch(batch.n, batch.trains)
+    def _begin(self, batch: CapturedLookup) -> None:
+        time = batch.executor.count_batch(batch.n, batch.trains)
         if batch.place is not None:
-            stamp, span, _ = stamps.time(1.0).numbers()
-            for place, number in enumerate((stamp, span, stamps.hand), batch.place):
+            for place, number in enumerate((time.stamp, time.span, time.hand), batch.place):
                 self._numbers.write_integer(place, number)
-        return stamps
 
     def judge(self) -> Tensor:
         """Return the number of the step that is about to be checked: int64 ()."""
@@ -283,7 +281,7 @@ class GraphCapture:
             self._graph.replay()
             faults.ask([executor.faults for executor in self.executors])
             for executor in {batch.executor: None for batch in self._batches}:
-                executor.note_use()
+                executor.rows.table_lock.use(executor)
 
     def _number_judged(self, place: int) -> int:
         number = next(step_numbers)
@@ -291,8 +289,7 @@ class GraphCapture:
         return number
 
     def _count(self, step: CapturedStep, executor: DenseGpuExecutor, rule: Rule, judged: int) -> None:
-        """Count a table's step, and write its numbers."""
-        number, numbers = executor.count_step(executor.draft_step(rule), judged)
+        number, numbers = count_launched(executor, draft_step(executor, rule), judged)
         self._numbers.write_integer(step.place, number)
         for place, value in enumerate(numbers, step.place + 1):
             self._numbers.write_single(place, value)

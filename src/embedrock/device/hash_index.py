@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from embedrock.device.answer import HostCopy
-from embedrock.device.plan import DevicePlan, carved, layout
+from embedrock.device.copies import HostCopy
+from embedrock.device.gradients import SummedRows
+from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.storage.device_layout import OPEN_ENTRIES
 
 NEVER = -1
-
-
-class NewRowSearch(NamedTuple):
-    """Result of a search for the rows of a plan that are stepped.
-
-    Attributes:
-        keys: int64 (n,), slots of the rows.
-        counts: of rows without a slot, see `directory.search`.
-    """
-
-    keys: Tensor
-    counts: Tensor
 
 
 class DeviceHashIndex:
@@ -38,14 +26,19 @@ class DeviceHashIndex:
         slots: initial capacity.
         device: of the memory.
         timeline: order of the work on it.
+        limit: maximum number of rows.
 
     Attributes:
         most: upper bound of the slots given; only the device knows the exact number.
         epoch: changes when ids get slots.
+        room: number of rows that have room, on the device and in RAM.
+        prepared: the last gradients whose new rows got room, and the epoch then.
     """
 
-    def __init__(self, slots: int, device: torch.device, timeline: StreamOrder) -> None:
-        self.most = self.epoch = self._current = self._positions = 0
+    def __init__(self, slots: int, device: torch.device, timeline: StreamOrder, limit: int) -> None:
+        self.most = self.epoch = self.room = self._current = self._positions = 0
+        self.prepared: tuple[SummedRows, int] | None = None
+        self._limit = limit
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros(2, dtype=torch.int64, device=device)
         self._answer, self._asked_at = HostCopy((), device.type == "cuda"), NEVER
@@ -91,6 +84,17 @@ class DeviceHashIndex:
         """Bytes of GPU memory."""
         return sum(part.numel() * part.element_size() for part in (self.ids, self._entries.table, self._used))
 
+    def most_with(self, sums: SummedRows) -> int:
+        """Return the maximum number of rows after a step by gradients."""
+        return min(self.most + sums.most_rows, self._limit)
+
+    def has_room(self, sums: SummedRows) -> bool:
+        """Return whether the new rows of gradients have room."""
+        if self.most_with(sums) <= self.room:
+            return True
+        prepared, epoch = self.prepared or (None, -1)
+        return prepared is sums and epoch == self.epoch
+
     def count(self) -> int:
         """Return the number of slots given. Waits for the device."""
         self.most = int(self._used[self._current])
@@ -108,30 +112,33 @@ class DeviceHashIndex:
             self._answer.come(self._used[self._current])
             self._asked_at = self._positions
 
-    def find(self, plan: DevicePlan) -> None:
+    def find(self, plan: DeviceBatchPlan) -> None:
         """Write the current slots of a new plan's rows to its keys, and the number of rows without one."""
         kernels.search(plan.ids, plan.count, None, self._entries, plan.keys, plan.new)
         plan.epoch = self.epoch
 
-    def search(self, plan: DevicePlan) -> NewRowSearch:
-        """Return the current slots of a plan's stepped rows, and the number of rows without one."""
+    def search(self, plan: DeviceBatchPlan) -> tuple[Tensor, Tensor]:
+        """Return the current slots of a plan's stepped rows, int64 (n,), and the numbers of rows without one.
+
+        For the numbers see `directory.search`.
+        """
         if plan.epoch == self.epoch and plan.new is not None:
-            return NewRowSearch(plan.keys, plan.new)
+            return plan.keys, plan.new
         n = len(plan.ids)
         keys, counts = carved(plan.ids.device, layout((2 * n, kernels.blocks(n))))
         keys = keys.view(torch.int64)
         kernels.search(plan.ids, plan.count, plan.keys, self._entries, keys, counts)
-        return NewRowSearch(keys, counts)
+        return keys, counts
 
-    def enter(self, plan: DevicePlan, search: NewRowSearch, verdict: Tensor) -> None:
+    def enter(self, plan: DeviceBatchPlan, search: tuple[Tensor, Tensor], verdict: Tensor) -> None:
         """Give slots to rows without one, if the verdict allows the step, and write them to the keys."""
         if not len(plan.ids):
             return  # no program would run to copy the number of slots given
         keys, counts = search
         kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._current, self._entries)
         self._current = 1 - self._current
-        self.note_entered(len(plan.ids))
+        self.record_inserts(len(plan.ids))
 
-    def note_entered(self, most: int) -> None:
+    def record_inserts(self, most: int) -> None:
         """Record that up to `most` rows may have got slots."""
         self.epoch, self.most, self._positions = self.epoch + 1, self.most + most, self._positions + most

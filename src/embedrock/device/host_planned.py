@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,11 +15,12 @@ from embedrock.admission.lifecycle import AdmissionDecision
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.cache import DeviceCache
-from embedrock.device.executor import GpuExecutor, ReadyPlan, uploaded_together
+from embedrock.device.copies import uploaded, uploaded_together
+from embedrock.device.executor import GpuExecutor
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.joint_plan import PrefetchedPlan, version_of
-from embedrock.device.mirror import DeviceMirror, EvictedSlots
-from embedrock.device.plan import DevicePlan, SteppedRows
+from embedrock.device.mirror import DeviceMirror
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, SteppedRows, version_of
+from embedrock.device.steps import judge
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
 from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.directory import DROPPED
@@ -28,7 +29,7 @@ from embedrock.system.spans import spanned
 from embedrock.table.prepared import NOBODY, PreparedStep
 from embedrock.table.reading import unrecorded, weights_of
 from embedrock.table.rows import TableState
-from embedrock.table.stepping import prepare_each
+from embedrock.table.stepping import DeferredInserts, prepare_each
 
 
 class HostPlannedExecutor(GpuExecutor):
@@ -47,20 +48,22 @@ class HostPlannedExecutor(GpuExecutor):
         mirror: the device's copy of the records: the table's own, or that of its pool.
     """
 
+    judge = staticmethod(judge)
+
     def __init__(self, rows: TableState, mirror: DeviceMirror) -> None:
         super().__init__(rows, rows.tier, mirror.device, mirror.timeline, mirror.clock)
-        self.mirror = mirror
+        self.mirror, self.room = mirror, rows.table_lock.lock  # members of a group share one
         self._of_shared: np.ndarray | None = None  # the default row's gradient in the current step
         with rows.table_lock.lock:
             mirror.join(self)
 
     @property
-    def near(self) -> DeviceCache:  # type: ignore[override]
-        return self.mirror.near
+    def cache(self) -> DeviceCache:  # type: ignore[override]
+        return self.mirror.cache
 
-    def note_change(self) -> None:
-        super().note_change()
-        self.mirror.note_change()
+    def mark_changed(self) -> None:
+        super().mark_changed()
+        self.mirror.mark_changed()
 
     def _finish(self) -> None:
         self.timeline.finish()
@@ -74,15 +77,15 @@ class HostPlannedExecutor(GpuExecutor):
         return True
 
     def stats(self) -> dict[str, float]:
-        used = {"device_slots": self.near.placement.near_rows, "device_bytes": self.near.nbytes}
-        return {**used, "device_host_waits": self.mirror.host_waits, **self.near.stats()}
+        used = {"device_slots": self.cache.placement.near_rows, "device_bytes": self.cache.nbytes}
+        return {**used, "device_host_waits": self.mirror.host_waits, **self.cache.stats()}
 
     def __repr__(self) -> str:
-        return f"on {self.device}: {self.near.placement}, planned by the host"
+        return f"on {self.device}: {self.cache.placement}, planned by the host"
 
     @contextmanager
     def _table_lock(self) -> Iterator[None]:
-        with self.rows.table_lock.beside_sides():
+        with self.rows.table_lock.alone(beside_executors=True):
             self.rows.check_open()
             yield
 
@@ -105,7 +108,7 @@ class HostPlannedExecutor(GpuExecutor):
     # ------------------------------------------------------------ lookups and steps
 
     @spanned("plan")
-    def plan(self, ids: Tensor, trains: bool) -> DevicePlan:
+    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
         self.check()
         ahead, self._ahead = self._ahead, None
         known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
@@ -118,7 +121,7 @@ class HostPlannedExecutor(GpuExecutor):
         with self._located(host) as located:
             if known is not None and known.plan is not None:
                 self.timeline.uses(known.plan.keys)  # one allocation holds all of the plan
-                if not self.tier.evicts or np.array_equal(located.slots, host.slots):
+                if not self.backend.evicts or np.array_equal(located.slots, host.slots):
                     return replace(known.plan, shape=tuple(ids.shape), host=host)
             # A prefetched batch was counted when it was loaded.
             return self._planned_and_loaded(located, trains, counts=ahead is None or ahead.plan is None)
@@ -127,13 +130,12 @@ class HostPlannedExecutor(GpuExecutor):
         with self.rows.table_lock.lock:
             return self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
 
-    def _planned_and_loaded(self, host: Plan, trains: bool, counts: bool) -> DevicePlan:
-        """Upload a plan, and load its rows into the cache."""
+    def _planned_and_loaded(self, host: Plan, trains: bool, counts: bool) -> DeviceBatchPlan:
         plan = self._planned(host)
-        self.bring(plan, len(plan.keys), trains, counts)
+        self.load(plan, len(plan.keys), trains, counts)
         return plan
 
-    def bring(self, plan: DevicePlan, count: Tensor | int, trains: bool, counts: bool) -> None:
+    def load(self, plan: DeviceBatchPlan, count: Tensor | int, trains: bool, counts: bool) -> None:
         """Load the rows of a plan into the device cache, if there is one.
 
         Args:
@@ -143,11 +145,10 @@ class HostPlannedExecutor(GpuExecutor):
             counts: hits and misses are counted.
         """
         n = len(plan.keys)
-        stamps = self.near.stamps(n, plan.stamp, self.oldest(trains))
-        arrival = self.near.arrival(n, stamps, self.timeline, counts)
+        arrival = self.cache.arrival(n, self.cache.begin_batch(n, self.clock, trains), self.timeline, counts)
         if arrival is not None:
-            cache.touch(*arrival[:3], plan.keys, count, len(self.near.slots.where))
-            self.near.bring(arrival, plan.keys, count)
+            cache.touch(*arrival[:3], plan.keys, count, len(self.cache.slots.where))
+            self.cache.load(arrival, plan.keys, count)
 
     def _plan_ahead(self, ids: Tensor) -> None:
         """Plan and upload the next batch while the device works, and load its rows from RAM into the cache.
@@ -161,60 +162,61 @@ class HostPlannedExecutor(GpuExecutor):
             host = self._host_planned(ids)
         except (IdError, IdTypeError):
             return  # the lookup raises it
-        if self.tier.evicts and not self.near.is_cache:
-            self._ahead = PrefetchedPlan(ids, version_of(ids), None, host, None)
+        if self.backend.evicts and not self.cache.is_cache:
+            self._ahead = PrefetchedPlan(ids, version_of(ids), None, host=host)
             return
         with self.timeline.aside():
-            self._ahead = PrefetchedPlan(ids, version_of(ids), self._planned_and_loaded(host, True, True), host, None)
+            plan = self._planned_and_loaded(host, trains=True, counts=True)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), plan.stamp, plan, host)
 
-    def read_rows(self, plan: DevicePlan) -> Tensor:
+    def read_rows(self, plan: DeviceBatchPlan) -> Tensor:
         with self._located(self._host(plan)) as host:
             now = plan  # the plan, unless records were created or moved since
             if host is not plan.host:
-                now = replace(plan, host=host, keys=self.uploaded(host.slots))
-            out = self._read(now, None)
-            self.keep(plan, out)
+                now = replace(plan, host=host, keys=uploaded(host.slots, self.device))
+            out = super().read_rows(now)
+            plan.found = now.found
             return out
 
-    def _planned(self, host: Plan) -> DevicePlan:
+    def _planned(self, host: Plan) -> DeviceBatchPlan:
         self.clock.stamp += 1
         count = np.array([len(host.ids)], np.int32)
         tickets = np.zeros(1 + partial_rows(len(host.order)), np.int32)
         parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, tickets
         keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
-        return DevicePlan(host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host)
+        return DeviceBatchPlan(
+            host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host
+        )
 
-    def gather(self, plan: DevicePlan, positions: Tensor | None, out: Tensor) -> None:
+    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         host, keys, fresh = self._host(plan), plan.keys, out  # `fresh` is unused if all have records
         absent = np.flatnonzero(host.slots < 0)
         if len(absent):
             if host.epoch < 0:  # rows are read through the cache
                 self.rows.table_lock.wait_for_step()
             values_of = unrecorded if host.epoch >= 0 else weights_of
-            fresh = self.uploaded(values_of(self.rows, host.ids[absent]))
+            fresh = uploaded(values_of(self.rows, host.ids[absent]), self.device)
             slots = host.slots.copy()
             slots[absent] = -1 - np.arange(len(absent))
-            keys = self.uploaded(slots)
-        rows.gather(keys, fresh, plan.count, self.near.homes, self.form, out)
+            keys = uploaded(slots, self.device)
+        rows.gather(keys, fresh, plan.count, self.cache.homes, self.form, out)
 
-    @property
-    def room(self) -> Any:
-        return self.rows.table_lock  # members of a group share one
+    def prepare(self, grads: DeviceRowGradients) -> None:
+        self.prepare_all([(self, grads)])
 
     def prepare_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
+        """Do the same as `prepare` for a step of all tables with this `room`; `parts` has their executors."""
         hosted = [part for part in parts if not part[0].finds_room(part[1])]
         try:
             if hosted:
                 self._prepare(hosted)
         except MemoryBudgetError:
             self._prepare_together(parts)
-        if len(parts) > max(1, len(hosted)) and not self._are_prepared(parts):
-            self._prepare_together(parts)
-
-    def _are_prepared(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> bool:
-        """Return whether all executors still have the room that they found. Another one may have taken it."""
-        with self._table_lock():
-            return all(executor.is_prepared(grads) for executor, grads in parts)
+        if len(parts) > max(1, len(hosted)):
+            with self._table_lock():  # another one may have taken the room that an executor found
+                are_prepared = all(executor.is_prepared(grads) for executor, grads in parts)
+            if not are_prepared:
+                self._prepare_together(parts)
 
     def _prepare_together(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         """Find exact room for the rows of all tables at once, or raise. Waits for the device."""
@@ -229,6 +231,10 @@ class HostPlannedExecutor(GpuExecutor):
     def give_room_back(self) -> None:
         """Do nothing: the host has no promised room."""
 
+    def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
+        """Return the inserts of new rows that share room with other tables; empty if no room is shared."""
+        return []
+
     def _prepare(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
         plans = {executor.rows: executor.plan_in_ram(grads) for executor, grads in parts}
         plans = {rows: plan for rows, plan in plans.items() if plan is not None}
@@ -239,6 +245,7 @@ class HostPlannedExecutor(GpuExecutor):
             self.cover_all(parts)
 
     def cover_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
+        """Make new records of a step usable by the device, as `prepare_all` does."""
         more: dict[DeviceMirror, int] = {}
         for executor, grads in parts:
             if (plan := executor.plan_in_ram(grads)) is not None:
@@ -247,12 +254,14 @@ class HostPlannedExecutor(GpuExecutor):
             mirror.cover(count)
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
+        """Return whether the results of `prepare` still hold. Caller holds the table lock."""
         return self.rows.known(self._stepped(grads.plan).plan) is not None
 
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
+        """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
         return self._stepped(grads.plan).plan
 
-    def ready(self, plan: DevicePlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
+    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
         assert verdict is not None  # the step was checked before
         self._of_shared = None
         with self._table_lock(), self.mirror.at_work():
@@ -260,25 +269,24 @@ class HostPlannedExecutor(GpuExecutor):
             if due is None:
                 return ReadyPlan(plan)
             now = self.rows.prepare(due.plan)
-            leaving = self._leaving(now)
+            slots = self.backend.find(now.left)
+            here = slots[slots >= 0]  # of rows that the step evicts: written back before any table is stepped
+            leaving = self.mirror.write_back_slots(here) if len(here) else None
             if now.plan.slots is due.plan.slots and not now.plan.missing:
                 return ReadyPlan(plan, lambda: self._begin(now, leaving))
             self._of_shared = self._shared_gradient(due, now.decision, grads, verdict)
-            keys = _SlotBuffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
-            return ReadyPlan(replace(plan, keys=keys.tensor), lambda: keys.fill(self._begin(now, leaving)))
+            keys, fill = _slot_buffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
+            return ReadyPlan(replace(plan, keys=keys), lambda: fill(self._begin(now, leaving)))
 
-    def _leaving(self, now: PreparedStep) -> EvictedSlots | None:
-        """Write back the rows that the step evicts, before any table is stepped. Allocates memory."""
-        slots = self.tier.find(now.left)
-        here = slots[slots >= 0]
-        return self.mirror.write_back_slots(here) if len(here) else None
-
-    def _begin(self, now: PreparedStep, leaving: EvictedSlots | None) -> np.ndarray:
+    def _begin(self, now: PreparedStep, leaving: tuple[np.ndarray, Tensor] | None) -> np.ndarray:
         """Begin a step; return the slots of its rows. Allocates no device memory."""
-        with self.mirror.evicting(leaving):
+        self.mirror.leaving = leaving
+        try:
             return self.rows.begin(now)
+        finally:
+            self.mirror.leaving = None
 
-    def _due(self, plan: DevicePlan, verdict: Tensor) -> SteppedRows | None:
+    def _due(self, plan: DeviceBatchPlan, verdict: Tensor) -> SteppedRows | None:
         """Return the rows that a verdict allows to step; None: no rows. Waits for it if records may be created."""
         stepped = self._stepped(plan)
         if self.rows.lifecycle is None:
@@ -296,7 +304,7 @@ class HostPlannedExecutor(GpuExecutor):
         if self.rows.shared is None or decision is None or decision.rows is None:
             return None
         rows = np.flatnonzero(~decision.rows)
-        values = grads.values[self.uploaded(rows if due.rows is None else due.rows[rows])]
+        values = grads.values[uploaded(rows if due.rows is None else due.rows[rows], self.device)]
         values = values * verdict[gate.FACTOR : gate.FACTOR + 1].view(torch.float32)
         if grads.clip_value is not None:
             values = values.clamp(-grads.clip_value, grads.clip_value)
@@ -312,17 +320,17 @@ class HostPlannedExecutor(GpuExecutor):
         # A new record begins with the row's initial value, even if the lookup read the default row.
         return super().keeps_weights and self.rows.default_row() is None
 
-    def _stepped(self, plan: DevicePlan) -> SteppedRows:
+    def _stepped(self, plan: DeviceBatchPlan) -> SteppedRows:
         host = self._host(plan)  # which may have to be made
         return plan.stepped or SteppedRows(host, None)
 
-    def _host(self, plan: DevicePlan) -> Plan:
+    def _host(self, plan: DeviceBatchPlan) -> Plan:
         assert plan.host is not None  # it was made here
         return plan.host
 
     # ------------------------------------------------------------ gradients
 
-    def _without(self, plan: DevicePlan, padding: int | None) -> tuple[Tensor, DevicePlan]:
+    def _without(self, plan: DeviceBatchPlan, padding: int | None) -> tuple[Tensor, DeviceBatchPlan]:
         if padding is None:
             return self.no_row, plan
         host = self._host(plan)
@@ -333,15 +341,15 @@ class HostPlannedExecutor(GpuExecutor):
         plan.stepped = SteppedRows.of(host, rows)
         return skip, plan
 
-    def masked(self, plan: DevicePlan, drop: Tensor) -> DevicePlan:
-        return replace(plan, keys=torch.where(drop, DROPPED, plan.keys))
+    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
+        return replace(plan, keys=torch.where(drop, DROPPED, plan.keys), new=None)
 
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         if are_dropped(earlier):
             return later
         due = [self._stepped(grads.plan) for grads in (earlier, later)]
         values = [
-            values[: len(stepped.plan.ids)] if stepped.rows is None else values[self.uploaded(stepped.rows)]
+            values[: len(stepped.plan.ids)] if stepped.rows is None else values[uploaded(stepped.rows, self.device)]
             for stepped, values in zip(due, (earlier.scaled(), later.values), strict=True)
         ]
         with self._located(make_plan(np.concatenate([stepped.plan.ids for stepped in due]))) as host:
@@ -356,28 +364,21 @@ def _taking_part(due: SteppedRows, decision: AdmissionDecision | None) -> np.nda
     return decision.rows if isinstance(rows, slice) else rows[decision.rows]
 
 
-class _SlotBuffer:
-    """Device memory for slots of rows whose records will be created later.
+def _slot_buffer(
+    count: int, stepped: np.ndarray | slice, device: torch.device
+) -> tuple[Tensor, Callable[[np.ndarray], None]]:
+    """Return device memory int64 (count,) for slots of rows whose records will be created later, and how to fill it.
 
-    Args:
-        count: of the rows.
-        stepped: positions of the stepped rows.
-        device: of the memory.
-
-    Attributes:
-        tensor: int64 (count,).
+    The function takes the slots of the `stepped` rows. It allocates no memory, and the host does not wait.
     """
+    tensor = torch.empty(count, dtype=torch.int64, device=device)
+    host = torch.full((count,), DROPPED, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
-    def __init__(self, count: int, stepped: np.ndarray | slice, device: torch.device) -> None:
-        self._stepped, self.tensor = stepped, torch.empty(count, dtype=torch.int64, device=device)
-        self._host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    def fill(slots: np.ndarray) -> None:
+        host.numpy()[stepped] = slots
+        tensor.copy_(host, non_blocking=True)
 
-    def fill(self, slots: np.ndarray) -> None:
-        """Write the slots of the stepped rows to `tensor`. Allocates no memory, and the host does not wait."""
-        keys = self._host.numpy()
-        keys[:] = DROPPED
-        keys[self._stepped] = slots
-        self.tensor.copy_(self._host, non_blocking=True)
+    return tensor, fill
 
 
 def are_dropped(grads: DeviceRowGradients) -> bool:

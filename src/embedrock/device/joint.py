@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,20 +11,20 @@ import torch
 from torch import Tensor
 
 from embedrock.device import device_errors as faults
-from embedrock.device.features import DeviceFeature, FeatureBags, cuts_of
+from embedrock.device.device_planned import DevicePlannedExecutor
+from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
 from embedrock.device.gradients import DeviceRowGradients, room_for_sums
-from embedrock.device.interfaces import JointExecutor
 from embedrock.device.joint_bags import JointDeviceBags
 from embedrock.device.joint_plan import (
-    DeviceBatchPlan,
     DeviceFeatureLayout,
-    JoinedIds,
+    JointBatchPlan,
     plan_ahead,
     taken_ahead,
     working,
 )
-from embedrock.device.plan import DevicePlan, FoundWeights
+from embedrock.device.plan import DeviceBatchPlan, FoundWeights
 from embedrock.device.pooling import DeviceBags
+from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
 from embedrock.system.spans import spanned
@@ -55,12 +56,12 @@ class DeviceLookup:
         self._alone = self._each_alone() if self._plan is None else None
 
     @property
-    def plan(self) -> DeviceBatchPlan:
+    def plan(self) -> JointBatchPlan:
         """The plan of all features."""
         assert self._plan is not None  # the tables are of one family
         return self._plan
 
-    def _are_of_one_kind(self, executors: Sequence[JointExecutor]) -> bool:
+    def _are_of_one_kind(self, executors: Sequence[DevicePlannedExecutor]) -> bool:
         """Return whether all tables are still of the lookup's family. Open ids may outgrow theirs."""
         return self._kind is not None and all(executor.joins is self._kind for executor in executors)
 
@@ -69,28 +70,29 @@ class DeviceLookup:
         return [SingleLookup(feature, as_rows, self._trains) for feature in self._features]
 
     @spanned("plan")
-    def _planned(self, executors: tuple[JointExecutor, ...]) -> DeviceBatchPlan | None:
+    def _planned(self, executors: tuple[DevicePlannedExecutor, ...]) -> JointBatchPlan | None:
         paddings: list[int | None] = [None] * len(executors)
         for feature, table in zip(self._features, self._table_of, strict=True):
             paddings[table] = feature.padding
         self._are_alike = len({(feature.executor, feature.padding) for feature in self._features}) == len(executors)
         all_bags, tables = self._all_bags(), tuple(self._table_of[k] for k in self._order)
-        bags = None if all_bags is None else cuts_of(all_bags, self._sizes)
-        batch = DeviceFeatureLayout(executors, tables, tuple(self._sizes), tuple(paddings), bags)
+        bags = () if all_bags is None else bag_words(all_bags, self._sizes)
+        recurs = all_bags is None or all(each.starts is None for each in all_bags)
+        batch = DeviceFeatureLayout(executors, tables, tuple(self._sizes), tuple(paddings), bags, recurs)
         given = [self._features[k].ids for k in self._order]
         with self._working:
             aheads = [executor.take_ahead() for executor in executors]
             if not self._are_of_one_kind(executors):
                 return None
-            made = taken_ahead(batch, given, aheads) if self._trains else None
-            placed = None if made is None or bags is None else batch.placed(batch.words)
-            if made is None:
-                joined = JoinedIds(batch, given, self._trains, [ahead is None for ahead in aheads])
-                made, placed = (joined.plan(), joined.ids), joined.placed
-            plan, ids = made
-            plan.note_ids(ids)
+            plan = taken_ahead(batch, given, aheads) if self._trains else None
+            placed = None if plan is None or not bags else batch.placed(batch.words)
+            if plan is None:
+                counts = [ahead is None for ahead in aheads]
+                plan = executors[0].batch_plan(batch, given, self._trains, counts).make()
+                placed = plan.placed
+            plan.write_bounds()
             if all_bags is not None and placed is not None:
-                self._bags = JointDeviceBags(all_bags, self._sizes, plan, placed, plan.tickets_of_bags)
+                self._bags = JointDeviceBags(all_bags, self._sizes, plan, placed)
                 self._outputs = self._bags.counts
             for executor in executors:
                 executor.end_batch(self._trains)
@@ -132,7 +134,7 @@ class DeviceLookup:
             else:
                 out = self._rows().index_select(0, plan.plan.inverse)
             for executor in plan.executors:
-                executor.note_use()
+                executor.rows.table_lock.use(executor)
             plan_ahead(plan)
         found = dict(zip(self._order, torch.split_with_sizes(out, self._outputs), strict=True))
         return [
@@ -141,7 +143,6 @@ class DeviceLookup:
         ]
 
     def _rows(self) -> Tensor:
-        """Return each row once: float32 (n, dim)."""
         plan = self.plan
         tables, keys, ids = plan.known
         out = torch.empty(len(keys), tables.form.dim, dtype=torch.float32, device=keys.device)
@@ -151,7 +152,7 @@ class DeviceLookup:
         return out
 
     @spanned("sum")
-    def sum(self, grads: Sequence[Tensor | None]) -> dict[JointExecutor, DeviceRowGradients]:
+    def sum(self, grads: Sequence[Tensor | None]) -> dict[DevicePlannedExecutor, DeviceRowGradients]:
         """Return the gradients of each table, from the gradients of the features, of any float dtype.
 
         Tables without any gradient are left out.
@@ -170,19 +171,19 @@ class DeviceLookup:
             of_tables = k * kernels.PROGRAMS
             values, numbers, scratch = room_for_sums(plan.plan, dim, of_tables + len(plan.plan.order), 3 * k)
             parts, scratch = scratch.squares, scratch._replace(squares=scratch.squares[of_tables:])
-            arrays = plan.plan.starts, plan.plan.order, plan.plan.inverse, plan.plan.count
+            arrays = plan.plan.arrays
             what, share = sums.PLAIN, None
             if self._bags is not None:
                 what, share = self._bags.shares
             sums.sum_shares(what, joined, share, arrays, plan.executors[0].no_row, scratch, values, numbers, each=True)
             kernels.norms(k, plan.bounds, scratch.squares, parts, plan.tickets_of_norms, numbers)
-        whole, numbers = JointRowSums(plan, values), numbers.unbind()
+        numbers = numbers.unbind()
         found = {}
         for t, executor in enumerate(plan.executors):
             if t in came:
                 shown = numbers[t]
                 found[executor] = DeviceRowGradients(
-                    TableRowSums(whole, t), shown, shown, (numbers[k + t], numbers[2 * k + t])
+                    TableRowSums(plan, values, t), shown, shown, (numbers[k + t], numbers[2 * k + t])
                 )
         return found
 
@@ -203,16 +204,16 @@ class DeviceLookup:
         """Return the gradients of the positions' weights, float32 (n,), for each weighted feature."""
         if self._alone is not None:
             parts = enumerate(zip(self._alone, grads, strict=True))
-            return {k: one.weight_grads(given) for k, (one, given) in parts if one.has_weights}
+            return {k: one.weight_grads(given) for k, (one, given) in parts if one.weights is not None}
         assert self._bags is not None  # the bags have weights
         with self._working:
             whole = self._bags.weight_grads(self._joined_grads(grads))
         found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
         return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}
 
-    def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[JointExecutor, DeviceRowGradients]:
+    def _summed_alone(self, grads: Sequence[Tensor | None]) -> dict[DevicePlannedExecutor, DeviceRowGradients]:
         """Sum feature by feature. The rows of a feature without a gradient stay untouched."""
-        found: dict[JointExecutor, DeviceRowGradients] = {}
+        found: dict[DevicePlannedExecutor, DeviceRowGradients] = {}
         for number, given in enumerate(grads):
             if given is not None:
                 executor, more = self._features[number].executor, self._sum_alone(number, given)
@@ -238,6 +239,7 @@ class SingleLookup:
 
     Attributes:
         trace: of the pooling, see `pooling.pool`.
+        weights: of the positions; None for ones.
     """
 
     trace: Tensor
@@ -246,16 +248,12 @@ class SingleLookup:
         self._feature, (executor, ids, padding, bags) = feature, feature
         self._plan, self._rows = executor.plan(ids.reshape(-1), trains), None
         self._bags: DeviceBags | None = None
-        self._weights = None if bags is None else bags.weights
+        self.weights = None if bags is None else bags.weights
         if bags is not None and not as_rows:
             n = ids.numel()
             starts = torch.arange(bags.count(n)) * bags.size if bags.starts is None else bags.starts.long()
             bounds = executor.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
             self._bags = executor.bags(self._plan, bounds, bags.mode, padding)
-
-    @property
-    def has_weights(self) -> bool:
-        return self._weights is not None
 
     def read(self) -> Tensor:
         """Return the row of each position, float32 ``ids.shape + (dim,)``, or the bags, (bags, dim)."""
@@ -264,7 +262,7 @@ class SingleLookup:
             rows = executor.read(self._plan)
             return rows if bags is not None else rows.view(*ids.shape, rows.shape[1])
         self._rows = executor.read_rows(self._plan)
-        out, self.trace = executor.pool(self._rows, self._weights, self._bags)
+        out, self.trace = executor.pool(self._rows, self.weights, self._bags)
         return out
 
     def sum(self, grads: Tensor) -> DeviceRowGradients:
@@ -272,7 +270,7 @@ class SingleLookup:
         executor, padding = self._feature.executor, self._feature.padding
         if self._bags is None:
             return executor.sum(self._plan, grads, padding, by_frequency=False)
-        return executor.unpool(grads, self._weights, self._bags, self.trace, by_frequency=False)
+        return executor.unpool(grads, self.weights, self._bags, self.trace, by_frequency=False)
 
     def weight_grads(self, grads: Tensor | None) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), after `read`."""
@@ -282,64 +280,57 @@ class SingleLookup:
         return executor.weight_grads(grads, self._rows, self._bags)
 
 
-class JointRowSums(NamedTuple):
-    """Gradients of several tables, summed to one for each row.
-
-    Attributes:
-        plan: of the rows.
-        values: float32 (n, dim).
-    """
-
-    plan: DeviceBatchPlan
-    values: Tensor
-
-
 class TableRowSums:
     """Gradients of one of several tables, as `RowSums`, with a plan and values made at first use.
 
     Args:
-        whole: of all tables.
+        joint: plan of all tables.
+        joint_values: gradients of all tables, summed to one for each row: float32 (n, dim).
         table: index of the table.
     """
 
-    def __init__(self, whole: JointRowSums, table: int) -> None:
-        self.whole, self.table = whole, table
+    def __init__(self, joint: JointBatchPlan, joint_values: Tensor, table: int) -> None:
+        self.joint, self.joint_values, self.table = joint, joint_values, table
 
     @property
     def most_rows(self) -> int:
         """Upper bound of the number of the table's rows with gradients."""
-        return self.whole.plan.cuts[self.table + 1] - self.whole.plan.cuts[self.table]
+        return self.joint.cuts[self.table + 1] - self.joint.cuts[self.table]
 
     @functools.cached_property
-    def plan(self) -> DevicePlan:
+    def plan(self) -> DeviceBatchPlan:
         """The plan of the table's rows."""
-        with self.whole.plan.executors[self.table].working:
-            return self.whole.plan.of(self.table)
+        with self.joint.executors[self.table].working:
+            return self.joint.of(self.table)
 
     @functools.cached_property
     def values(self) -> Tensor:
         """The gradients of the table's rows: float32 (n, dim)."""
-        plan, whole = self.plan, self.whole
-        with whole.plan.executors[self.table].working:
-            rows = torch.arange(len(plan.keys), device=plan.keys.device) + whole.plan.bounds[self.table]
-            values = whole.values[rows.clamp(max=len(whole.values) - 1)]
-            return torch.where((plan.keys == whole.plan.executors[self.table].nobody)[:, None], 0.0, values)
+        plan, joint, executor = self.plan, self.joint, self.joint.executors[self.table]
+        with executor.working:
+            rows = torch.arange(len(plan.keys), device=plan.keys.device) + joint.bounds[self.table]
+            values = self.joint_values[rows.clamp(max=len(self.joint_values) - 1)]
+            return torch.where((plan.keys == executor.nobody)[:, None], 0.0, values)
 
 
 class StepSegment(NamedTuple):
     """Neighbouring tables of one joint sum, which are stepped together.
 
     Attributes:
-        whole: gradients of all tables of the sum.
+        first: gradients of the first table.
         due: step requests of the tables, in order.
-        first: index of the first table.
         verdict: index of the first table's verdict.
     """
 
-    whole: JointRowSums
+    first: TableRowSums
     due: list[StepRequest]
-    first: int
     verdict: int
+
+    def goes_on_with(self, sums: TableRowSums | None) -> bool:
+        """Return whether gradients are of the next table of the same joint sum."""
+        if sums is None or sums.joint_values is not self.first.joint_values:
+            return False
+        return sums.table == self.first.table + len(self.due)
 
 
 def segments_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegment]:
@@ -347,13 +338,13 @@ def segments_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegmen
     segment: StepSegment | None = None
     for k, part in enumerate(due):
         own = part.grads.sums
-        own = own if isinstance(own, TableRowSums) and part.executor.joins is own.whole.plan.kind else None
+        own = own if isinstance(own, TableRowSums) and part.executor.joins is own.joint.kind else None
         if segment is not None:
-            if own is not None and own.whole is segment.whole and own.table == segment.first + len(segment.due):
+            if segment.goes_on_with(own):
                 segment.due.append(part)
                 continue
             yield segment
-        segment = None if own is None else StepSegment(own.whole, [part], own.table, k)
+        segment = None if own is None else StepSegment(own, [part], k)
         if segment is None:
             yield part
     if segment is not None:
@@ -361,52 +352,48 @@ def segments_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegmen
 
 
 def begin_step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
-    """Do all work of a joint step that can fail; return a function that makes the step: see `GpuExecutor.begin_step`.
+    """Do all work of a joint step that can fail; return a function that makes the step: see `steps.begin_step`.
 
     Args:
         segment: see `StepSegment`.
         verdicts: of the step, int32 (tables, LINE).
-        judged: see `StepVerdict.number`.
+        judged: number of the step, see `steps.DeviceStep`.
     """
     executors: Any = [part.executor for part in segment.due]
     drafts = []
     last, draft = None, None
     for executor, part in zip(executors, segment.due, strict=True):
-        executor.check_rule(part.rule)
+        check_rule(part.rule, executor.rows)
         executor.begin_together()
         what = part.rule, executor.rows.steps
         if what != last:  # most neighbours have the same step constants
-            last, draft = what, executor.draft_step(part.rule)
+            last, draft = what, draft_step(executor, part.rule)
         drafts.append(draft)
-    return functools.partial(_step, segment, verdicts, judged, drafts, segment.whole.plan.readied())
+    return functools.partial(_step, segment, verdicts, judged, drafts, segment.first.joint.readied())
 
 
 def _step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
     """Step tables together, by one kernel for neighbours with the same step constants."""
-    plan, values = segment.whole
+    plan, values, first = segment.first.joint, segment.first.joint_values, segment.first.table
     executors: Any = [part.executor for part in segment.due]
     tables, keys, ids = ready.known
     executors[0].timeline.uses(values, plan.plan.order, keys, plan.plan.count, plan.bounds, tables.entries, verdicts)
-    plan.enter(ready, segment.first, verdicts[segment.verdict : segment.verdict + len(executors)])
+    plan.enter(ready, first, verdicts[segment.verdict : segment.verdict + len(executors)])
     found, weights, steps, counted = plan.plan.found, None, [], []
     if found is not None and found.weights is not None:
         weights, found.weights = found.weights, None
         executors[0].timeline.uses(weights)
-    for table, (executor, part, draft) in enumerate(zip(executors, segment.due, drafts, strict=True), segment.first):
+    for table, (executor, part, draft) in enumerate(zip(executors, segment.due, drafts, strict=True), first):
         is_known = found is not None and found.versions[table] == executor.rows.version.of_rows
         steps.append((part.rule, executor.rows.steps, part.grads.clip_value, is_known))
-        counted.append(executor.numbers_of_step(part.rule, draft, judged))
-    begin = 0
-    for end in range(1, len(steps) + 1):
-        if end < len(steps) and steps[end] == steps[begin]:
-            continue
-        _, _, clip, is_known = steps[begin]
-        were = weights if is_known else None
-        which = segment.first + begin, segment.first + end
+        counted.append(count_step(executor, part.rule, draft, judged))
+    for (_, _, clip, is_known), alike in itertools.groupby(range(len(steps)), key=steps.__getitem__):
+        begin, *others = alike
+        end = begin + 1 + len(others)
+        which = first + begin, first + end
         own = verdicts[segment.verdict + begin : segment.verdict + end]
-        number, numbers = counted[begin]
         of_rows = keys, plan.plan.count, plan.bounds, tables, which
-        kernels.step(*of_rows, values, own, clip, number, numbers, were, ids)
-        begin = end
+        number, numbers = counted[begin]
+        kernels.step(*of_rows, values, own, clip, number, numbers, weights if is_known else None, ids)
     if not executors[0].timeline.is_recorded:
         faults.ask([executor.faults for executor in executors])

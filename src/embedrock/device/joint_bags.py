@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from embedrock.device.features import FeatureBags
-from embedrock.device.joint_plan import DeviceBatchPlan
+from embedrock.device.joint_plan import JointBatchPlan
 from embedrock.device.plan import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import pooling, sums
-from embedrock.kernels.gpu.binding import TensorPart
 
 
 class JointDeviceBags:
@@ -23,7 +22,6 @@ class JointDeviceBags:
         sizes: ids of each feature.
         plan: of the ids.
         cuts: int64, on the device, see `kernels.bags`.
-        tickets: int32 (tables + 1,), zeros: see `kernels.bags`.
 
     Attributes:
         counts: bags of each feature.
@@ -32,12 +30,7 @@ class JointDeviceBags:
     _trace: Tensor  # of the pooling: factors of sums, float32 (bags,), or places of maxima, int32 (bags, dim)
 
     def __init__(
-        self,
-        all_bags: Sequence[FeatureBags],
-        sizes: Sequence[int],
-        plan: DeviceBatchPlan,
-        cuts: Tensor,
-        tickets: Tensor | TensorPart,
+        self, all_bags: Sequence[FeatureBags], sizes: Sequence[int], plan: JointBatchPlan, cuts: Tensor
     ) -> None:
         self._plan, device = plan, plan.bounds.device
         self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
@@ -47,7 +40,7 @@ class JointDeviceBags:
         joined = _joined_starts(starts, plan) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
         self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
-        args = plan.tables, plan.bounds, tickets, self._offsets, self._of_positions, self._words
+        args = plan.tables, plan.bounds, plan.tickets_of_bags, self._offsets, self._of_positions, self._words
         kernels.bags(joined, cuts, len(sizes), *args)
         self._rows: Tensor | None = None
 
@@ -91,7 +84,7 @@ class JointDeviceBags:
         return out
 
 
-def _joined_starts(starts: Sequence[Tensor], plan: DeviceBatchPlan) -> Tensor:
+def _joined_starts(starts: Sequence[Tensor], plan: JointBatchPlan) -> Tensor:
     if len({part.device for part in starts}) > 1:
         starts = [plan.executors[0].on_device(part) for part in starts]
     return plan.executors[0].on_device(torch.cat(list(starts)))

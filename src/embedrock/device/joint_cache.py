@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import BatchNumbers, BatchNumbersInMemory, as_written_back
-from embedrock.device.interfaces import JointExecutor
-from embedrock.device.plan import DevicePlan, carved, layout
+from embedrock.device.cache import as_written_back
+from embedrock.device.device_planned import DevicePlannedExecutor
+from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels
+from embedrock.kernels.gpu.addresses import BatchTime
 from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.joint import DeviceTables
 
@@ -33,9 +34,9 @@ class VictimSearch(NamedTuple):
     victims: int
 
 
-def shares_of(executors: Sequence[JointExecutor], positions: Sequence[int]) -> VictimSearch:
+def shares_of(executors: Sequence[DevicePlannedExecutor], positions: Sequence[int]) -> VictimSearch:
     """Return the joint search of tables with caches, given the positions of each in the batch."""
-    searches = [executor.near.search_of(n) for executor, n in zip(executors, positions, strict=True)]
+    searches = [executor.cache.search_of(n) for executor, n in zip(executors, positions, strict=True)]
     return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))
 
 
@@ -49,54 +50,41 @@ def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> VictimSearch:
     return VictimSearch(tuple(words), block, victim)
 
 
-def times_of(stamps: Sequence[BatchNumbers]) -> list[int]:
-    """Return the batch numbers of each table as int64 words for kernels."""
-    words = list[int]()
-    for each in stamps:
-        stamp, span, _ = each.time(1.0).numbers()
-        words += stamp, 0, span, 0, each.hand, 0
-    return words
+def times_of(times: Sequence[BatchTime]) -> list[int]:
+    """Return the times of a batch, of each table, as int64 words for kernels; none for times in memory."""
+    return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
 
 
-class CacheInsertions:
-    """Cache insertions of a batch of several tables.
+def load_rows(
+    plan: DeviceBatchPlan,
+    tables: DeviceTables,
+    search: tuple[VictimSearch, Tensor, BatchTime],
+    misses: Tensor | TensorPart,
+) -> None:
+    """Load the rows of a plan into the caches where they score higher than the rows they replace.
 
     Args:
-        shares: of the tables.
-        placed: words of the shares on the device, int64, followed by `times_of` the batch unless `stamps` are in
-            memory.
-        stamps: of the batch, of each table. Stamps in memory are adjacent, in order.
+        plan: of all tables.
+        tables: see `DeviceTables`.
+        search: of the tables; its words on the device, int64, followed by `times_of` the batch; time of the batch, of
+            the first table. Times in memory are adjacent, in the order of tables.
+        misses: int32 (k,), zeros.
     """
-
-    def __init__(
-        self, shares: VictimSearch, placed: Tensor, stamps: Sequence[BatchNumbers | BatchNumbersInMemory]
-    ) -> None:
-        self._shares, count = shares, len(shares.words)
-        self._words = placed[:count]
-        first = stamps[0]
-        self._times = first.stamp if isinstance(first, BatchNumbersInMemory) else placed[count:].view(torch.int32)
-
-    def bring(self, plan: DevicePlan, tables: DeviceTables, misses: Tensor | TensorPart) -> None:
-        """Load the rows of a plan into the caches where they score higher than the rows they replace.
-
-        Args:
-            plan: of all tables.
-            tables: see `DeviceTables`.
-            misses: int32 (k,), zeros.
-        """
-        n, (_, block, size), device = len(plan.keys), self._shares, plan.keys.device
-        if not size:
-            return
-        sizes = kernels.blocks(n), block * kernels.BINS, tables.entries.shape[0] * kernels.BINS
-        room = carved(device, layout((2 * size, 6 * size), sizes))
-        (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
-        bins = torch.empty(block * kernels.BLOCK, dtype=torch.uint8, device=device)
-        scratch = misses, counts, bins, table, histogram, victims
-        search = kernels.JointVictimScratch(self._words, self._times, *scratch)
-        kernels.touch(tables, search, plan.keys, plan.count)
-        kernels.offer(tables, search)
-        kernels.choose(tables, search)
-        search = search._replace(victims=as_written_back(search.victims))
-        moves = moves.view(size, 3)
-        kernels.swap(tables, search, plan.keys, plan.count, moves)
-        cache.exchange(moves, tables.form.record_bytes)
+    (words, block, size), placed, first = search
+    n, device = len(plan.keys), plan.keys.device
+    if not size:
+        return
+    times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
+    sizes = kernels.blocks(n), block * kernels.BINS, tables.entries.shape[0] * kernels.BINS
+    room = carved(device, layout((2 * size, 6 * size), sizes))
+    (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
+    bins = torch.empty(block * kernels.BLOCK, dtype=torch.uint8, device=device)
+    scratch = misses, counts, bins, table, histogram, victims
+    found = kernels.JointVictimScratch(placed[: len(words)], times, *scratch)
+    kernels.touch(tables, found, plan.keys, plan.count)
+    kernels.offer(tables, found)
+    kernels.choose(tables, found)
+    found = found._replace(victims=as_written_back(found.victims))
+    moves = moves.view(size, 3)
+    kernels.swap(tables, found, plan.keys, plan.count, moves)
+    cache.exchange(moves, tables.form.record_bytes)

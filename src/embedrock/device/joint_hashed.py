@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from embedrock.device.joint_plan import DeviceBatchPlan, JoinedIds, KernelRows, entries_of
-from embedrock.device.plan import DevicePlan, ScratchLayout, carved, layout
+from embedrock.device.joint_plan import JointBatchPlan, KernelRows, entries_of
+from embedrock.device.plan import DeviceBatchPlan, ScratchLayout, carved, layout
 from embedrock.kernels.gpu import joint_directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu.binding import TensorPart
@@ -35,9 +34,8 @@ class PlanSlots(NamedTuple):
     states: list[Any]
 
 
-@dataclass(eq=False)
-class HashedBatchPlan(DeviceBatchPlan):
-    """Plan of one batch of several tables of open ids: see `DeviceBatchPlan`. A search gives the rows their keys.
+class HashedJointPlan(JointBatchPlan):
+    """Plan of one batch of several tables of open ids: see `JointBatchPlan`. A search gives the rows their keys.
 
     Attributes:
         of_positions: the table of each position, in the order of `plan`.
@@ -45,11 +43,14 @@ class HashedBatchPlan(DeviceBatchPlan):
         slots: of the rows, from the last search.
     """
 
-    of_positions: Tensor
-    begins: Tensor
     slots: PlanSlots | None = None
 
-    def note_ids(self, ids: Tensor) -> None:
+    def _make(self) -> None:
+        self.begins = self.placed[len(self.batch.words) :]
+        args = self.begins, len(self.executors), self.stamps[0]
+        self.plan, self.of_positions = _sorted(self.ids.to(torch.int64), *args)
+
+    def write_bounds(self) -> None:
         """Write `bounds` and the keys of the rows. No open id is out of range."""
         assert self.plan.new is not None  # it is a plan of open ids
         self.slots = self._searched(self.plan.keys, self.plan.new, self._tickets[1:])
@@ -77,17 +78,17 @@ class HashedBatchPlan(DeviceBatchPlan):
         kernels.enter(*args, which, verdicts)
         for table in range(*which):
             executor: Any = self.executors[table]
-            executor.note_entered(self.cuts[table + 1] - self.cuts[table])
+            executor.index.record_inserts(self.cuts[table + 1] - self.cuts[table])
 
     def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> PlanSlots:
         states, device = self._states(), self.bounds.device
-        entries, _ = entries_of(tuple(zip(states[::2], self.paddings, strict=True)), device)
+        entries, _ = entries_of(tuple(zip(states[::2], self.batch.paddings, strict=True)), device)
         kernels.search(self._arrays, entries, keys, counts, news, self.bounds)
         return PlanSlots(KernelRows(self.tables._replace(entries=entries), keys, self.plan.ids), counts, news, states)
 
     def _states(self) -> list[Any]:
         executors: Any = self.executors
-        return [part for executor in executors for part in (executor.known, executor.epoch)]
+        return [part for executor in executors for part in (executor.known, executor.index.epoch)]
 
     @property
     def _arrays(self) -> tuple[Any, ...]:
@@ -98,31 +99,21 @@ class HashedBatchPlan(DeviceBatchPlan):
     def _tickets(self) -> Tensor | TensorPart:
         """Counters of `kernels.enter` and `kernels.search`: int32 (1 + k,)."""
         k = len(self.executors)
-        begin = -DeviceBatchPlan.tickets(k) - 1 - k
+        begin = -JointBatchPlan.tickets(k) - 1 - k
         return self.plan.tickets[begin : begin + 1 + k]
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # a later search finds the slots
 
 
-def planned(joined: JoinedIds) -> HashedBatchPlan:
-    """Plan a batch. The caller must call `note_ids` next."""
-    batch, begins = joined.batch, joined.placed[len(joined.batch.words) :]
-    k, stamp = len(batch.executors), batch.executors[0].stamp
-    plan, of_positions = _sorted(joined.ids.to(torch.int64), begins, k, stamp)
-    bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=joined.ids.device)
-    args = joined.tables, joined.firsts, plan, bounds, joined.cuts, *joined.numbers
-    return HashedBatchPlan(batch.executors, *args, of_positions, begins)
-
-
-def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan, Tensor]:
+def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatchPlan, Tensor]:
     """Plan a batch of k tables, by sorting ids, and then the sorted ids by table.
 
     Returns:
         The plan, without keys, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(device, _room_of(n, DeviceBatchPlan.tickets(k) + 1 + k))
+    room = carved(device, _room_of(n, JointBatchPlan.tickets(k) + 1 + k))
     *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
@@ -132,7 +123,7 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DevicePlan
     kernels.mark(by_id, first, second, of_positions, ordered, order, counts)
     arrays = unique, starts, inverse, count, tickets
     plan_kernels.collect(ordered, 0, order, counts, *arrays, tables=of_positions)
-    made = DevicePlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
+    made = DeviceBatchPlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
     return made, of_positions
 
 

@@ -5,54 +5,34 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.batch.plan import Plan
-from embedrock.device.cache import BatchNumbers
-from embedrock.device.features import BagOffsets, TableFamily
-from embedrock.device.interfaces import JointExecutor
-from embedrock.device.joint_cache import CacheInsertions, shares_of, times_of
-from embedrock.device.plan import DevicePlan, make_plan
+from embedrock.device.copies import uploaded
+from embedrock.device.device_planned import NO_PADDING, DevicePlannedExecutor
+from embedrock.device.features import TableFamily
+from embedrock.device.joint_cache import load_rows, shares_of, times_of
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, make_plan, version_of
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
-from embedrock.kernels.gpu.runtime import single
 from embedrock.storage.table_lock import together
 
-NO_PADDING = -2
 
-
-def working(executors: Sequence[JointExecutor]) -> InStreamOrder:
+def working(executors: Sequence[DevicePlannedExecutor]) -> InStreamOrder:
     """Return a context that holds the locks of tables and orders device work after all of theirs."""
     return InStreamOrder(
         [executor.timeline for executor in executors], together([executor.rows.table_lock for executor in executors])
     )
 
 
-def known_of(executor: JointExecutor) -> kernels.TableEntryWords:
-    """Return the words about a table for kernels, without its key range and its padding."""
-    homes, slots, (_, *numbers) = executor.near.homes, executor.near.slots, executor.drawn
-    words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32).tolist()
-    assert executor.first is not None  # the GPU plans
-    addresses = executor.first.state.data_ptr(), executor.faults.tensor.data_ptr()
-    seed = int(executor.spec.key) % 2**64
-    places = homes.where.data_ptr(), *homes.memory[:2]
-    near = tuple(part.data_ptr() if executor.near.is_cache else 0 for part in slots[1:])
-    return kernels.TableEntryWords(
-        0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*near, len(slots.owner))
-    )
-
-
-def _uncounted(executor: JointExecutor) -> kernels.TableEntryWords:
-    """Return a table's words without the counting of hits and misses."""
+def _uncounted(executor: DevicePlannedExecutor) -> kernels.TableEntryWords:
     *most, _, capacity = executor.known.slots
-    return executor.known._replace(slots=(*most, executor.near.not_counted.data_ptr(), capacity))
+    return executor.known._replace(slots=(*most, executor.cache.not_counted.data_ptr(), capacity))
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,20 +77,21 @@ class DeviceFeatureLayout(NamedTuple):
         tables: index of each feature's table, ascending.
         sizes: ids of each feature.
         paddings: the id of each table that gets no gradient, or None.
-        bags: of the features; None: each feature is rows.
+        bags: words about the bags of the features; empty: each feature is rows.
+        recurs: the next batch may have the same words. Bags of different sizes hardly ever recur.
     """
 
-    executors: tuple[JointExecutor, ...]
+    executors: tuple[DevicePlannedExecutor, ...]
     tables: tuple[int, ...]
     sizes: tuple[int, ...]
     paddings: tuple[int | None, ...]
-    bags: BagOffsets | None
+    bags: tuple[int, ...] = ()
+    recurs: bool = True
 
     @property
     def words(self) -> tuple[int, ...]:
         """The words about the features that kernels read."""
-        more = () if self.bags is None else self.bags.words
-        return 0, *itertools.accumulate(self.sizes), *self.tables, *more
+        return 0, *itertools.accumulate(self.sizes), *self.tables, *self.bags
 
     @property
     def positions(self) -> list[int]:
@@ -121,46 +102,89 @@ class DeviceFeatureLayout(NamedTuple):
         return found
 
     def placed(self, words: tuple[int, ...], recurs: bool = True) -> Tensor:
-        """Return words on the device, int64; `recurs`: the next batch may have the same words."""
-        # Bags of different sizes hardly ever recur, so their words are not cached.
-        executor, is_even = self.executors[0], self.bags is None or self.bags.is_even
-        if executor.timeline.captured is not None or (recurs and is_even):
+        """Return words on the device, int64, cached if the next batch may have the same words."""
+        executor = self.executors[0]
+        if executor.timeline.captured is not None or (recurs and self.recurs):
             found = _placed(words, executor.device)
             executor.timeline.keep(found)
             return found
-        return executor.uploaded(np.array(words, np.int64))
+        return uploaded(np.array(words, np.int64), executor.device)
 
 
-@dataclass(eq=False)  # not frozen, for speed, as `DevicePlan`
-class DeviceBatchPlan:
+class JointBatchPlan:
     """Plan of one batch of several tables, with rows and positions table by table.
 
+    It joins the ids of all tables as if they were of one. `make` plans them. The caller holds `working` of all tables.
+
+    Args:
+        batch: layout of the lookup.
+        given: ids of each feature, on the host or the device.
+        trains: a step may follow.
+        counts: for each table, whether hits and misses are counted.
+
     Attributes:
+        batch: see above.
         executors: of the tables.
+        kind: family of the tables.
+        stamps: the number of the batch, for each table.
         tables: the tables for kernels.
         firsts: the key of each table's first row.
+        cuts: begin of each table's positions, and the end of the last.
+        ids: of all features, concatenated, on the device: int64 or int32.
+        placed: words about the features on the device; others may follow.
         plan: of all positions.
         bounds: int32 (2 * k + 1,), begin of each table's rows, the end of the last, and each table's padding row.
-        cuts: begin of each table's positions, and the end of the last.
-        paddings: the id of each table that gets no gradient, or None.
-        stamps: the number of the batch, for each table.
-        kind: family of the tables.
     """
 
-    executors: tuple[JointExecutor, ...]
-    tables: kernels.DeviceTables
-    firsts: tuple[int, ...]
-    plan: DevicePlan
+    plan: DeviceBatchPlan
     bounds: Tensor
-    cuts: tuple[int, ...]
-    paddings: tuple[int | None, ...]
-    stamps: tuple[int, ...]
-    kind: TableFamily
 
-    def note_ids(self, ids: Tensor) -> None:
-        """Write `bounds`, and record joined ids that are outside of their table."""
+    def __init__(
+        self, batch: DeviceFeatureLayout, given: Sequence[Tensor], trains: bool, counts: Sequence[bool]
+    ) -> None:
+        self.batch, self.executors, first = batch, batch.executors, batch.executors[0]
+        positions, kind = batch.positions, first.joins
+        times = [executor.begin_batch(n, trains) for executor, n in zip(batch.executors, positions, strict=True)]
+        assert kind is not None  # it is the family of all
+        self.kind: TableFamily = kind
+        self.stamps = tuple(executor.clock.stamp for executor in batch.executors)
+        is_cached = kind.homes.is_cached
+        known = [
+            executor.known if counted or not is_cached else _uncounted(executor)
+            for executor, counted in zip(batch.executors, counts, strict=True)
+        ]
+        entries, self.firsts = entries_of(tuple(zip(known, batch.paddings, strict=True)), first.device)
+        first.timeline.keep(entries)
+        self.tables = kernels.DeviceTables(entries, kind.homes, kind.draw, kind.form)
+        self.ids = _joined(given, first)
+        self.cuts, self._search = (0, *itertools.accumulate(positions)), None
+        words = batch.words
+        if not is_cached:
+            self.placed = batch.placed((*words, *self.cuts) if kind.is_open else words)
+            return
+        shares = shares_of(batch.executors, positions)
+        self.placed = batch.placed((*words, *shares.words, *times_of(times)), recurs=False)
+        self._search = shares, self.placed[len(words) :], times[0]
+
+    def make(self) -> Self:
+        """Plan the batch, and load its rows. The caller must call `write_bounds` next."""
+        self.bounds = torch.empty(2 * len(self.executors) + 1, dtype=torch.int32, device=self.ids.device)
+        self._make()
+        return self
+
+    def _make(self) -> None:
+        first, ids = self.executors[0], self.ids
+        keys = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
+        kernels.join(ids, self.placed, len(self.batch.tables), self.tables, keys)
+        tickets = self.tickets(len(self.executors))
+        self.plan = make_plan(keys, self.firsts[-1] - 1, first.faults.tensor, self.stamps[0], tickets=tickets)
+        if self._search is not None:
+            load_rows(self.plan, self.tables, self._search, self.misses)
+
+    def write_bounds(self) -> None:
+        """Write `bounds`, and record ids that are outside of their table."""
         plan = self.plan
-        args = self.tables, plan.keys, plan.count, ids, plan.order, plan.starts, self.bounds, plan.stamp
+        args = self.tables, plan.keys, plan.count, self.ids, plan.order, plan.starts, self.bounds, plan.stamp
         kernels.bounds(*args)
 
     @property
@@ -198,7 +222,7 @@ class DeviceBatchPlan:
         """Counters of `kernels.norms`: int32 (k,)."""
         return self.plan.tickets[-len(self.executors) :]
 
-    def of(self, table: int) -> DevicePlan:
+    def of(self, table: int) -> DeviceBatchPlan:
         """Return the plan of one table, equal to a plan of it alone."""
         whole, begin, stop = self.plan, self.cuts[table], self.cuts[table + 1]
         n = stop - begin
@@ -211,7 +235,7 @@ class DeviceBatchPlan:
         starts = as_tensor(whole.starts)[place.clamp(max=len(whole.ids))] - begin
         order, inverse = whole.order[begin:stop] - begin, whole.inverse[begin:stop] - self.bounds[table]
         tickets = torch.zeros(1 + sums.partial_rows(n), dtype=torch.int32, device=count.device)
-        return DevicePlan((n,), keys, ids, starts, order, inverse, count, tickets, self.stamps[table], epoch=-1)
+        return DeviceBatchPlan((n,), keys, ids, starts, order, inverse, count, tickets, self.stamps[table], epoch=-1)
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and ids of a table's rows at given places; `is_none`: rows without a step."""
@@ -219,76 +243,7 @@ class DeviceBatchPlan:
         return keys, keys
 
 
-class JoinedIds:
-    """Ids of several tables, joined as if they were of one. The caller holds `working` of all of them.
-
-    Args:
-        batch: layout of the lookup.
-        given: ids of each feature, on the host or the device.
-        trains: a step may follow.
-        counts: for each table, whether hits and misses are counted.
-
-    Attributes:
-        batch: see above.
-        ids: of all features, concatenated, on the device: int64 or int32.
-        placed: words about the features on the device; others may follow.
-        tables: the tables for kernels.
-        firsts: the key of each table's first row.
-        cuts: begin of each table's positions, and the end of the last.
-        kind: family of the tables.
-    """
-
-    def __init__(
-        self, batch: DeviceFeatureLayout, given: Sequence[Tensor], trains: bool, counts: Sequence[bool]
-    ) -> None:
-        first = batch.executors[0]
-        positions, kind = batch.positions, first.joins
-        stamps = [executor.begin_batch(n, trains) for executor, n in zip(batch.executors, positions, strict=True)]
-        assert kind is not None  # it is the family of all
-        self.kind = kind
-        is_cached = kind.homes.is_cached
-        known = [
-            executor.known if counted or not is_cached else _uncounted(executor)
-            for executor, counted in zip(batch.executors, counts, strict=True)
-        ]
-        entries, self.firsts = entries_of(tuple(zip(known, batch.paddings, strict=True)), first.device)
-        first.timeline.keep(entries)
-        self.batch, self.tables = batch, kernels.DeviceTables(entries, kind.homes, kind.draw, kind.form)
-        self.ids = _joined(given, first)
-        self.cuts, self._arrivals = (0, *itertools.accumulate(positions)), None
-        words = batch.words
-        if not is_cached:
-            self.placed = batch.placed((*words, *self.cuts) if kind.is_open else words)
-            return
-        shares, own = shares_of(batch.executors, positions), [each for each in stamps if isinstance(each, BatchNumbers)]
-        self.placed = batch.placed((*words, *shares.words, *times_of(own)), recurs=False)
-        self._arrivals = CacheInsertions(shares, self.placed[len(words) :], stamps)
-
-    def plan(self) -> DeviceBatchPlan:
-        """Plan the batch, and load its rows. The caller must call `DeviceBatchPlan.note_ids` next."""
-        return self.batch.executors[0].plan_together(self)
-
-    @property
-    def numbers(self) -> tuple[tuple[int | None, ...], tuple[int, ...], TableFamily]:
-        """The paddings, stamps and family for a plan."""
-        return self.batch.paddings, tuple(executor.stamp for executor in self.batch.executors), self.kind
-
-    def plan_of_keys(self) -> DeviceBatchPlan:
-        """Plan the batch of tables with slot = id, and load its rows."""
-        batch, first, ids = self.batch, self.batch.executors[0], self.ids
-        keys, k = torch.empty(len(ids), dtype=torch.int32, device=ids.device), len(batch.executors)
-        kernels.join(ids, self.placed, len(batch.tables), self.tables, keys)
-        most, fault = self.firsts[-1] - 1, first.faults.tensor
-        plan = make_plan(keys, most, fault, first.stamp, tickets=DeviceBatchPlan.tickets(k))
-        bounds = torch.empty(2 * k + 1, dtype=torch.int32, device=ids.device)
-        made = DeviceBatchPlan(batch.executors, self.tables, self.firsts, plan, bounds, self.cuts, *self.numbers)
-        if self._arrivals is not None:
-            self._arrivals.bring(plan, self.tables, made.misses)
-        return made
-
-
-def _joined(given: Sequence[Tensor], executor: JointExecutor) -> Tensor:
-    """Return the concatenated ids on the device, int64 or int32."""
+def _joined(given: Sequence[Tensor], executor: DevicePlannedExecutor) -> Tensor:
     parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
     if len({(part.device, part.dtype) for part in parts}) > 1:
         parts = [executor.on_device(part).to(torch.int64) for part in parts]
@@ -298,108 +253,49 @@ def _joined(given: Sequence[Tensor], executor: JointExecutor) -> Tensor:
 # ---------------------------------------------------------------- prefetching
 
 
-class PrefetchedPart(NamedTuple):
-    """One table's part of a prefetched joint plan.
-
-    Attributes:
-        plan: of all tables.
-        ids: of all tables, joined.
-        table: index of the table.
-    """
-
-    plan: DeviceBatchPlan
-    ids: Tensor
-    table: int
-
-    @property
-    def stamp(self) -> int:
-        """The number of the batch, for the table."""
-        return self.plan.stamps[self.table]
-
-
-class PrefetchedPlan(NamedTuple):
-    """A prefetched plan of a batch.
-
-    Attributes:
-        ids: the ids as the caller passed them.
-        version: of the ids, see `version_of`.
-        plan: on the device; None if only the host has planned the batch, or if it is part of a joint plan.
-        host: the host's plan; None where the device plans.
-        fault: int64 (4,), see `DeviceErrors`, of bad ids; None where the host has checked them.
-        part: of a joint plan; None for a plan of one table.
-    """
-
-    ids: Tensor
-    version: int
-    plan: DevicePlan | None
-    host: Plan | None
-    fault: Tensor | None
-    part: PrefetchedPart | None = None
-
-    @property
-    def stamp(self) -> int | None:
-        """The number of the batch; None if only the host has planned it."""
-        made = self.part if self.plan is None else self.plan
-        return None if made is None else made.stamp
-
-    def is_of(self, ids: Tensor) -> bool:
-        """Return whether these ids are the same memory, unchanged since."""
-        mine = self.ids
-        same = mine.device == ids.device and mine.dtype == ids.dtype and mine.numel() == ids.numel()
-        same = same and mine.data_ptr() == ids.data_ptr() and ids.is_contiguous()
-        return same and self.version >= 0 and self.version == version_of(ids)
-
-
-def version_of(ids: Tensor) -> int:
-    """Return a tensor's version, which grows with in-place changes; -1 where PyTorch does not count them."""
-    return -1 if ids.is_inference() or not ids.is_contiguous() else ids._version
-
-
-def plan_ahead(plan: DeviceBatchPlan) -> None:
+def plan_ahead(plan: JointBatchPlan) -> None:
     """Plan the next batch of all tables of a lookup that expect one, in parallel with the device's work.
 
     The plan also loads their rows. The caller holds `working` of all tables.
     """
     expected = [
         (executor, executor.take_expected(), padding)
-        for executor, padding in zip(plan.executors, plan.paddings, strict=True)
+        for executor, padding in zip(plan.executors, plan.batch.paddings, strict=True)
     ]
     known = [(executor, ids, padding) for executor, ids, padding in expected if ids is not None]
     if not known:
         return
     executors, given, paddings = (tuple(each) for each in zip(*known, strict=True))
-    batch = DeviceFeatureLayout(
-        executors, tuple(range(len(executors))), tuple(ids.numel() for ids in given), paddings, None
-    )
-    joined, timeline = JoinedIds(batch, given, True, [True] * len(executors)), executors[0].timeline
+    batch = DeviceFeatureLayout(executors, tuple(range(len(executors))), tuple(ids.numel() for ids in given), paddings)
+    timeline = executors[0].timeline
+    made = executors[0].batch_plan(batch, given, True, [True] * len(executors))
     try:
-        with timeline.aside(joined.ids, joined.placed, joined.tables.entries):
-            made = joined.plan()
+        with timeline.aside(made.ids, made.placed, made.tables.entries):
+            made.make()
     finally:  # part of the work may be under way
         for executor in executors[1:]:
             executor.timeline.wait_for(timeline)
-    for table, (executor, ids) in enumerate(zip(executors, given, strict=True)):
-        executor.note_ahead(ids, PrefetchedPart(made, joined.ids, table))
+    for executor, ids, stamp in zip(executors, given, made.stamps, strict=True):
+        executor.keep_ahead(PrefetchedPlan(ids, version_of(ids), stamp, joint=made))
 
 
 def taken_ahead(
     batch: DeviceFeatureLayout, given: Sequence[Tensor], aheads: Sequence[PrefetchedPlan | None]
-) -> tuple[DeviceBatchPlan, Tensor] | None:
-    """Return the prefetched plan of a batch and its joined ids; None if there is none.
+) -> JointBatchPlan | None:
+    """Return the prefetched plan of a batch; None if there is none.
 
     Args:
         batch: layout of the lookup, which trains.
         given: ids of each feature.
         aheads: prefetched plan of each table.
     """
-    first = None if aheads[0] is None else aheads[0].part
-    if first is None or first.plan.executors != batch.executors or len(given) != len(aheads):
+    plan: JointBatchPlan | None = None if aheads[0] is None else aheads[0].joint
+    if plan is None or plan.executors != batch.executors or len(given) != len(aheads):
         return None
-    is_whole = all(ahead is not None and ahead.part is not None and ahead.part.plan is first.plan for ahead in aheads)
-    if not is_whole or first.plan.paddings != batch.paddings:
+    is_whole = all(ahead is not None and ahead.joint is plan for ahead in aheads)
+    if not is_whole or plan.batch.paddings != batch.paddings:
         return None
     if not all(ahead is not None and ahead.is_of(ids) for ahead, ids in zip(aheads, given, strict=True)):
         return None
-    plan = first.plan.plan  # one tensor of each allocation is marked as used
-    batch.executors[0].timeline.uses(plan.keys, plan.order, plan.all_keys, first.ids, first.plan.bounds)
-    return first.plan, first.ids
+    batch.executors[0].timeline.uses(*plan.plan.allocations, plan.ids, plan.bounds)
+    return plan

@@ -5,38 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device.cache import BatchCounter, DeviceCache
-from embedrock.device.executor import uploaded
+from embedrock.device.copies import uploaded
 from embedrock.device.pinned import PinnedRecords
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu.addresses import FAR
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.backend import Backend
 from embedrock.storage.device_layout import DeviceLayout
-from embedrock.table.rows import TableState
 
 FIRST_MAP = 1024  # slots of the first map
-
-
-class MirroredExecutor(Protocol):
-    """Executor of records in RAM that are mirrored on the device: see `HostPlannedExecutor`."""
-
-    @property
-    def rows(self) -> TableState: ...
-    def give_room_back(self) -> None: ...
-
-
-class EvictedSlots(NamedTuple):
-    """Slots that are about to be evicted: on the host, and as keys on the device."""
-
-    slots: np.ndarray
-    keys: Tensor
 
 
 class DeviceMirror:
@@ -48,43 +32,42 @@ class DeviceMirror:
     Caller holds the table lock.
 
     Args:
-        tier: backend of the records.
+        backend: backend of the records.
         device: the GPU.
         place: maps a number of slots in RAM to the placement of records on the device.
         form: layout of the records.
 
     Attributes:
-        tier, device: see above.
+        backend, device: see above.
         timeline, clock: shared by all executors.
         host_waits: number of times the host waited for the device.
         is_at_work: the device may use records since the last `finish`.
+        leaving: slots that are about to be evicted, already written back, and unused since: also as keys on the device.
 
     Raises:
         PinningError: the system refuses to pin the backend's RAM.
     """
 
     def __init__(
-        self, tier: Backend, device: torch.device, place: Callable[[int], DeviceLayout], form: RecordForm
+        self, backend: Backend, device: torch.device, place: Callable[[int], DeviceLayout], form: RecordForm
     ) -> None:
-        self.tier, self.device, self._place, self._form = tier, device, place, form
-        self.timeline, self.clock = StreamOrder(device, tier.subject), BatchCounter()
+        self.backend, self.device, self._place, self._form = backend, device, place, form
+        self.timeline, self.clock = StreamOrder(device, backend.subject), BatchCounter()
         self.host_waits, self.is_at_work = 0, False
-        self._executors, self._seen = weakref.WeakSet[MirroredExecutor](), 0
-        self._leaving: EvictedSlots | None = None
+        self._executors, self._seen = weakref.WeakSet[Any](), 0
+        self.leaving: tuple[np.ndarray, Tensor] | None = None
         self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
-        tier.add_listener(self)  # last, as a listener must be complete
+        backend.add_listener(self)  # last, as a listener must be complete
 
     def _begun(self) -> tuple[PinnedRecords, DeviceCache]:
         """Pin the records at their current place, and create an empty cache."""
-        tier = self.tier
-        if tier.is_direct:  # all of it is pinned
-            tier.arena.expect_all()
-        pinned, placement = (
-            PinnedRecords(tier.records.bytes, self.device, self.timeline.finish),
-            self._place(tier.used_slots),
-        )
+        backend = self.backend
+        if backend.is_direct:  # all of it is pinned
+            backend.arena.expect_all()
+        pinned = PinnedRecords(backend.records.bytes, self.device, self.timeline.finish)
         pinned.cover(self._covered(0))
-        slots = tier.used_slots if tier.evicts else FIRST_MAP
+        placement = self._place(backend.used_slots)
+        slots = backend.used_slots if backend.evicts else FIRST_MAP
         with torch.inference_mode(False):
             where = self._map(slots if placement.near_rows else 0)
             return pinned, DeviceCache(where, placement, self._form, pinned.address)
@@ -97,7 +80,7 @@ class DeviceMirror:
         return self._known
 
     @property
-    def near(self) -> DeviceCache:
+    def cache(self) -> DeviceCache:
         """The cache of records in GPU memory, which may have no slots."""
         return self._parts[1]
 
@@ -105,19 +88,19 @@ class DeviceMirror:
         return torch.full((slots,), FAR, dtype=torch.int32, device=self.device)
 
     def _covered(self, more: int) -> int:
-        slots = min(self.tier.used_slots + more, len(self.tier.records.bytes))
-        return slots * self.tier.spec.record_bytes
+        slots = min(self.backend.used_slots + more, len(self.backend.records.bytes))
+        return slots * self.backend.spec.record_bytes
 
     def cover(self, more: int = 0) -> None:
         """Pin the existing records and room for `more`, and extend the map to all of them."""
         with self.timeline.ordered():
-            pinned, near = self._parts
+            pinned, cache = self._parts
             covered = self._covered(more)
             pinned.cover(covered)
-            slots, mapped = covered // self.tier.spec.record_bytes, near.slots.where.shape[0]
-            if near.is_cache and mapped < slots:
+            slots, mapped = covered // self.backend.spec.record_bytes, cache.slots.where.shape[0]
+            if cache.is_cache and mapped < slots:
                 self.timeline.wait_for_copies()
-                near.grow(self._map(max(slots, 2 * mapped)), self.timeline)
+                cache.grow(self._map(max(slots, 2 * mapped)), self.timeline)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -136,7 +119,7 @@ class DeviceMirror:
         if self._seen != self._now():
             self._empty()
 
-    def note_change(self) -> None:
+    def mark_changed(self) -> None:
         """Record that the cache is as new as the tables."""
         self._seen = self._now()
 
@@ -144,10 +127,10 @@ class DeviceMirror:
         return sum(executor.rows.version.now for executor in self._executors)
 
     def _empty(self) -> None:
-        if self.near.is_cache:
-            self.near.clear()
-            self.near.slots.where.fill_(FAR)
-        self.note_change()
+        if self.cache.is_cache:
+            self.cache.clear()
+            self.cache.slots.where.fill_(FAR)
+        self.mark_changed()
 
     # ------------------------------------------------------------ as an eviction listener
 
@@ -156,34 +139,25 @@ class DeviceMirror:
 
         Waits for the device if it may use the records.
         """
-        if len(slots) and self._known is not None and (self.is_at_work or self.near.is_cache):
+        if len(slots) and self._known is not None and (self.is_at_work or self.cache.is_cache):
             self.host_waits += 1
             with self.timeline.ordered():
-                leaving = self._leaving
-                if leaving is None or not np.array_equal(leaving.slots, slots):
+                leaving = self.leaving
+                if leaving is None or not np.array_equal(leaving[0], slots):
                     leaving = self.write_back_slots(slots)
-                self.near.forget(leaving.keys)
+                self.cache.forget(leaving[1])
                 self.timeline.finish()
 
-    def write_back_slots(self, slots: np.ndarray) -> EvictedSlots:
-        """Write back the records of slots that are about to be evicted, in the caller's order.
+    def write_back_slots(self, slots: np.ndarray) -> tuple[np.ndarray, Tensor]:
+        """Write back the records of slots that are about to be evicted, in the caller's order: see `leaving`.
 
         All allocations happen here; `leave` waits for the copies.
         """
         self.timeline.wait_for_copies()
         keys = uploaded(slots, self.device)
-        if self.near.is_cache:
-            self.near.write_back_rows(keys)
-        return EvictedSlots(slots, keys)
-
-    @contextmanager
-    def evicting(self, leaving: EvictedSlots | None) -> Iterator[None]:
-        """Mark rows as written back while they are evicted. Their records must be unused since."""
-        self._leaving = leaving
-        try:
-            yield
-        finally:
-            self._leaving = None
+        if self.cache.is_cache:
+            self.cache.write_back_rows(keys)
+        return slots, keys
 
     def move_out(self) -> None:
         """Write back and unpin the records before they move: see `EvictionListener`. Caller holds the table lock.
@@ -204,25 +178,25 @@ class DeviceMirror:
     def finish(self) -> None:
         """Write dirty records back to RAM. Waits for the device."""
         if self.is_at_work:
-            self.near.write_back()
+            self.cache.write_back()
             self.timeline.finish()
             self.is_at_work = False
 
     def _free(self) -> None:
         if self._known is not None:
-            pinned, near = self._known
-            near.free()
+            pinned, cache = self._known
+            cache.free()
             pinned.close()
 
     # ------------------------------------------------------------ executors
 
-    def join(self, executor: MirroredExecutor) -> None:
-        """Add a table's executor. None of its rows is in the cache."""
+    def join(self, executor: Any) -> None:
+        """Add a table's `HostPlannedExecutor`. None of its rows is in the cache."""
         self._executors.add(executor)
         self.clock.tables = len(self._executors)
-        self.note_change()
+        self.mark_changed()
 
-    def part(self, executor: MirroredExecutor) -> None:
+    def part(self, executor: Any) -> None:
         """Remove a table's executor with up-to-date records in RAM. The last one releases the memory."""
         self._executors.discard(executor)
         self.clock.tables = max(1, len(self._executors))
@@ -230,6 +204,6 @@ class DeviceMirror:
             with self.timeline.ordered():
                 self._empty()
             return
-        self.tier.remove_listener(self)
+        self.backend.remove_listener(self)
         self.timeline.finish()
         self._free()

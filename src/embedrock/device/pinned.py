@@ -105,10 +105,10 @@ def _runtime_for(device: torch.device) -> CudaRuntime:
 
 
 def _register(runtime: CudaRuntime, address: int, nbytes: int) -> None:
-    platform.keep_from_children(address, nbytes)
+    platform.share_with_children(False, address, nbytes)
     code = runtime.register(address, nbytes)
     if code:
-        platform.share_with_children(address, nbytes)
+        platform.share_with_children(True, address, nbytes)
         raise PinningError(
             f"the system refused to pin {format_bytes(nbytes)} of RAM for the GPU (cudaHostRegister returned {code}). "
             "Lift the limit on locked memory (ulimit -l), pass a smaller memory=, or a device_memory= that holds all "
@@ -119,7 +119,7 @@ def _register(runtime: CudaRuntime, address: int, nbytes: int) -> None:
 def _unregister(runtime: CudaRuntime, parts: list[tuple[int, int]]) -> None:
     for address, nbytes in parts:
         runtime.unregister(address)
-        platform.share_with_children(address, nbytes)
+        platform.share_with_children(True, address, nbytes)
 
 
 def _free(parts: list[tuple[int, int]], memory: np.ndarray, quiet: Callable[[], None], process: int) -> None:

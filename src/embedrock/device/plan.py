@@ -1,4 +1,4 @@
-"""`DevicePlan`: the plan of a batch, made on the GPU."""
+"""`DeviceBatchPlan`: the plan of a batch, made on the GPU."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class FoundWeights:
     weights: Tensor | None
     versions: tuple[int, ...]
 
+    def taken(self, versions: tuple[int, ...]) -> Tensor | None:
+        """Return the weights, once; None if a row has changed since the read."""
+        weights, self.weights = self.weights, None
+        return weights if versions == self.versions else None
+
 
 class SteppedRows(NamedTuple):
     """The stepped rows of a host-planned batch.
@@ -52,7 +57,7 @@ class SteppedRows(NamedTuple):
 
 
 @dataclass(eq=False)  # a frozen dataclass would take four times as long to create
-class DevicePlan:
+class DeviceBatchPlan:
     """Plan of one batch on a device. Only the device knows the number of rows, so arrays have room for n.
 
     Attributes:
@@ -102,6 +107,62 @@ class DevicePlan:
         assert self.ordered is not None  # the device planned
         return self.ordered
 
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that sums over the plan take: see `sums.sum_shares`."""
+        return self.starts, self.order, self.inverse, self.count
+
+    @property
+    def allocations(self) -> list[Tensor]:
+        """One tensor of each allocation."""
+        return [self.keys, self.order] if self.ordered is None else [self.keys, self.order, self.ordered]
+
+
+class ReadyPlan(NamedTuple):
+    """A plan that is ready to be stepped.
+
+    Attributes:
+        plan: with the keys of the step, valid once records are created.
+        admit: creates records, or gives slots to new rows; None: nothing is new, or the step's kernel does so.
+    """
+
+    plan: DeviceBatchPlan
+    admit: Callable[[], object] | None = None
+
+
+class PrefetchedPlan(NamedTuple):
+    """A prefetched plan of a batch.
+
+    Attributes:
+        ids: the ids as the caller passed them.
+        version: of the ids, see `version_of`.
+        stamp: number of the batch; None if only the host has planned it.
+        plan: on the device; None if only the host has planned the batch, or if it is part of a joint plan.
+        host: the host's plan; None where the device plans.
+        fault: int64 (4,), see `DeviceErrors`, of bad ids; None where the host has checked them.
+        joint: the `JointBatchPlan` of this table and others; None for a plan of one table.
+    """
+
+    ids: Tensor
+    version: int
+    stamp: int | None
+    plan: DeviceBatchPlan | None = None
+    host: Plan | None = None
+    fault: Tensor | None = None
+    joint: Any = None
+
+    def is_of(self, ids: Tensor) -> bool:
+        """Return whether these ids are the same memory, unchanged since."""
+        mine = self.ids
+        same = mine.device == ids.device and mine.dtype == ids.dtype and mine.numel() == ids.numel()
+        same = same and mine.data_ptr() == ids.data_ptr() and ids.is_contiguous()
+        return same and self.version >= 0 and self.version == version_of(ids)
+
+
+def version_of(ids: Tensor) -> int:
+    """Return a tensor's version, which grows with in-place changes; -1 where PyTorch does not count them."""
+    return -1 if ids.is_inference() or not ids.is_contiguous() else ids._version
+
 
 def make_plan(
     keys: Tensor,
@@ -111,7 +172,7 @@ def make_plan(
     arrival: CacheInsertion | None = None,
     merges: bool = False,
     tickets: int = 0,
-) -> DevicePlan:
+) -> DeviceBatchPlan:
     """Plan a batch by sorting. The host does not wait for the device.
 
     Args:
@@ -137,14 +198,14 @@ def make_plan(
     kernels.mark(ordered, rows + merges, counts, fault, stamp)
     kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, drawn, arrival)
     shape = tuple(keys.shape)
-    return DevicePlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
+    return DeviceBatchPlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
 
 
-def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DevicePlan:
+def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DeviceBatchPlan:
     """Plan a batch of hashed ids by sorting, without their `keys`. The host does not wait for the device.
 
     Args:
-        ids: int64, any shape. Ids outside ``[0, rows)`` are an error.
+        ids: int64 or int32, any shape. Ids outside ``[0, rows)`` are an error.
         stamp: number of the batch.
         rows: of the table; None: ids are any int64.
         fault: int64 (4,), see `DeviceErrors`.
@@ -153,10 +214,11 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
     room = carved(device, _open_room_of(n))
     keys, unique, inverse, count, new, starts, counts, drawn = room
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
-    ordered, order = torch.sort(ids if ids.dim() == 1 else ids.reshape(-1), stable=True)
+    wide = ids.to(torch.int64)
+    ordered, order = torch.sort(wide if wide.dim() == 1 else wide.reshape(-1), stable=True)
     kernels.mark(ordered, rows, counts, fault, stamp)
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
-    return DevicePlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
+    return DeviceBatchPlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.gradients import DeviceRowGradients, room_for_sums
-from embedrock.device.plan import DevicePlan
+from embedrock.device.gradients import DeviceRowGradients, sum_rows
+from embedrock.device.plan import DeviceBatchPlan
 from embedrock.kernels.gpu import pooling as kernels
+from embedrock.kernels.gpu import sums
 
 
 class DeviceBags(NamedTuple):
@@ -23,7 +24,7 @@ class DeviceBags(NamedTuple):
         mode: "sum", "mean" or "max".
     """
 
-    plan: DevicePlan
+    plan: DeviceBatchPlan
     offsets: Tensor
     bag_of_position: Tensor
     skip: Tensor
@@ -61,16 +62,10 @@ def pool(rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor
 
 def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor) -> DeviceRowGradients:
     """Return the gradients of the rows from the gradients of the bags, (bags, dim) of any float dtype."""
-    plan = bags.plan
-    values, norms, scratch = room_for_sums(plan, grads.shape[1])
-    arrays = plan.starts, plan.order, plan.inverse, plan.count
     if bags.mode == "max":
-        args = arrays, trace, bags.skip, scratch, values, norms
-        kernels.pool_max_backward(grads, bags.bag_of_position, *args)
-    else:
-        args = arrays, _factors(weights, grads), trace, bags.skip, scratch, values, norms
-        kernels.pool_sum_backward(grads, bags.bag_of_position, *args)
-    return DeviceRowGradients.of(plan, values, norms)
+        return sum_rows(grads, bags.plan, bags.skip, sums.MAXIMA, (bags.bag_of_position, None, None, trace))
+    share = bags.bag_of_position, _factors(weights, grads), trace, None
+    return sum_rows(grads, bags.plan, bags.skip, sums.POOLED, share)
 
 
 def _factors(weights: Tensor | None, like: Tensor) -> Tensor:

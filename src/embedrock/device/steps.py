@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,13 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.device import joint
 from embedrock.device.device_errors import step_numbers
+from embedrock.device.gradients import DeviceRowGradients, RowSums
+from embedrock.device.plan import ReadyPlan
+from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
-from embedrock.kernels.gpu import gate
+from embedrock.kernels.gpu import gate, rows
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import CheckedStep, DeferredInserts, StepRequest
-
-
-class StepVerdict(NamedTuple):
-    """The verdict and number of a table's step.
-
-    Attributes:
-        verdict: int32 (LINE,), see `gate.judge`; None: the kernel of the step decides.
-        number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
-    """
-
-    verdict: Tensor | None
-    number: int | Tensor
 
 
 class DeviceStep(CheckedStep):
@@ -36,7 +27,7 @@ class DeviceStep(CheckedStep):
     Args:
         due: step requests of the tables.
         verdicts: int32 (k, LINE), see `gate.judge`; None: of one table, the kernel of the step decides.
-        number: see `StepVerdict`.
+        number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
     """
 
     def __init__(self, due: Sequence[StepRequest], verdicts: Tensor | None, number: int | Tensor) -> None:
@@ -52,27 +43,25 @@ class DeviceStep(CheckedStep):
 
     @property
     def plans(self) -> dict[TableState, Plan]:
-        return {
-            part.executor.rows: plan for part in self.due if (plan := part.executor.plan_in_ram(part.grads)) is not None
-        }
+        found = {part.executor.rows: part.executor.plan_in_ram(part.grads) for part in self.due if part.executor.room}
+        return {rows: plan for rows, plan in found.items() if plan is not None}
 
     @property
     def elsewhere(self) -> list[DeferredInserts]:
-        return [each for part in self.due for each in part.executor.elsewhere(part.grads)]
+        return [each for part in self.due if part.executor.room for each in part.executor.elsewhere(part.grads)]
 
     def check(self) -> None:
         with self._ordered():
             prepare(self.due)
 
     def is_prepared(self) -> bool:
-        return all(part.executor.is_prepared(part.grads) for part in self.due)
+        return all(part.executor.room is None or part.executor.is_prepared(part.grads) for part in self.due)
 
     def prepare(self) -> None:
         with self._ordered():
             self._begun = self._begin()
 
     def _begin(self) -> list[Callable[[], None]]:
-        """Do all work that can fail, in stream order; return functions that make the step."""
         for room in rooms_of(self.due):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun: list[Callable[[], None]] = []
@@ -83,8 +72,8 @@ class DeviceStep(CheckedStep):
                 begun.append(joint.begin_step(part, self.verdicts, self.number))
                 k += len(part.due)
             else:
-                judged = StepVerdict(None if self.verdicts is None else self.verdicts.select(0, k), self.number)
-                begun.append(part.executor.begin_step(part.rule, part.grads, judged))
+                verdict = None if self.verdicts is None else self.verdicts.select(0, k)
+                begun.append(begin_step(part, verdict, self.number))
                 k += 1
         return begun
 
@@ -99,6 +88,40 @@ class DeviceStep(CheckedStep):
     def _ordered(self) -> InStreamOrder:
         # Each table may have been used on its own stream.
         return InStreamOrder([part.executor.timeline for part in self.due], None)
+
+
+def begin_step(part: StepRequest, verdict: Tensor | None, number: int | Tensor) -> Callable[[], None]:
+    """Do all work of one table's step that can fail, including allocations; return a function that makes the step.
+
+    Before that function runs, no row changes, and no step is counted. The caller holds the table lock.
+
+    Args:
+        part: of the table.
+        verdict: int32 (LINE,), see `gate.judge`; None: the kernel of the step decides.
+        number: see `DeviceStep`.
+    """
+    executor, grads, plan = part.executor, part.grads, part.grads.plan
+    check_rule(part.rule, executor.rows)
+    executor.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
+    ready = executor.ready(plan, verdict, grads)
+    return functools.partial(_step, part, verdict, number, ready, draft_step(executor, part.rule))
+
+
+def _step(part: StepRequest, verdict: Tensor | None, number: int | Tensor, ready: ReadyPlan, draft: Any) -> None:
+    executor, grads, (plan, admit) = part.executor, part.grads, ready
+    case = gate.VerdictCase(grads.number, grads.shown, executor.faults.tensor, plan.tickets, number)
+    were = None if plan.found is None else plan.found.taken((executor.rows.version.of_rows,))
+    if were is not None:
+        executor.timeline.uses(were)
+    if admit is not None:
+        admit()
+    step, numbers = count_step(executor, part.rule, draft, number)
+    executor.step_beside(numbers)
+    seed = int(executor.spec.key)
+    args = case if verdict is None else verdict, grads.clip_value, plan.count, executor.cache.homes, executor.first
+    rows.step(plan.keys, plan.ids, grads.values, *args, seed, step, numbers, executor.form, were)
+    if not executor.timeline.is_recorded:
+        executor.faults.ask()
 
 
 def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
@@ -127,7 +150,7 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         groups.setdefault(executor.device, []).append(part)
         goes_on &= executor.rows.on_nonfinite == "raise"
     goes_on &= len(groups) < 2
-    if goes_on and len(due) == 1 and due[0].executor.judges(due[0].grads):
+    if goes_on and len(due) == 1 and _is_checked_in_step(due[0].executor, due[0].grads):
         return [DeviceStep(due, None, _next_number(due[0].executor.timeline))]
     steps = []
     for group in groups.values():
@@ -150,6 +173,11 @@ def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
         if (room := part.executor.room) is not None:
             rooms.setdefault(room, []).append(part)
     return [*rooms.values()]
+
+
+def _is_checked_in_step(executor: Any, grads: DeviceRowGradients) -> bool:
+    # Not for merged gradients, those of several tables, or an empty plan, for which no kernel runs.
+    return executor.checks_in_step and type(grads.sums) is RowSums and grads.plan.keys.shape[0] > 0
 
 
 def prepare(due: Sequence[StepRequest]) -> None:
@@ -205,5 +233,6 @@ def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
     for part, is_finite in zip(step.due, finite, strict=True):
         part.executor.faults.forget()
         if not is_finite:
-            part.executor.skip_step()
+            with part.executor.rows.table_lock.lock:
+                part.executor.rows.skipped_steps += 1
     return DeviceStep(due, verdicts, 0)

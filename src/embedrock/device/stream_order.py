@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embedrock.device.cuda_runtime import cuda_runtime
 from embedrock.errors import MemoryBudgetError, UnsupportedError
-
-
-class Capture(Protocol):
-    """A step captured in a CUDA graph, or its warm-up."""
-
-    def keep(self, *tensors: Tensor) -> None: ...
-    def begin_batch(self, executor: Any, n: int, trains: bool) -> Any: ...
-    def begin_step(self, executor: Any, rule: Any) -> tuple[Any, Any]: ...
-    def judge(self) -> Any: ...
 
 
 @contextmanager
@@ -74,7 +65,7 @@ class StreamOrder:
         subject: the table, for error messages.
 
     Attributes:
-        captured: the step that is in warm-up or recording now; None: none.
+        captured: the `GraphCapture` that is in warm-up or recording now; None: none.
         is_recorded: launches are being recorded, and the host counts at replays instead.
     """
 
@@ -83,7 +74,7 @@ class StreamOrder:
         self._copying = torch.cuda.Stream(device) if self.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # of the last work
         self._copied: torch.cuda.Event | None = None
-        self.captured: Capture | None = None
+        self.captured: Any = None
         self.is_recorded = False
 
     def keep(self, *tensors: Tensor) -> None:

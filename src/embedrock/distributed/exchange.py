@@ -14,7 +14,7 @@ from embedrock.distributed import stages
 from embedrock.distributed.messages import WORD, Letter, MessageReader, as_sent, length, pack, pack_all
 from embedrock.distributed.owners import Placement, Shard, Split
 from embedrock.distributed.stages import GradientBlock, RowSource
-from embedrock.distributed.transport import Transport, UnevenRanks
+from embedrock.distributed.transport import UnevenRanks
 from embedrock.errors import OtherRankError
 from embedrock.table.table import Table
 
@@ -122,14 +122,14 @@ class Exchange:
     anything.
 
     Args:
-        transport: carries the messages.
+        transport: carries the messages: `embedrock.torch.training.ranks.Ranks`.
 
     Attributes:
         uneven: announces operations before they run.
         expects: whether sizes of gradients are known because an earlier message announced them.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Any) -> None:
         self.transport, self.uneven = transport, UnevenRanks(self._say)
         self.expects, self._expected = True, None
         self._behind: OtherRankError | None = None

@@ -52,10 +52,6 @@ class Split(NamedTuple):
         bounds = self.bounds.tolist()
         return [slice(start, end) for start, end in itertools.pairwise(bounds)]
 
-    def parts(self, values: np.ndarray) -> list[np.ndarray]:
-        """Split the values of the positions, (n, ...), by rank."""
-        return [values[places] for places in self.places]
-
 
 class Shard(NamedTuple):
     """The shard of a table that one rank has.

@@ -60,7 +60,7 @@ def ask(wanted: Sequence[np.ndarray], splits: Sequence[Split]) -> list[Letter]:
         wanted: unique ids by table.
         splits: the ids of each table, split by owner.
     """
-    by_table = [split.parts(ids) for ids, split in zip(wanted, splits, strict=True)]
+    by_table = [[ids[places] for places in split.places] for ids, split in zip(wanted, splits, strict=True)]
     return [[np.array([len(ids) for ids in parts], np.int64), *parts] for parts in zip(*by_table, strict=True)]
 
 

@@ -1,11 +1,11 @@
-"""`Transport`: carries messages between ranks. All ranks make the same calls, in the same order."""
+"""Messages that all ranks receive, and announcements of operations to ranks that have left."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,52 +17,6 @@ from embedrock.errors import (
     UnsupportedError,
     WorkerLostError,
 )
-
-
-class Transport(Protocol):
-    """A carrier of messages between ranks: torch.distributed, or TensorFlow's collective operations.
-
-    Attributes:
-        rank: of this process, from 0.
-        ranks: number of ranks.
-        at: current operation of this rank, for error messages.
-    """
-
-    at: str
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    def room(self, words: int) -> np.ndarray:
-        """Return memory for the messages of the next `swap`, int32 (words,), which then sends them without a copy."""
-        ...
-
-    def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Send each rank its message, int32 (words,); return the messages from all ranks, valid until the next swap.
-
-        Args:
-            parts: the messages.
-            sizes: sizes of the received messages in words, where known.
-
-        Raises:
-            WorkerLostError: a rank is gone, or did not answer in time.
-        """
-        ...
-
-    def begin(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
-        """Start a `swap`; return a function that waits for it and returns its result."""
-        ...
-
-    def gather(self, facts: np.ndarray) -> list[np.ndarray]:
-        """Send all ranks a 1-D array of 8-byte numbers, of equal length on each; return the array of each rank."""
-        ...
-
-    def leave(self) -> None:
-        """Stop communicating: operations of the other ranks with this one raise `WorkerLostError` at once."""
-        ...
 
 
 def addressed(letters: Sequence[Letter]) -> np.ndarray:

@@ -20,11 +20,11 @@ from embedrock.optimizers import Rule
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import OPEN_IDS, check_count
 from embedrock.system.interrupts import held_back
-from embedrock.table import rule_changes
+from embedrock.table import changes
+from embedrock.table.changes import RuleTaker, set_rule
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import InitialValuesOf, make_rows
 from embedrock.table.options import TableOptions, declared, index, table_options
-from embedrock.table.rule_changes import RuleTaker, set_rule
 from embedrock.table.table import Table, rows_of
 
 WIRES = ("float32", "bfloat16")  # dtypes of float32 numbers on the wire between processes
@@ -273,13 +273,13 @@ def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:
     if table.mode == "w":
         with (rows := rows_of(table)).table_lock.whole():
             rows.check()
-            rule_changes.bind_rule(rows, rule, taker)
+            changes.bind_rule(rows, rule, taker)
 
 
 def check_may_bind(table: Table, rule: Rule, taker: RuleTaker) -> None:
     """Raise the error that `bind_rule` would raise, if any."""
     if table.mode == "w" and not taker.resets_state:
-        rule_changes.check_may_bind(rows_of(table), rule, taker)
+        changes.check_may_bind(rows_of(table), rule, taker)
 
 
 def may_bind(table: Table, rule: Rule, taker: RuleTaker) -> bool:

@@ -13,7 +13,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.optimizers import Rule
 from embedrock.system.log import tell
 from embedrock.system.paths import local_path
-from embedrock.table.rule_changes import set_rule
+from embedrock.table.changes import set_rule
 from embedrock.table.table import Table, rows_of
 
 Relocate = Mapping[str, str] | Callable[[str], str]
@@ -83,7 +83,14 @@ def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> 
     training for uncommitted changes.
     """
     if table.mode == "r":
-        _warn_if_fleeting(table)
+        names = {commit["commit"]: commit["name"] for commit in table.commits()}
+        if names.get(table.last_commit) is None:
+            warnings.warn(
+                f"the state refers to commit {table.last_commit} of {table.path!r}, which is open for reading: its "
+                "writer drops that commit once keep= newer ones are there. Commit it there with a name.",
+                HeldCommitsWarning,
+                stacklevel=2,
+            )
     elif _checkpoint.get() is None:
         is_changed = table.uncommitted
         names = [commit["name"] or "" for commit in table.commits()]
@@ -91,17 +98,6 @@ def lasting_reference_to(table: Table, holder: str, step: int | None = None) -> 
             table.commit(step=step if is_changed else table.last_step, name=f"{holder}-{table.last_commit + 1}")
             warn_of_many(table, holder, 1 + sum(name.startswith(f"{holder}-") for name in names))
     return reference_to(table)
-
-
-def _warn_if_fleeting(table: Table) -> None:
-    names = {commit["commit"]: commit["name"] for commit in table.commits()}
-    if names.get(table.last_commit) is None:
-        warnings.warn(
-            f"the state refers to commit {table.last_commit} of {table.path!r}, which is open for reading: its writer "
-            "drops that commit once keep= newer ones are there. Commit it there with a name.",
-            HeldCommitsWarning,
-            stacklevel=2,
-        )
 
 
 def warn_of_many(table: Table, holder: str, count: int) -> None:

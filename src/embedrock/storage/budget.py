@@ -126,7 +126,6 @@ class SharedBudget:
         return f", its share of the group's {format_bytes(self.total)}" if others else ", the group's"
 
     def share(self) -> MemoryBudget:
-        """Return the share of a new table."""
         return MemoryBudget(self)
 
     def setting(self, now: int, then: int) -> BudgetHint | None:
@@ -138,7 +137,6 @@ class SharedBudget:
         return BudgetHint(then - now, then / now - 1, remedy)
 
     def enter(self, share: MemoryBudget) -> None:
-        """Register a share with its request."""
         with self.lock:
             if share not in self.shares:
                 share.nbytes = 0
@@ -290,7 +288,6 @@ class MemoryBudget:
         self.least = 0  # the target stays until others request more
 
     def leave(self) -> None:
-        """Release all of it."""
         with self.pool.lock:
             self.pool.shares = self._others()
             self.nbytes, self._tier = 0, None

@@ -17,6 +17,7 @@ from embedrock.storage.slot_index import (
     _find,
     _look_up,
     cut,
+    entries_for,
     new_entries,
     rehashed,
 )
@@ -106,7 +107,7 @@ class SlotCache:
         self.capacity, self.count = capacity, 0
         self._policy = policy_of(policy)
         subject = "the directory of a cache"
-        self._most_entries = _entries_for(capacity)
+        self._most_entries = entries_for(capacity, 2, FULLEST)
         self._entries = new_entries(min(FIRST_ENTRIES, self._most_entries))
         self._ids = reserve(capacity * ID_BYTES, subject).view(np.int64)
         self.flags, self._scores = reserve(capacity, subject), reserve(capacity, subject)
@@ -125,7 +126,7 @@ class SlotCache:
         policy = policy_of(policy)
         ghosts = _buckets_for(capacity, policy) * BUCKET_BYTES
         trials = sum(SlotCache.bytes_for(*trial) for trial in _trials(capacity, policy))
-        return _entries_for(capacity) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts + trials
+        return entries_for(capacity, 2, FULLEST) * ENTRY_BYTES + capacity * SLOT_BYTES + ghosts + trials
 
     @property
     def bytes_used(self) -> int:
@@ -428,13 +429,6 @@ def policy_of(policy: str | Policy) -> Policy:
         return policy
     check_choice("policy", policy, POLICIES)
     return POLICIES[policy]
-
-
-def _entries_for(capacity: int) -> int:
-    entries = 2
-    while capacity > FULLEST * entries:
-        entries *= 2
-    return entries
 
 
 def _buckets_for(capacity: int, policy: Policy) -> int:

@@ -592,7 +592,7 @@ class DiskBackend(Backend):
             found = self.store.located(ids[slots < 0])
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self._read(found, staged, np.arange(len(staged)))
-        with held_back(), self.table_lock.beside_sides():
+        with held_back(), self.table_lock.alone(beside_executors=True):
             self.misses += len(found.ids)  # rows without a record are counted when their batch comes
             self.brought += len(found.ids)
             if len(found.ids) > self.cache.free:

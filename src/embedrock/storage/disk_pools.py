@@ -55,13 +55,12 @@ class DiskPools(RecordPools):
             if store.parts is not None:
                 layout = replace(layout, rows=sum(rows))
             self._pools.append(self._pool(layout, number, rows))
-        return [self._known(member, spec) for member, spec in members]
-
-    def _known(self, member: TableEntry, spec: Spec) -> RecordRange:
-        part = RecordRange(spec, self._pools[member.pool], member.part or 0, self, f"table {member.name!r}")
-        _, withheld = self._table_folder.withheld.get(member.name, ((), ()))
-        part.count = member.count - len(withheld)
-        return part
+        parts = list[RecordRange]()
+        for member, spec in members:
+            parts.append(RecordRange(spec, self._pools[member.pool], member.part or 0, self, f"table {member.name!r}"))
+            _, withheld = table_folder.withheld.get(member.name, ((), ()))
+            parts[-1].count = member.count - len(withheld)
+        return parts
 
     def _pool(self, layout: Spec, number: int, members: list[int]) -> DiskBackend:
         how = self._budgets.share(), self._policy, self._table_lock, self._subject
@@ -83,11 +82,9 @@ class DiskPools(RecordPools):
         return RecordRange(spec, pool, number, self, subject)
 
     def _new_pool(self, spec: Spec, subject: str) -> DiskBackend:
-        layout, is_shared = _layout(spec), may_share(spec)
+        layout, is_shared, last = _layout(spec), may_share(spec), self._table_folder.manifest
         check_budget(layout, self._budgets.share(), subject, is_shared)
-        last = self._table_folder.manifest
-        parts = 0 if is_shared else None
-        content = StoreEntry(last.uuid, last.commit, layout.record_bytes, None, 0, parts=parts)
+        content = StoreEntry(last.uuid, last.commit, layout.record_bytes, None, 0, parts=0 if is_shared else None)
         store = self._table_folder.add(content)
         try:
             members = [spec.rows or 0] if is_shared else []
@@ -141,8 +138,7 @@ class DiskPools(RecordPools):
         """Return the index of the store with a table's records, and the table's number there; None: all keys are its
         own.
         """
-        number = next(number for number, pool in enumerate(self._pools) if pool is part.pool)
-        return number, part.number if part.pool.is_shared else None
+        return self._pools.index(part.pool), part.number if part.pool.is_shared else None
 
     @property
     def budget_bytes(self) -> int:
@@ -159,7 +155,7 @@ class DiskPools(RecordPools):
 
     @property
     def tiers(self) -> list[DiskBackend]:
-        return self._pools
+        return list(self._pools)
 
     @property
     def is_being_shared(self) -> bool:

@@ -137,7 +137,7 @@ class OnlineMissCurve:
             return None
         steps = changes or batches
         new = max(0.0, misses - reads) / steps
-        found = np.array([level.missed_of_batch() for level in levels]) * batches / steps
+        found = np.array([np.divide(level.missed(), level.batches) for level in levels]) * batches / steps
         slots = np.array([level.slots for level in levels], np.int64)
         return MissRatioCurve(slots, np.maximum(found[:, 0], new), found[:, 1], rows / steps, new, np.nan, int(batches))
 
@@ -149,7 +149,10 @@ class OnlineMissCurve:
             return {}
         numbers = sorted({number for level in known for number in level.of_parts})
         times = batches / (changes or batches)
-        return {number: [level.missed_of(number) * times for level in known] for number in numbers}
+        return {
+            number: [level.of_parts.get(number, 0.0) * level.share / level.batches * times for level in known]
+            for number in numbers
+        }
 
     @property
     def missed(self) -> float:
@@ -202,6 +205,7 @@ class _SampledLevel(SampledCache):
     """One small cache of an `OnlineMissCurve`.
 
     Attributes:
+        batches: those whose misses count, weighted.
         is_warm: its misses count.
     """
 
@@ -209,7 +213,7 @@ class _SampledLevel(SampledCache):
         super().__init__(slots, policy, most, is_pool)
         self.is_warm = False
         self._waiting, self._count = list[_SampledIds](), 0
-        self._windows, self._batches, self._rows, self._ids = 0, 0.0, 0.0, 0
+        self._windows, self.batches, self._rows, self._ids = 0, 0.0, 0.0, 0
 
     def take(self, seen: _SampledIds) -> _SampledIds | None:
         """Add a sample of the ids; return all waiting ones once they are enough to process."""
@@ -239,21 +243,14 @@ class _SampledLevel(SampledCache):
             self.forget()
 
     def _count_in(self, batches: int, rows: int) -> None:
-        self._windows, self._batches, self._rows = self._windows + 1, self._batches + batches, self._rows + rows
-        if self._batches > 2 * HORIZON and self._rows > 2 * WARM * self.slots:
+        self._windows, self.batches, self._rows = self._windows + 1, self.batches + batches, self._rows + rows
+        if self.batches > 2 * HORIZON and self._rows > 2 * WARM * self.slots:
             self.forget(0.5)
-            self._batches, self._rows = self._batches / 2, self._rows / 2
+            self.batches, self._rows = self.batches / 2, self._rows / 2
 
     @property
     def is_known(self) -> bool:
         return self._windows >= LEAST_WINDOWS
-
-    def missed_of_batch(self) -> tuple[float, float]:
-        missed, error = self.missed()
-        return missed / self._batches, error / self._batches
-
-    def missed_of(self, number: int) -> float:
-        return self.of_parts.get(number, 0.0) * self.share / self._batches
 
 
 def _sizes(slots: int, most: int | None, rows: float) -> list[int]:

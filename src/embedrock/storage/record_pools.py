@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import numpy as np
 from embedrock.errors import MemoryBudgetError, counted
 from embedrock.initializers import Zeros
 from embedrock.spec.spec import Spec
-from embedrock.storage.backend import Backend, RamLayout
+from embedrock.storage.backend import Backend
 from embedrock.storage.ram_backend import RamBackend, place, take_ram
 from embedrock.storage.records import Records
 from embedrock.store.manifest import MAX_PARTS, PART_BITS
@@ -137,6 +138,13 @@ class RecordRange(Backend):
         count: number of records. Code that makes records for several ranges at once sets it.
     """
 
+    arena: Any = property(operator.attrgetter("pool.arena"))
+    batch_rows: Any = property(operator.attrgetter("pool.batch_rows"))
+    budget_bytes: Any = property(operator.attrgetter("pool.budget_bytes"))
+    epoch: Any = property(operator.attrgetter("pool.epoch"))
+    placement: Any = property(operator.attrgetter("pool.placement"))
+    used_slots: Any = property(operator.attrgetter("pool.used_slots"))
+
     def __init__(self, spec: Spec, pool: Any, number: int, room: RecordPools, subject: str) -> None:
         self.spec, self.pool, self.number, self.subject = spec, pool, number, subject
         self.base = number << PART_BITS
@@ -156,10 +164,6 @@ class RecordRange(Backend):
         del self.pool.parts[self.number]
 
     @property
-    def batch_rows(self) -> int:
-        return self.pool.batch_rows
-
-    @property
     def records(self) -> Records:
         arena = self.pool.arena
         if self._arena is not arena:  # a shared backend's records may move
@@ -167,20 +171,7 @@ class RecordRange(Backend):
         return self._records
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
-        """Return the pool's keys of ids."""
         return ids + self.base if self.base else ids
-
-    @property
-    def arena(self) -> Arena:
-        return self.pool.arena
-
-    @property
-    def placement(self) -> RamLayout:
-        return self.pool.placement
-
-    @property
-    def epoch(self) -> int:
-        return self.pool.epoch
 
     @property
     def count(self) -> int:
@@ -252,14 +243,6 @@ class RecordRange(Backend):
             if rows is not None and len(ids) and (ids.min() < 0 or ids.max() >= rows):
                 raise damaged(f"the pool of {self.subject}", f"ids in [0, {rows})", f"{ids.min()} to {ids.max()}")
             yield ids
-
-    @property
-    def used_slots(self) -> int:
-        return self.pool.used_slots
-
-    @property
-    def budget_bytes(self) -> int:
-        return self.pool.budget_bytes
 
     @property
     def bytes_used(self) -> int:
@@ -366,7 +349,7 @@ class RamPools(RecordPools):
 
     @property
     def tiers(self) -> list[RamBackend]:
-        return self._pools
+        return list(self._pools)
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
         return not any(each.rows for each in new) or self._bytes_with(new) <= self.budget_bytes
@@ -397,8 +380,8 @@ class RamPools(RecordPools):
         """
         needed = self._bytes_with(new) + beside
         if needed > self.budget_bytes:
-            for tier in self.tiers:
-                tier.give_room_back()
+            for pool in self._pools:
+                pool.give_room_back()
             needed = self._bytes_with(new) + beside
         return needed
 

@@ -80,14 +80,6 @@ class HashIndex:
         self._entries = new_entries(FIRST_ENTRIES)
         self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
 
-    @staticmethod
-    def entries_for(count: int) -> int:
-        """Return the size of the hash table for `count` ids."""
-        entries = FIRST_ENTRIES
-        while count > FULLEST * entries:
-            entries *= 2
-        return entries
-
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, int64; -1 where it has no record. Ids may repeat."""
         return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
@@ -110,7 +102,7 @@ class HashIndex:
         Ids do not repeat. Assigns all slots, or none.
         """
         cpu, slots = kernels.cpu, np.full(len(ids), -1, np.int64) if slots is None else slots
-        needed = self.entries_for(self.count + int(np.count_nonzero(slots < 0)))
+        needed = entries_for(self.count + int(np.count_nonzero(slots < 0)))
         if needed > len(self._entries):
             self._entries = rehashed(self._entries, needed)
         if self._free_count:
@@ -147,7 +139,7 @@ class HashIndex:
 
     def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
         """Keep `count` ids: those in the first `count` slots, where ids in slots `moved` replace those in `holes`."""
-        entries, kept = new_entries(self.entries_for(count)), self._slot_ids[:count].copy()
+        entries, kept = new_entries(entries_for(count)), self._slot_ids[:count].copy()
         kept[holes] = self._slot_ids[moved]
         self._entries, self.count, self.used, self._free_count = entries, 0, 0, 0  # nothing after this line can fail
         self.insert(kept)
@@ -155,11 +147,11 @@ class HashIndex:
     @staticmethod
     def bytes_for(count: int) -> int:
         """Return the most bytes of an index while it grows to `count` ids."""
-        return HashIndex.entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
+        return entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
 
     def bytes_with(self, more: int) -> int:
         """Return the most RAM in use while `more` ids are inserted."""
-        entries = self.entries_for(self.count + more)
+        entries = entries_for(self.count + more)
         growing = len(self._entries) if entries > len(self._entries) else 0
         return (max(entries, len(self._entries)) + growing) * ENTRY_BYTES + self.slots_with(more) * ID_BYTES
 
@@ -178,6 +170,14 @@ class HashIndex:
 def cut(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """Split an array into parts of at most `size` items."""
     return (array[start : start + size] for start in range(0, len(array), size))
+
+
+def entries_for(count: int, first: int = FIRST_ENTRIES, fullest: float = FULLEST) -> int:
+    """Return the entries of a hash table of `count` ids: `first`, or doubled until it is no fuller than `fullest`."""
+    entries = first
+    while count > fullest * entries:
+        entries *= 2
+    return entries
 
 
 def new_entries(count: int) -> np.ndarray:

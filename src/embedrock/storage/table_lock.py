@@ -85,24 +85,19 @@ class TableLock:
             raise
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the lock, with no step running."""
+    def alone(self, beside_executors: bool = False) -> Iterator[None]:
+        """Hold the lock, with no step running. Executors on devices go on if they may use rows that stay."""
         self.queue()
         with self.lock:
-            self.wait_for_step()
+            if beside_executors:
+                self.settle_steps()
+            else:
+                self.wait_for_step()
             yield
 
     def whole(self) -> ExclusiveLock:
         """Return a context that holds the lock, with no step running and Ctrl-C held back."""
         return ExclusiveLock(self)
-
-    @contextmanager
-    def beside_sides(self) -> Iterator[None]:
-        """Hold the lock, with no step of the CPU running. Executors on devices may use rows that stay."""
-        self.queue()
-        with self.lock:
-            self.settle_steps()
-            yield
 
     def queue(self) -> None:
         """Wait until the threads that are `ahead` have had the lock."""

@@ -240,7 +240,7 @@ def resident_pages(address: int, nbytes: int) -> np.ndarray:
     if mincore is None:
         return pages
     if mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(pages.ctypes.data)):
-        if ctypes.get_errno() == errno.ENOMEM:  # in a child without these pages: see `keep_from_children`
+        if ctypes.get_errno() == errno.ENOMEM:  # in a child without these pages: see `share_with_children`
             return np.zeros_like(pages)
         raise OSError(ctypes.get_errno(), "mincore")
     return np.bitwise_and(pages, 1, out=pages)
@@ -253,17 +253,9 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def keep_from_children(address: int, nbytes: int) -> None:
-    """Exclude the whole pages of some memory from later forks, where the system can."""
-    _advise("MADV_DONTFORK", address, nbytes)
-
-
-def share_with_children(address: int, nbytes: int) -> None:
-    """Include some memory in later forks again."""
-    _advise("MADV_DOFORK", address, nbytes)
-
-
-def _advise(name: str, address: int, nbytes: int) -> None:
+def share_with_children(is_shared: bool, address: int, nbytes: int) -> None:
+    """Include the whole pages of some memory in later forks, or exclude them, where the system can."""
+    name = "MADV_DOFORK" if is_shared else "MADV_DONTFORK"
     advice, madvise = getattr(mmap, name, None), _from_libc("madvise")
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     rest = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start

@@ -127,6 +127,9 @@ class PoolLayout:
         return FeatureLayout(shapes if even else [], self.numbers, positions, positions[self.own], bags, offsets)
 
 
+PoolLayouts = dict[tuple[Any, ...], list[PoolLayout]]  # of a group's batches, cached by their features
+
+
 @dataclass(eq=False)
 class FeatureLayout:
     """Positions of the ids of a pool's features.
@@ -255,38 +258,20 @@ class PoolLookup:
 # -------------------------------------------------------------------- plans
 
 
-class PoolLayouts:
-    """The pool layouts of a group's batches, cached by their features."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[Any, ...], list[PoolLayout]] = {}
-
-    def of(self, features: Sequence[BatchFeature]) -> list[PoolLayout]:
-        """Return the pool layouts of features. Caller holds the group's table lock."""
-        key = tuple([(feature.table, feature.mode, feature.padding) for feature in features])
-        found = self._kept.get(key)
-        if found is None or not all(route.is_current for route in found):
-            if len(self._kept) >= MOST_ROUTES:
-                self._kept.clear()
-            found = self._kept[key] = _routes(features)
-        return found
-
-    def clear(self) -> None:
-        self._kept.clear()
-
-
 def plan(features: Sequence[BatchFeature], routes: PoolLayouts) -> GroupPlan:
     """Plan a batch. Caller holds the group's table lock; a step may be running.
-
-    Args:
-        features: of the batch.
-        routes: layouts of the group.
 
     Raises:
         IdError, IdTypeError: as for `Table.lookup`.
     """
     given = [_given(feature) for feature in features]
-    return GroupPlan(given, [_share(route, given) for route in routes.of(given)], routes)
+    key = tuple([(feature.table, feature.mode, feature.padding) for feature in given])
+    found = routes.get(key)
+    if found is None or not all(route.is_current for route in found):
+        if len(routes) >= MOST_ROUTES:
+            routes.clear()
+        found = routes[key] = _routes(given)
+    return GroupPlan(given, [_share(route, given) for route in found], routes)
 
 
 def _given(feature: BatchFeature) -> BatchFeature:
@@ -380,12 +365,9 @@ def _checked(feature: BatchFeature) -> np.ndarray:
 
 
 def look_up(features: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
-    """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature. Caller holds the table lock
-    exclusively.
+    """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature: one of each table, without bags.
 
-    Args:
-        features: one of each table, without bags.
-        routes: layouts of the group.
+    Caller holds the table lock exclusively.
     """
     checked = [feature._replace(ids=_checked(feature)) for feature in features]
     pools: dict[Backend | None, list[int]] = {}

@@ -134,9 +134,3 @@ def rule_of_step(rule: Rule | None, lr: float | None, changes: dict[str, Any], s
 def of_step(error: ArgumentError | UnknownArgumentError, subject: str) -> ArgumentError | UnknownArgumentError:
     """Return an error of a rule with the table added: a schedule that gives NaN as learning rate, for example."""
     return type(error)(f"{error} The step of {subject} was refused, and nothing has changed.")
-
-
-def check_layout(rule: Rule, own: Rule | None, subject: str) -> None:
-    """Raise `ArgumentError` unless a rule has the record layout of the table's own."""
-    if not rule.same_layout(own):
-        raise ArgumentError(f"`rule` must be laid out as the rule of {subject}, {own}: got {rule}.")

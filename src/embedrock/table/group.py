@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,14 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from embedrock.admission.lifecycle import RowLifecycle
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import (
     ArgumentError,
     ClosedTableError,
-    NonFiniteGradientError,
-    UnknownArgumentError,
     UnknownTableError,
     UnsupportedError,
     did_you_mean,
@@ -42,23 +40,22 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, opened
-from embedrock.table.batches import BatchFeature, GroupPlan, PoolLookup
-from embedrock.table.growing import change_policies
+from embedrock.table.batches import BatchFeature, GroupPlan, PoolLayout, PoolLookup
+from embedrock.table.changes import change_policies, set_rule
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of, rows_of_last_commit
 from embedrock.table.options import (
     OpenArguments,
     OpenOptions,
     TableOptions,
-    declared,
     defaults,
     filled,
     refuse_options_of_files,
+    refuse_unknown,
     shows,
 )
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
-from embedrock.table.rule_changes import set_rule
 from embedrock.table.stepping import StepRequest, step_members
 from embedrock.table.storage import StorageManager, open_or_make, open_volume
 from embedrock.table.stored import StoredVerbs
@@ -67,6 +64,7 @@ from embedrock.table.table import Table, rows_of
 # Arguments of `Group.table`, by name.
 GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory", *POLICIES)
 
+_OPEN: dict[str, Any] = {"subject": "er.open", "first": ("path", "mode", "at"), "kind": OpenArguments}
 NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
 _NO_IDS = np.empty(0, np.int64)
 
@@ -145,7 +143,7 @@ class Group(StoredVerbs):
         self.members, self.table_lock = members, members.table_lock
         self.storage = members if isinstance(members, StorageManager) else None
         self._tables: dict[str, Table] = {}  # open members
-        self._routes, self._closed_at = batches.PoolLayouts(), ""
+        self._routes, self._closed_at = dict[tuple[Any, ...], list[PoolLayout]](), ""
         members.listener = weakref.WeakMethod(self._forget)
         if self.storage is not None:
             weakref.finalize(self, self.storage.abandon, is_forgotten=True)
@@ -192,13 +190,7 @@ class Group(StoredVerbs):
     def made(
         self, name: str, rows: int | None, dim: int, given: Mapping[str, Any], first: InitialValuesOf | None = None
     ) -> Table:
-        """Return the member of that name, see `table`.
-
-        Args:
-            name, rows, dim: see `table`.
-            given: its other arguments.
-            first: source of initial values of a new member, if the arguments do not give them.
-        """
+        """Return the member of that name: see `table`. `first` has default initial values of a new member."""
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"`name` of a table in a group must be a string that is not empty: got {name!r}.")
         self._check_device_memory(name, given["device_memory"])
@@ -294,17 +286,13 @@ class Group(StoredVerbs):
 
     def _unknown(self, name: str) -> UnknownTableError:
         names = self.members.names
-        known, meant = f"it has {_names(names)}" if names else "it is empty", did_you_mean(name, names) or self._later()
+        known, meant = f"it has {_names(names)}" if names else "it is empty", did_you_mean(name, names)
+        if not meant and self.mode == "r":
+            meant = (
+                f" This reader shows commit {self.last_commit}: a table that was made since comes by refresh(), once "
+                "its writer has committed."
+            )
         return UnknownTableError(f"{self.subject} has no table {name!r}: {known}.{meant}")
-
-    def _later(self) -> str:
-        """Return a remedy for a reader that misses a table made after its commit."""
-        if self.mode == "w":
-            return ""
-        return (
-            f" This reader shows commit {self.last_commit}: a table that was made since comes by refresh(), once its "
-            "writer has committed."
-        )
 
     def __contains__(self, name: object) -> bool:
         return name in self.members.names
@@ -403,7 +391,8 @@ class Group(StoredVerbs):
             summed = [(rows_of(table), own) for table, own in batches.sum_gradients(batches.unread(batch), given)]
             for rows, own in summed:
                 if not own.is_finite and rows.on_nonfinite == "raise":
-                    raise _nonfinite(own, rows.subject, *by_rows[rows])
+                    (feature, given_here), error = by_rows[rows], checks.nonfinite(own, rows.subject)
+                    raise checks.nonfinite_in(error, make_plan(feature.ids), given_here.reshape(*feature.ids.shape, -1))
             step_members([StepRequest(rows, rules[rows], own) for rows, own in summed])
 
     def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[BatchFeature]:
@@ -430,9 +419,9 @@ class Group(StoredVerbs):
         """
         with self.table_lock.alone():
             reading = batches.read(batch, for_weights, side_by_side)
-        self.members.prepared_steps.begin(
-            (share.plan.ids, share.route.rows, share.plan.rows) for share in reading.batch.shares
-        )
+        self.members.read_together = [
+            (weakref.ref(share.plan.ids), share.route.rows, share.plan.rows) for share in reading.batch.shares
+        ]
         return reading
 
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
@@ -555,20 +544,11 @@ def asked(
     path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], OpenOptions]:
     """Return all options of `er.open`, checked, and how to open the files."""
-    given = filled(OpenArguments, options, refuse)
+    given = filled(OpenArguments, options, functools.partial(refuse_unknown, **_OPEN))
     given |= {"path": path, "mode": mode, "directory": "auto"}
     given["device_memory"] = parse_device_memory(given["device_memory"])
     check_on_nonfinite(given["on_nonfinite"])
     return given, opening_of(given, at)
-
-
-def refuse(unknown: list[str]) -> None:
-    """Raise `UnknownArgumentError` for names that `er.open` does not take."""
-    names = ["mode", "at", *(name for name, option in declared(OpenArguments).items() if not option.is_internal)]
-    raise UnknownArgumentError(
-        f"er.open has no argument {unknown[0]!r}: it takes path, {', '.join(names[:-1])} and {names[-1]}."
-        f"{did_you_mean(unknown[0], names)}"
-    )
 
 
 def _as_of_last_commit(table_folder: TableFolder, opening: OpenOptions) -> StorageManager:
@@ -595,13 +575,7 @@ def device_memory_of(table: Table) -> int | str | None:
 
 
 def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:
-    """Raise `ArgumentError` unless a member agrees with the request.
-
-    Args:
-        table: the member.
-        spec: of the requested table.
-        asked: arguments of the request; None, except for `rows`, means the member's own.
-    """
+    """Raise `ArgumentError` unless a member agrees with a request: see `check_alike`."""
     has = {**describe_spec(table.spec), "on_nonfinite": table.on_nonfinite, "device_memory": table.device_memory}
     check_alike(table.subject, has, asked, table.name)
     if asked["init"] is not None and spec.init.digest != table.spec.init.digest:
@@ -636,11 +610,6 @@ def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[TableState, np.ndarray]
     for table in ids:
         rows_of(table).check()
     return {rows_of(table): check_ids(own, table.rows, table.subject) for table, own in ids.items()}
-
-
-def _nonfinite(own: RowGradients, subject: str, feature: BatchFeature, grads: np.ndarray) -> NonFiniteGradientError:
-    ids = np.asarray(feature.ids)
-    return checks.nonfinite_in(checks.nonfinite(own, subject), make_plan(ids), grads.reshape(*ids.shape, -1))
 
 
 def _check_by_name(name: str, given: Any) -> None:

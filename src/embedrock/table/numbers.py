@@ -129,8 +129,7 @@ class StatsRing:
     """The statistics file of a table or group. A file of another table is overwritten.
 
     Args:
-        table: the table or group.
-        path: of the file; None: beside its folder.
+        path: of the file; None: beside the folder of the table or group.
         samples: number of samples in the ring.
     """
 
@@ -144,7 +143,8 @@ class StatsRing:
             "uuid": uuid,
         }
         self.path = path or f"{table.path}{SUFFIX}"
-        self._told["table"] = table.path or _name_in_ram(table, self.path)
+        kind = "table" if isinstance(table, Table) else "group"
+        self._told["table"] = table.path or f"{getattr(table, 'name', None) or kind} in RAM, {Path(self.path).stem}"
         self.number = _last_number(self.path, uuid)
         self._file: IO[bytes] = open(self.path, "r+b" if self.number else "w+b", buffering=0)  # noqa: SIM115
         weakref.finalize(table, self._file.close).atexit = False  # at exit, the recorder closes it first
@@ -327,8 +327,7 @@ def facts(thing: Thing) -> dict[str, Any]:
 
 
 def _curves_of_parts(tier: Backend) -> dict[int, list[list[float]]]:
-    curve = tier.watch.curve() if isinstance(tier, DiskBackend) else None
-    if curve is None or not isinstance(tier, DiskBackend):
+    if not isinstance(tier, DiskBackend) or (curve := tier.watch.curve()) is None:
         return {}
     sizes = [memory_for(tier.spec, round(slots)) for slots in curve.slots.tolist()]
     parts = tier.watch.curves_of_parts()
@@ -337,12 +336,9 @@ def _curves_of_parts(tier: Backend) -> dict[int, list[list[float]]]:
 
 def _pool(tier: Backend) -> dict[str, Any]:
     told = {"record_bytes": tier.spec.record_bytes, "budget_bytes": tier.budget_bytes, "curve": []}
-    curve = tier.watch.curve() if isinstance(tier, DiskBackend) else None
-    if curve is None or not isinstance(tier, DiskBackend):
+    if not isinstance(tier, DiskBackend) or (curve := tier.watch.curve()) is None:
         return told
-    points = [
-        list(point) for point in zip(curve.slots.tolist(), curve.misses.tolist(), curve.errors.tolist(), strict=True)
-    ]
+    points = np.array([curve.slots, curve.misses, curve.errors]).T.tolist()
     here, missed = tier.placement.slots, tier.watch.missed
     points = sorted([*(point for point in points if point[0] != here), [here, missed, 0.0]])
     told["curve"] = [[memory_for(tier.spec, round(slots)), *rest] for slots, *rest in points]
@@ -395,11 +391,6 @@ def runtime_folder() -> Path:
     if given := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(given) / "embedrock"
     return Path(tempfile.gettempdir()) / f"embedrock-{platform.user()}"
-
-
-def _name_in_ram(thing: Thing, path: str) -> str:
-    own = thing.name if isinstance(thing, Table) else None
-    return f"{own or ('table' if isinstance(thing, Table) else 'group')} in RAM, {Path(path).stem}"
 
 
 def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:

@@ -149,11 +149,7 @@ def reference_to(
 ) -> tuple[Callable[..., Any], tuple[str, str | None]]:
     """Return the pickled form of a table: how to find it by its name.
 
-    Args:
-        table: the table.
-        name: of it.
-        subject: its name in error messages.
-        reader: of a table on disk, the expression that opens it for reading in another process.
+    `reader`, of a table on disk, is the expression that opens it for reading in another process.
 
     Raises:
         UnsupportedError: it has no name, or another table has that name now.

@@ -20,11 +20,10 @@ from embedrock.storage.record_pools import RamOfTable
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
-from embedrock.table.growing import change_policies
+from embedrock.table.changes import change_policies, set_rule
 from embedrock.table.opened import open_alone
 from embedrock.table.options import OpenOptions, index, refuse_options_of_files
 from embedrock.table.rows import RamLocation, TableState
-from embedrock.table.rule_changes import set_rule
 from embedrock.table.storage import StorageManager, open_or_make, spec_of
 
 ON_NONFINITE = ("raise", "skip")
@@ -65,12 +64,7 @@ def make_rows(
 def new_spec(
     rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None = None
 ) -> tuple[Spec, dict[str, Any]]:
-    """Return the spec of a new table; and the request as plain data, None for arguments not given.
-
-    Args:
-        rows, dim, first: see `make_rows`.
-        options: rule, init, seed and dtype.
-    """
+    """Return the spec of a new table; and the request as plain data, None for arguments not given. See `make_rows`."""
     check_rule(options["rule"])
     _check_kind("init", options["init"], Initializer, "er.Normal(std=0.01)", "Names are for layers of a framework.")
     left_out = {name: None for name in InitialValuesOf._fields if options[name] is None}

@@ -10,7 +10,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from inspect import formatannotation
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
@@ -92,12 +92,7 @@ def declared(kind: Any) -> Mapping[str, TableOption]:
 
 
 def defaults(kind: Any) -> dict[str, Any]:
-    """Return the default of every option of one of these classes.
-
-    Example:
-        >>> defaults(StorageOptions)["on_nonfinite"]
-        'raise'
-    """
+    """Return the default of every option of one of these classes."""
     return {name: option.default for name, option in declared(kind).items()}
 
 
@@ -130,12 +125,14 @@ def changed(kind: Any, options: Mapping[str, Any]) -> list[str]:
     return [name for name, option in declared(kind).items() if options[name] != option.default]
 
 
-def refuse_unknown(unknown: list[str]) -> None:
-    """Raise `UnknownArgumentError` for names that `er.Table` does not take."""
-    names = [name for name, option in declared(TableOptions).items() if not option.is_internal]
-    meant = did_you_mean(unknown[0], ["rows", "dim", *names])
+def refuse_unknown(
+    unknown: list[str], subject: str = "Table", first: Sequence[str] = ("rows", "dim"), kind: Any = TableOptions
+) -> None:
+    """Raise `UnknownArgumentError` for names that `er.Table`, or another function, does not take."""
+    names = [*first, *(name for name, option in declared(kind).items() if not option.is_internal)]
     raise UnknownArgumentError(
-        f"Table has no argument {unknown[0]!r}: it takes rows, dim, {', '.join(names[:-1])} and {names[-1]}.{meant}"
+        f"{subject} has no argument {unknown[0]!r}: it takes {', '.join(names[:-1])} and {names[-1]}."
+        f"{did_you_mean(unknown[0], names)}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -101,31 +100,6 @@ class PreparedSteps:
 
     def is_of(self, plan: Plan) -> bool:
         return self._ids() is plan.ids
-
-
-class JointPreparedSteps:
-    """The last batch that tables of a group read together, while it is referenced and not stepped."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[weakref.ref[np.ndarray], Sequence[object], np.ndarray]] = []
-
-    def begin(self, parts: Iterable[tuple[np.ndarray, Sequence[object], np.ndarray]]) -> None:
-        """Register a batch: ids of each plan, their owners, and the bounds of each owner's ids."""
-        self._parts = [(weakref.ref(ids), owners, bounds) for ids, owners, bounds in parts]
-
-    def end(self) -> None:
-        self._parts = []
-
-    def unfinished(self, owner: object) -> np.ndarray:
-        """Return the batch's ids of one of its tables."""
-        there = ((ref(), owners, bounds) for ref, owners, bounds in self._parts)
-        found = [
-            ids[bounds[k] : bounds[k + 1]]
-            for ids, owners, bounds in there
-            for k, each in enumerate(owners)
-            if ids is not None and each is owner
-        ]
-        return np.concatenate(found) if found else NOBODY
 
 
 class CaughtUpReads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, counting, make_plan
 from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError, counted
 from embedrock.optimizers import Rule, StepHistory
-from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.listeners import StaleExecutor
@@ -31,7 +30,7 @@ from embedrock.system import forks
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
 from embedrock.system.sizes import format_bytes
-from embedrock.table.prepared import NOBODY, CaughtUpReads, JointPreparedSteps, PreparedStep, PreparedSteps
+from embedrock.table.prepared import NOBODY, CaughtUpReads, PreparedStep, PreparedSteps
 
 STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
 
@@ -100,15 +99,13 @@ class Location(ABC):
 
     It knows its tables by name, and has weak references to the rows of open ones.
 
-    Args:
+    Attributes:
         pools: factory of the tables' backends.
         is_alone: it is of one table without a group.
         table_lock: the common lock of the tables.
         subject: name of the table or group in error messages.
-
-    Attributes:
-        pools, is_alone, table_lock, subject: see above.
-        prepared_steps: the last batch that the tables read together.
+        read_together: the last batch that the tables read together, until it is stepped: for each plan weak references
+            to its ids, the tables, and the bounds of the ids of each.
         steps_to_look: steps of a table between calls of `look`.
         went_back_to: the commit whose content the last one has, if that was a rollback.
         listener: weak reference to a function that gets the names of closed members.
@@ -119,7 +116,7 @@ class Location(ABC):
 
     def __init__(self, pools: RecordPools, is_alone: bool, table_lock: TableLock, subject: str) -> None:
         self.pools, self.is_alone, self.table_lock, self.subject = pools, is_alone, table_lock, subject
-        self.prepared_steps = JointPreparedSteps()
+        self.read_together: list[tuple[weakref.ref[np.ndarray], Sequence[TableState], np.ndarray]] = []
         self._members: dict[str, weakref.ref[TableState] | ClosedMember] = {}
         self.listener: Callable[[], Callable[[str], None] | None] = lambda: None
 
@@ -266,7 +263,7 @@ class TableState:
         steps, skipped_steps: counts of made steps, and of steps skipped for NaN or Inf.
         due: steps at which its location has to `look`.
         history: the rule's memory of past steps.
-        given_rule, is_rule_bound: origin of the rule: see `rule_changes`.
+        given_rule, is_rule_bound: origin of the rule: see `table.changes`.
         executor: of the rows in another memory.
         kept_options: of a member of a group on disk, options that commits keep beside its `spec`.
         owns: returns which ids have their rows here, if other processes have the others; None: all.
@@ -303,7 +300,10 @@ class TableState:
         lifecycle: RowLifecycle | None = None,
     ) -> None:
         """Replace the records. Without `history`, their rule has made no step. See `ChangeCounter.advance`."""
-        self.spec, self._tier = _with_mirrors(spec, getattr(self, "spec", spec).eviction), tier
+        before = getattr(self, "spec", spec).eviction
+        if spec.eviction is not None and before is not None and not spec.eviction.has_mirror:
+            spec = replace(spec, eviction=replace(spec.eviction, **before.mirrors))  # files do not have them
+        self.spec, self._tier = spec, tier
         self.let(lifecycle)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
@@ -405,7 +405,13 @@ class TableState:
     def unfinished(self) -> np.ndarray:
         """Ids of batches that were read, and may still be stepped."""
         self._prepared_steps.prepared = None  # it refers to the ids of a refused step, and can be prepared again
-        return np.concatenate([self._prepared_steps.unfinished, self.location.prepared_steps.unfinished(self)])
+        joint = [
+            ids[bounds[k] : bounds[k + 1]]
+            for ref, tables, bounds in self.location.read_together
+            for k, rows in enumerate(tables)
+            if rows is self and (ids := ref()) is not None
+        ]
+        return np.concatenate([self._prepared_steps.unfinished, *joint])
 
     def close(self) -> None:
         """Wait for background work, close open files, and release the memory."""
@@ -667,13 +673,6 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
     return values
-
-
-def _with_mirrors(spec: Spec, before: Eviction | None) -> Spec:
-    """Return a spec with the eviction listeners of `before`, which files do not have."""
-    if spec.eviction is None or before is None or spec.eviction.has_mirror:
-        return spec
-    return replace(spec, eviction=replace(spec.eviction, **before.mirrors))
 
 
 def check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subject: str) -> None:

@@ -21,10 +21,10 @@ from embedrock.storage.records import wrong_last_steps
 from embedrock.storage.table_lock import together
 from embedrock.store.segments import damaged
 from embedrock.system.interrupts import held_back
+from embedrock.table.changes import lost_state, set_rule
 from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.reading import weights_of
 from embedrock.table.rows import TableState
-from embedrock.table.rule_changes import lost_state, set_rule
 
 STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")

@@ -18,7 +18,7 @@ import numpy as np
 from embedrock.batch.gradients import JointGradients, RowGradients, run_of
 from embedrock.batch.ids import check_range
 from embedrock.batch.plan import Plan, counting
-from embedrock.errors import CacheTooSmallError, counted
+from embedrock.errors import ArgumentError, CacheTooSmallError, counted
 from embedrock.optimizers import SGD, Rule
 from embedrock.storage.backend import Backend
 from embedrock.storage.ram_layout import memory_for
@@ -60,8 +60,8 @@ class StepRequest(NamedTuple):
         if rows.executor is not None:
             rows.check()
         rows.check_commit()
-        if rule is not rows.spec.rule:
-            checks.check_layout(rule, rows.spec.rule, rows.subject)
+        if rule is not rows.spec.rule and not rule.same_layout(rows.spec.rule):
+            raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {rows.spec.rule}: got {rule}.")
         checks.check_gradients(self.grads, rows.spec.dim, rows.subject)
 
 
@@ -411,7 +411,7 @@ class MemberSteps(CheckedStep):
         for pool in admissions:
             pool.draft_shared()
         _admit(self.pools)
-        self.rows[0].location.prepared_steps.end()
+        self.rows[0].location.read_together = []
         numbers = {rows: rows.count(draft) for rows, draft in zip(self.rows, drafts, strict=True)}
         for pool in admissions:
             pool.step_shared(numbers)

@@ -74,14 +74,11 @@ class UncommittedWarning(UserWarning):
 class StorageManager(Location):
     """The owner of a folder's tables, one alone or a group's: their files, commits, and RAM.
 
-    Args:
-        table_folder: the files.
-        opening: how they were opened.
-
     Attributes:
         upkeep: background compaction of the files.
         changed: counter of added, removed, and closed changed members.
         versions: of the open members, by name.
+        pending: a commit that is not yet checked for errors.
     """
 
     pools: DiskPools
@@ -98,7 +95,7 @@ class StorageManager(Location):
         self.upkeep = BackgroundCompaction(opening.path)
         self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
         self._commit: StorageCommit | None = None  # the last one
-        self._pending: StorageCommit | None = None  # not yet checked for errors
+        self.pending: StorageCommit | None = None
         self._process = os.getpid()
         self._is_closing = self._closed = self._is_told_of_none = False
         self._begun, self._opened = -math.inf, time.monotonic()  # times of the last commit and of opening
@@ -127,14 +124,6 @@ class StorageManager(Location):
     def all_versions(self) -> list[ChangeCounter]:
         """The change counters of all that a commit covers."""
         return [self.changed, *self.versions.values()]
-
-    def is_durable(self) -> bool:
-        """Wait for a running commit, and return whether it succeeded; True without one."""
-        commit = self._pending
-        if commit is None:
-            return True
-        commit.join()
-        return commit.error is None
 
     # ---------------------------------------------------------------- commits
 
@@ -188,7 +177,7 @@ class StorageManager(Location):
 
     def _commit_by_itself(self, due: Sequence[TableState]) -> bool:
         try:
-            if (before := self._pending) is not None:
+            if (before := self.pending) is not None:
                 before.wait()
                 if before.error is not None:
                     return False
@@ -218,21 +207,12 @@ class StorageManager(Location):
                 raise
 
     def check_writable(self) -> None:
-        self.check_process()
-        if not self.writes:
+        if self.writes:
+            self.after_fork(self.subject)
+        else:
             raise ReadOnlyTableError(
                 errno.EROFS,
                 f'{self.subject} was opened with mode="r" and cannot change. Open it with mode="w"',
-                self.opening.path,
-            )
-
-    def check_process(self) -> None:
-        """Raise `ReadOnlyTableError` in a child of the process that writes."""
-        if self.writes and not self.is_of_this_process:
-            raise ReadOnlyTableError(
-                errno.EROFS,
-                f"{self.subject} is written by process {self._process}, and this is its child {os.getpid()}. Open it "
-                'here with mode="r", or use it in the parent only',
                 self.opening.path,
             )
 
@@ -257,20 +237,19 @@ class StorageManager(Location):
             raise self._commit_error(error, self.table_folder.manifest.commit + 1, dirty) from error
         for tier, part in zip(tiers, commit.parts, strict=True):
             tier.commit = part
-        self._commit = self._pending = commit
+        self._commit = self.pending = commit
         self.went_back_to = None
         return commit
 
     def _remember(self, name: str, table: TableState | ClosedMember, before: Sequence[HistoryFile]) -> None:
         """Add a table's state outside of its records to the commit, if there is any.
 
-        Args:
-            name: of a member; "" for a table alone.
-            table: the table.
-            before: its files in the last commit. For a row lifecycle, changes of them may suffice.
+        `before` has its files in the last commit. For a row lifecycle, changes of them may suffice.
         """
-        lifecycle, after = table.lifecycle, tuple(before)
-        arrays = None if lifecycle is None else lifecycle.changes(_room_for_changes(after))
+        lifecycle, after, room = table.lifecycle, tuple(before), -1  # bytes of changes before a full file is written
+        if 0 < len(after) <= MOST_CHANGES:
+            room = after[0].size // WHOLE_OVER_CHANGES - sum(part.size for part in after[1:])
+        arrays = None if lifecycle is None else lifecycle.changes(room)
         if arrays is None:
             history = {} if table.history is None else table.history.state()
             who = {} if lifecycle is None else lifecycle.whole()
@@ -287,7 +266,7 @@ class StorageManager(Location):
         self._saving = []
 
     def bury(self, name: str, version: ChangeCounter, ids: np.ndarray, count: int) -> bool:
-        is_as_committed = not count and version.is_committed and self._pending is None
+        is_as_committed = not count and version.is_committed and self.pending is None
         if is_as_committed and len(manifests.numbers(self.table_folder.system, self.table_folder.folder)) == 1:
             return False  # no commit has a record of them
         self.table_folder.bury(name, ids)
@@ -299,8 +278,8 @@ class StorageManager(Location):
 
     def end_commit(self) -> None:
         """Wait for the running commit, and raise its error, if any."""
-        while self._pending is not None:  # another thread may begin one while this one waits
-            self._pending.wait()
+        while self.pending is not None:  # another thread may begin one while this one waits
+            self.pending.wait()
             self._raise_failure()
 
     def check_commit(self) -> None:
@@ -308,15 +287,15 @@ class StorageManager(Location):
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if self._pending is not None and self._pending.is_done:
-            self._take_end(self._pending)
+        if self.pending is not None and self.pending.is_done:
+            self._take_end(self.pending)
         if self._refused is not None:
             error, self._refused = self._refused, None
             raise error
 
     def _take_end(self, commit: StorageCommit) -> None:
-        if self._pending is commit:
-            self._pending = None
+        if self.pending is commit:
+            self.pending = None
             for part in commit.parts:
                 if part.tier.commit is part:
                     part.tier.commit = None
@@ -345,8 +324,20 @@ class StorageManager(Location):
         return made
 
     def commits(self) -> list[dict[str, Any]]:
-        system, folder = self.table_folder.system, self.table_folder.folder
-        return [_line(self.table_folder, manifest) for manifest in folders.manifests_of(system, folder)]
+        place, lines = (self.table_folder.system, self.table_folder.folder), list[dict[str, Any]]()
+        for manifest in folders.manifests_of(*place):
+            entries = [entry for content in manifest.pools for entry in (*content.base, *content.delta)]
+            lines.append(
+                {
+                    "commit": manifest.commit,
+                    "step": manifest.step,
+                    "name": folders.name_of(*place, manifest),
+                    "time": manifest.time,
+                    "rows": manifest.count,
+                    "bytes": sum(entry.size for entry in (*entries, *manifest.histories)),
+                }
+            )
+        return lines
 
     def refresh(self) -> bool:
         if self.writes:
@@ -439,7 +430,7 @@ class StorageManager(Location):
             for member in manifest.members
         ]
         tiers = self.pools.open(self.table_folder, members, self.subject)
-        self._commit = self._pending = None  # the commit's result no longer matters
+        self._commit = self.pending = None  # the commit's result no longer matters
         self.changed.commit()
         if count := sum(len(store.withheld) for store in self.table_folder.stores):
             rows, commit = counted(count, "row"), manifest.content_commit
@@ -467,11 +458,7 @@ class StorageManager(Location):
     def open_member(self, name: str, init: Initializer | None, on_nonfinite: str | None, default: str) -> TableState:
         """Open a closed member, and return its rows. On an error, nothing changes.
 
-        Args:
-            name: of the member.
-            init: initial values from an array.
-            on_nonfinite: the given value; None: the member's own, or else the `default`.
-            default: see above.
+        `init` has initial values from an array. Without `on_nonfinite`, it is the member's own, or else the `default`.
         """
         member = self._members[name]
         assert isinstance(member, ClosedMember)  # callers have checked
@@ -506,10 +493,8 @@ class StorageManager(Location):
                 self.wait_for_quiet()
             finally:
                 self.abandon()
-        elif not self._is_closing:
-            self._close_member(name, tier)
-
-    def _close_member(self, name: str, tier: Backend) -> None:
+        if self.is_alone or self._is_closing:
+            return
         rows, files = self.get(name), None
         assert isinstance(rows, TableState)  # it is still open
         if self.versions.pop(name).is_committed:
@@ -553,10 +538,17 @@ class StorageManager(Location):
         Raises:
             ReadOnlyTableError: the parent is the writer.
         """
-        if not self.is_of_this_process:
-            self.check_process()
-            self._process = os.getpid()
-            self.resume()
+        if self.is_of_this_process:
+            return
+        if self.writes:
+            raise ReadOnlyTableError(
+                errno.EROFS,
+                f"{self.subject} is written by process {self._process}, and this is its child {os.getpid()}. Open it "
+                'here with mode="r", or use it in the parent only',
+                self.opening.path,
+            )
+        self._process = os.getpid()
+        self.resume()
 
     # ---------------------------------------------------------------- for its tables
 
@@ -652,7 +644,7 @@ class StorageManager(Location):
     def _abandon(self) -> None:
         commit, last = self._commit, self.table_folder.manifest
         self.close_all()
-        is_lost = commit is not None and commit is self._pending and commit.error is not None
+        is_lost = commit is not None and commit is self.pending and commit.error is not None
         if self.writes and (is_lost or any(version.can_be_lost for version in self.all_versions)):
             warnings.warn(
                 f"{self.subject} is closed with changes since commit {last.commit}, which are lost. It was opened at "
@@ -672,31 +664,12 @@ class StorageManager(Location):
         self.pools.leave()
 
 
-def _room_for_changes(files: Sequence[HistoryFile]) -> int:
-    """Return the bytes that further lifecycle changes may take before a full file is written."""
-    if not 0 < len(files) <= MOST_CHANGES:
-        return -1
-    return files[0].size // WHOLE_OVER_CHANGES - sum(part.size for part in files[1:])
-
-
 def check_step(step: Any, name: Any = None) -> None:
     """Raise `ArgumentError` unless a commit may have this step and name."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63):
         raise ArgumentError(f"`step` of a commit must be a whole number of 64 bits or None: got {step!r}.")
     if name is not None and not is_name(name):
         raise ArgumentError(f"`name` of a commit must be 1 to 100 printable characters, or None: got {name!r}.")
-
-
-def _line(table_folder: TableFolder, manifest: Manifest) -> dict[str, Any]:
-    entries = [entry for content in manifest.pools for entry in (*content.base, *content.delta)]
-    return {
-        "commit": manifest.commit,
-        "step": manifest.step,
-        "name": folders.name_of(table_folder.system, table_folder.folder, manifest),
-        "time": manifest.time,
-        "rows": manifest.count,
-        "bytes": sum(entry.size for entry in (*entries, *manifest.histories)),
-    }
 
 
 def spec_of(of: TableEntry, manifest: Manifest, path: str, init: Initializer | None) -> Spec:
@@ -761,12 +734,7 @@ def open_volume(opening: OpenOptions) -> TableFolder:
 
 
 def open_or_make(opening: OpenOptions, spec: Spec | None) -> TableFolder:
-    """Open the table or group at a path, or make it.
-
-    Args:
-        opening: how to open it.
-        spec: of a new table; None: make a group.
-    """
+    """Open the table or group at a path, or make a table of `spec`; None: a group."""
     if opening.mode == "r" or holds_table(opening.system, opening.path):
         return _open(opening, is_group=spec is None)
     begin = uuids.uuid4().hex, 0, None, None, None, publishing.now()

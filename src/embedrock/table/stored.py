@@ -100,7 +100,12 @@ class StoredVerbs(ABC):
         """
         if self.storage is None:
             return False
-        return not all(version.is_committed for version in self._versions()) or not self.storage.is_durable()
+        if not all(version.is_committed for version in self._versions()):
+            return True
+        commit = self.storage.pending
+        if commit is not None:
+            commit.join()
+        return commit is not None and commit.error is not None
 
     def commits(self) -> list[dict[str, Any]]:
         """Return the existing commits, the oldest first: dicts of commit, step, name, time, rows and bytes."""

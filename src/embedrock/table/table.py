@@ -22,13 +22,13 @@ from embedrock.storage.backend import Pin
 from embedrock.storage.listeners import StaleExecutor
 from embedrock.storage.ram_layout import memory_for
 from embedrock.system.interrupts import held_back
-from embedrock.table import checks, growing, opened, reading, saved
+from embedrock.table import changes, checks, opened, reading, saved
+from embedrock.table.changes import first_scale, give_rule
 from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.rows import ChangeCounter, TableState
-from embedrock.table.rule_changes import first_scale, give_rule
 from embedrock.table.stepping import make_step
 from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
@@ -419,7 +419,7 @@ class Table(StoredVerbs):
             >>> table.forget([7, 9]), table.export()[0].tolist()
             (1, [8])
         """
-        return growing.forget(self._rows, check_ids(ids, self.rows, self.subject))
+        return changes.forget(self._rows, check_ids(ids, self.rows, self.subject))
 
     @whole
     def grow(self, rows: int | None, init: FromArray | None = None) -> None:
@@ -449,7 +449,7 @@ class Table(StoredVerbs):
             >>> table.lookup([999_999_999])
             array([[0.5, 0.5]], dtype=float32)
         """
-        growing.grow(self._rows, index(rows), init)
+        changes.grow(self._rows, index(rows), init)
 
     # ---------------------------------------------------------------- saving and loading
 
@@ -492,7 +492,24 @@ class Table(StoredVerbs):
     def stats(self) -> dict[str, float]:
         """Return statistics of the table: rows, bytes, steps and more."""
         with self._rows.table_lock.lock:  # waits for no step, and moves no rows
-            return _stats(self._checked_rows())
+            rows = self._checked_rows()
+            spec, tier = rows.spec, rows.tier
+            return {
+                "rows": -1 if spec.rows is None else spec.rows,
+                "rows_touched": tier.count,
+                "dim": spec.dim,
+                "record_bytes": spec.record_bytes,
+                "table_bytes": -1 if spec.table_bytes is None else spec.table_bytes,
+                "bytes_used": tier.bytes_used,
+                "budget_bytes": tier.budget_bytes,
+                "direct": int(tier.is_direct),
+                "steps": rows.steps,
+                "skipped_steps": rows.skipped_steps,
+                **tier.stats(),
+                **({} if rows.lifecycle is None else rows.lifecycle.stats()),
+                **({} if rows.executor is None else rows.executor.stats()),
+                **rows.location.stats(),
+            }
 
     def close(self) -> None:
         """Release the table's memory. Further calls raise `ClosedTableError`; closing twice is allowed.
@@ -557,26 +574,6 @@ class Table(StoredVerbs):
 def rows_of(table: Table) -> TableState:
     """Return the state of a table: for executors, for saving, and for tests."""
     return table._rows
-
-
-def _stats(rows: TableState) -> dict[str, float]:
-    spec, tier = rows.spec, rows.tier
-    return {
-        "rows": -1 if spec.rows is None else spec.rows,
-        "rows_touched": tier.count,
-        "dim": spec.dim,
-        "record_bytes": spec.record_bytes,
-        "table_bytes": -1 if spec.table_bytes is None else spec.table_bytes,
-        "bytes_used": tier.bytes_used,
-        "budget_bytes": tier.budget_bytes,
-        "direct": int(tier.is_direct),
-        "steps": rows.steps,
-        "skipped_steps": rows.skipped_steps,
-        **tier.stats(),
-        **({} if rows.lifecycle is None else rows.lifecycle.stats()),
-        **({} if rows.executor is None else rows.executor.stats()),
-        **rows.location.stats(),
-    }
 
 
 def reader_of(table: Table) -> str:

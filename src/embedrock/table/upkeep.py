@@ -36,9 +36,6 @@ FOLDED_AT_ONCE = 4 << 20  # of logs, merged before a commit ends; larger ones ar
 class BackgroundCompaction:
     """Background compaction and merging of a table's files. An error is reported as a warning: nothing has changed.
 
-    Args:
-        path: of the table.
-
     Attributes:
         failed: number of errors.
         compaction: thread of the last compaction.

@@ -118,7 +118,8 @@ class GraphedStep:
             graph = None  # the graph holds addresses that the rows have left
         if graph is None:
             if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
-                return self._as_usual(args, kwargs)
+                self._warn_of_many()
+                return self._step(*args, **kwargs)
             graph = self._graphs[key] = _Graph(self._step, executors, values, form, self._warmup)
         try:
             return graph.run(values, rules)
@@ -132,7 +133,7 @@ class GraphedStep:
             "Copy the model, and make another one for it by ert.graphed(step, optimizer)."
         )
 
-    def _as_usual(self, args: Any, kwargs: Any) -> Any:
+    def _warn_of_many(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -140,7 +141,6 @@ class GraphedStep:
                 "launched kernel by kernel. Give it batches of few shapes (drop_last=True, padding).",
                 stacklevel=3,
             )
-        return self._step(*args, **kwargs)
 
 
 class _Graph:
@@ -161,7 +161,7 @@ class _Graph:
         self._output: Any = None
 
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
-        from embedrock.device.executor import pinned_copy
+        from embedrock.device.copies import pinned_copy
 
         for own, value in zip(self._inputs, values, strict=True):
             if isinstance(own, Tensor):
@@ -227,17 +227,14 @@ def _form_of(value: Any) -> Any:
     if type(value) is Tensor and value.layout is torch.strided and not value.is_nested and not value.requires_grad:
         return value.shape, value.dtype
     if not isinstance(value, PLAIN):
+        told = type(value).__name__
+        if isinstance(value, Tensor):
+            told = "a tensor with requires_grad=True" if value.requires_grad else f"a {told}, {value.layout}"
         raise ArgumentError(
             "a step of ert.graphed takes nests (tuples, lists, dicts) of dense tensors that need no gradient, and of "
-            f"plain values: got {_told(value)}, which would stay as it is in all replays. Pass its tensors."
+            f"plain values: got {told}, which would stay as it is in all replays. Pass its tensors."
         )
     return type(value), value
-
-
-def _told(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return "a tensor with requires_grad=True" if value.requires_grad else f"a {type(value).__name__}, {value.layout}"
 
 
 def _copy(value: Any) -> Any:

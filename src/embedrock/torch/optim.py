@@ -18,8 +18,8 @@ from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedErr
 from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
 from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
+from embedrock.table.changes import RuleTaker
 from embedrock.table.checks import of_step
-from embedrock.table.rule_changes import RuleTaker
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
@@ -283,7 +283,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _bound(self, group: dict[str, Any]) -> Iterator[OptimizedRows]:
         rules = dict[int, tuple[Rule, bool]]()  # by identity of the tables' own rules, which are few
-        clip = group["clip_value"]
+        clip, mine = group["clip_value"], type(self).__name__
         _check_clip_value(clip)
         for handle in group["params"]:
             if handle.table.mode == "r":
@@ -298,21 +298,17 @@ class RowOptimizer(torch.optim.Optimizer):
                     raise of_step(error, handle.label) from error
                 known = rules[id(own)] = rule, rule.same_layout(own)
             rule, is_laid_out = known
-            self._check_bound(handle, rule, is_laid_out)
+            if handle.unapplied.owner is not self:
+                raise ArgumentError(
+                    f"the rows of {handle.label} are held by another optimizer, made after this ert.{mine}. A table "
+                    "has one optimizer at a time: step that one, or make this one anew."
+                )
+            if not is_laid_out and (handle.requires_grad or handle.grad is not None):
+                raise ArgumentError(
+                    f"the rows of {handle.label} are laid out for {handle.table.rule}, and this ert.{mine} steps by "
+                    f"{rule}. Make the ert.{mine} anew."
+                )
             yield OptimizedRows(handle, rule, clip)
-
-    def _check_bound(self, handle: Handle, rule: Rule, is_laid_out: bool) -> None:
-        mine = type(self).__name__
-        if handle.unapplied.owner is not self:
-            raise ArgumentError(
-                f"the rows of {handle.label} are held by another optimizer, made after this ert.{mine}. A table has "
-                "one optimizer at a time: step that one, or make this one anew."
-            )
-        if not is_laid_out and (handle.requires_grad or handle.grad is not None):
-            raise ArgumentError(
-                f"the rows of {handle.label} are laid out for {handle.table.rule}, and this ert.{mine} steps by "
-                f"{rule}. Make the ert.{mine} anew."
-            )
 
     @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:

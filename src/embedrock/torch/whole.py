@@ -66,21 +66,17 @@ def optimizer(
         raise ArgumentError("`lr` of ert.optimizer is for optimizers that it makes: both of these have their own.")
     weights = dense_parameters(model)
     if weights and dense is None:
-        raise _missing(model)
+        names = [repr(name) for name, parameter in model.named_parameters() if not isinstance(parameter, Handle)]
+        some = f"{', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}"
+        raise ArgumentError(
+            f"`dense` of ert.optimizer must step what the model has beside rows, {counted(len(names), 'parameter')} "
+            f"({some}): got None. For example: {BOTH}."
+        )
     if weights and lr is None:
         _check_same_rate(rows, dense)
     # First the checks that change no table: rows get their rule when all else is right.
     of_weights = _made("dense", dense, Optimizer, weights, lr) if weights or isinstance(dense, Optimizer) else None
     return ModelOptimizer(_made("rows", rows, RowOptimizer, model, lr), of_weights)
-
-
-def _missing(model: nn.Module) -> ArgumentError:
-    names = [repr(name) for name, parameter in model.named_parameters() if not isinstance(parameter, Handle)]
-    some = f"{', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}"
-    return ArgumentError(
-        f"`dense` of ert.optimizer must step what the model has beside rows, {counted(len(names), 'parameter')} "
-        f"({some}): got None. For example: {BOTH}."
-    )
 
 
 def _check_same_rate(rows: Any, dense: Any) -> None:

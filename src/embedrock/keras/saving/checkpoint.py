@@ -183,7 +183,11 @@ class TableCheckpoint(keras.callbacks.Callback):
         except Exception as error:
             if not is_full(error):
                 raise
-            raise _full_disk(made, self._trained) from error
+            made.draft.write_bytes(b"")  # this frees the space of the unfinished checkpoint
+            needed = bytes_of((*self._trained.variables, *self._trained.optimizer.variables))
+            remedy = f"Free some space, or save to a folder on another disk. {told_last(made)}"
+            what = f"the checkpoint of step {made.step} could not be saved"
+            raise full_disk(str(made.file), what, needed, remedy) from error
         self._underway = made, commits
 
     def _finish(self, wait: bool = False) -> None:
@@ -315,14 +319,6 @@ def _position_in(file: Path) -> tuple[int, int]:
     with h5py.File(file) as opened:
         epoch, batch = np.asarray(opened.attrs[POSITION]).tolist()
     return epoch, batch
-
-
-def _full_disk(made: Checkpoint, model: Any) -> OSError:
-    """Return the error for a full disk, and free the space of the unfinished checkpoint."""
-    made.draft.write_bytes(b"")
-    needed = bytes_of((*model.variables, *model.optimizer.variables))
-    remedy = f"Free some space, or save to a folder on another disk. {told_last(made)}"
-    return full_disk(str(made.file), f"the checkpoint of step {made.step} could not be saved", needed, remedy)
 
 
 def bytes_of(variables: Iterable[keras.Variable]) -> int:

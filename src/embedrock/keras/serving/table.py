@@ -86,10 +86,6 @@ def _uniform(init: Uniform, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     return start + (np.float32(init.high) - start) * unit
 
 
-def _normal(init: Normal, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
-    return np.float32(init.mean) + np.float32(init.std) * standard_normal(_words(spec, ids))
-
-
 def _truncated_normal(init: TruncatedNormal, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     words, beyond = _words(spec, ids), np.float32(init.beyond)
     inside = np.float32(1) - np.float32(2) * beyond
@@ -102,7 +98,7 @@ def _constant(init: Constant, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
 
 
 _DRAWS: dict[type[Initializer], Callable[..., tf.Tensor]] = {
-    Normal: _normal,
+    Normal: lambda init, spec, ids: np.float32(init.mean) + np.float32(init.std) * standard_normal(_words(spec, ids)),
     TruncatedNormal: _truncated_normal,
     Uniform: _uniform,
     Constant: _constant,

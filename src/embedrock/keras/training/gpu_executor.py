@@ -28,7 +28,7 @@ from torch.utils import dlpack
 
 from embedrock.device.executor import GpuExecutor
 from embedrock.device.gradients import DeviceRowGradients
-from embedrock.device.plan import DevicePlan
+from embedrock.device.plan import DeviceBatchPlan
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.requirements import device_side
 from embedrock.device.stream_order import wait_for_caller
@@ -129,7 +129,6 @@ class TensorFlowGpuExecutor(ProgramExecutor):
         return made
 
     def begin(self) -> None:
-        """Begin a lookup. Raise earlier errors of the GPU."""
         self.stepped.check()
 
     def host_array(self, array: Any) -> np.ndarray:
@@ -147,7 +146,7 @@ class TensorFlowGpuExecutor(ProgramExecutor):
     def lookup(self, ids: Tensor) -> Tensor:
         return self.stepped.lookup(self._checked(ids))
 
-    def plan(self, ids: Tensor) -> DevicePlan:
+    def plan(self, ids: Tensor) -> DeviceBatchPlan:
         return self.stepped.plan(self._checked(ids), trains=True)
 
     def _checked(self, ids: Tensor) -> Tensor:

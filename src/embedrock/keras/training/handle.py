@@ -22,7 +22,7 @@ from embedrock.keras.training.placement import executor_of
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
 from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, reading
 from embedrock.optimizers import Rule
-from embedrock.table.rule_changes import RuleTaker
+from embedrock.table.changes import RuleTaker
 from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # the dict shared by all objects of a model during a save or load

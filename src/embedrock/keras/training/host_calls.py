@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -82,11 +83,9 @@ class _Frameless(tf_stack.StackTraceFilter):
 
     def get_filtered_filenames(self) -> frozenset[str]:
         """Return the files of all functions on the call stack, and of those that make an operation."""
-        names, frame = {str(sys.modules[name].__file__) for name in _MAKING if name in sys.modules}, sys._getframe()
-        while frame is not None:
-            names.add(frame.f_code.co_filename)
-            frame = frame.f_back
-        return self.parent.get_filtered_filenames() | names
+        making = {str(sys.modules[name].__file__) for name in _MAKING if name in sys.modules}
+        calling = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())}
+        return self.parent.get_filtered_filenames() | making | calling
 
 
 def once_differentiable(function: Callable[..., list[tf.Tensor]], refusal: str) -> Callable[..., Any]:

@@ -200,7 +200,9 @@ def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> 
 
 def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[tf.Tensor]:
     """Look up requests whose rows are all on the CPU, or all on the GPU."""
-    lookup, replica = ProgramLookup(requests, keep=training is not False), _replica()
+    lookup, context = ProgramLookup(requests, keep=training is not False), tf.distribute.get_replica_context()
+    # Without a replica (a symbolic build) nothing is trained.
+    replica = tf.convert_to_tensor(0 if context is None else context.replica_id_in_sync_group, tf.int32)
     if lookup.trained and callers.local(callers.TF_VECTORIZED, "_pfor_impl", "loop_fn") is not callers.MISSING:
         raise UnsupportedError(
             f"tf.vectorized_map drops the gradients of the rows of {requests[0].handle.label}. Look all ids up before "
@@ -245,12 +247,6 @@ def _served(request: LookupRequest) -> tf.Tensor:
     shards.check_whole(request.handle.table, request.handle.label, "exported")
     rows = serving_table(request.handle.table)(request.ids)
     return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
-
-
-def _replica() -> tf.Tensor:
-    """Return the number of the running replica. Without one (a symbolic build) nothing is trained."""
-    context = tf.distribute.get_replica_context()
-    return tf.convert_to_tensor(0 if context is None else context.replica_id_in_sync_group, tf.int32)
 
 
 def _before_next_step(handles: list[TableHandle], rows: list[tf.Tensor]) -> None:

@@ -95,7 +95,7 @@ class RowOptimizer:
                 for accumulator, handle in zip(self._accumulated_gradients, map(handle_behind, variables), strict=True)
             ]
         for handle in handles:
-            steps.bind(handle, self)
+            handle.bind(self, steps.step_rule(self, handle))
         if handles:
             self.resets_state = False  # for tables that come later
 

@@ -96,7 +96,7 @@ def _checked_owner(known: Any, handles: list[TableHandle]) -> Any:
 
 
 def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, summed: Sequence[Any]) -> np.int64:
-    made = [_rule(optimizer, handle, lr, steps) for handle in handles]
+    made = [step_rule(optimizer, handle, lr, steps) for handle in handles]
     for handle, rule in zip(handles, made, strict=True):
         handle.check_rule(optimizer, rule)  # before rows are copied to the GPU
     due = [
@@ -111,14 +111,9 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
     return np.int64(len(due))
 
 
-def bind(handle: TableHandle, optimizer: Any) -> None:
-    """Bind a table's rows to the optimizer that steps them, and set its rule."""
-    handle.bind(optimizer, _rule(optimizer, handle))
-
-
 def check_constraint(handle: TableHandle, optimizer: Any) -> None:
     """Raise `UnsupportedError` if a constraint of rows would not last under their rule."""
-    rule = _rule(optimizer, handle)
+    rule = step_rule(optimizer, handle)
     if "embeddings_constraint" in handle.brought and isinstance(rule, rules.Ftrl) and rule.dense:
         raise UnsupportedError(
             f"`embeddings_constraint` of {handle.label} cannot go with Ftrl, which makes every weight anew of its "
@@ -130,10 +125,10 @@ def check_constraint(handle: TableHandle, optimizer: Any) -> None:
 def rebind(handle: TableHandle) -> None:
     """Set the optimizer's rule again after a rollback of a table, if its records have the rule's state."""
     if handle.owner is not None:
-        keep_rule(handle.table, _rule(handle.owner, handle))
+        keep_rule(handle.table, step_rule(handle.owner, handle))
 
 
-def _rule(optimizer: Any, handle: TableHandle, lr: float | None = None, steps: int = 0) -> Rule:
+def step_rule(optimizer: Any, handle: TableHandle, lr: float | None = None, steps: int = 0) -> Rule:
     """Return the rule of a table's next step: its own, or else the optimizer's.
 
     Args:

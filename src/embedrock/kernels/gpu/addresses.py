@@ -49,39 +49,19 @@ class CacheSlots(NamedTuple):
 
 
 class BatchTime(NamedTuple):
-    """Time of a batch.
+    """A batch's place in time and in a search, for kernels. In a CUDA graph, all but `fading` are int32 ().
 
     Attributes:
-        stamp: of the batch: one more than of the batch before.
-        oldest: the stamp of the oldest unfinished batch, including this one.
-        half_life: of scores, in batches.
-    """
-
-    stamp: int
-    oldest: int
-    half_life: float
-
-    def numbers(self):
-        """Return the numbers for kernels. Stamps fit into 22 bits."""
-        return self.stamp & AGES, self.stamp - self.oldest, 1.0 / self.half_life
-
-
-class TimeInMemory(NamedTuple):
-    """Time of a batch that a CUDA graph replays, in device memory.
-
-    Attributes:
-        stamp: 22 bits of the batch's stamp: int32 ().
-        span: number of unfinished batches before this one: int32 ().
-        half_life: see `BatchTime`.
+        stamp: the lower 22 bits (`AGES`) of the batch's number: one more than of the batch before.
+        span: number of unfinished batches before this one.
+        fading: 1 / half-life of scores, in batches.
+        hand: the first device slot of the search window.
     """
 
     stamp: Any
     span: Any
-    half_life: float
-
-    def numbers(self):
-        """Return the numbers for kernels."""
-        return self.stamp, self.span, 1.0 / self.half_life
+    fading: float
+    hand: Any = 0
 
 
 class RecordMemory(NamedTuple):

@@ -14,7 +14,6 @@ from embedrock.kernels.gpu.addresses import (
     FAR,
     BatchTime,
     CacheSlots,
-    TimeInMemory,
     fade,
     far_word,
     read_word,
@@ -66,13 +65,11 @@ class CacheInsertion(NamedTuple):
         slots: state of the cache.
         search: scratch.
         time: of the batch.
-        hand: the first device slot of the search window, or int32 () with it.
     """
 
     slots: CacheSlots
     search: VictimScratch
-    time: BatchTime | TimeInMemory
-    hand: Any = 0
+    time: BatchTime
 
 
 # ---------------------------------------------------------------- rows of a batch
@@ -101,7 +98,7 @@ def _touch(
 def touch(slots, search, time, keys, count, limit):
     """Mark rows as used by a batch, and count rows to load: on host, and unused by unfinished batches."""
     where, _, worth, used, _, tallies = slots
-    args = limit, *time.numbers(), search.counts, search.histogram
+    args = limit, *time[:3], search.counts, search.histogram
     launch(_touch, blocks(keys.shape[0]), keys, count, where, worth, used, tallies, *args, LANES=BLOCK)
 
 
@@ -158,11 +155,11 @@ def _offer(
         offer_slots(tl.program_id(0), tl.num_programs(0), *known, bins, table, histogram, LANES)
 
 
-def offer(slots, search, time, hand):
-    """Assign bins to the device slots from `hand` on, cyclically; ``search.bins`` sets their number."""
+def offer(slots, search, time):
+    """Assign bins to the device slots from ``time.hand`` on, cyclically; ``search.bins`` sets their number."""
     capacity, window = slots.owner.shape[0], search.bins.shape[0]
-    args = slots.owner, slots.worth, slots.used, hand, capacity, window, search.counts, search.counts.shape[0]
-    launch(_offer, blocks(window), *args, *time.numbers(), search.bins, search.table, search.histogram, LANES=BLOCK)
+    args = slots.owner, slots.worth, slots.used, time.hand, capacity, window, search.counts, search.counts.shape[0]
+    launch(_offer, blocks(window), *args, *time[:3], search.bins, search.table, search.histogram, LANES=BLOCK)
 
 
 @inlined
@@ -200,10 +197,10 @@ def _choose(owner, hand, capacity, window, counts, stop, bins, table, histogram,
     choose_slots(part, parts, misses, *known, victims, size, 0, _NOBODY, LANES)
 
 
-def choose(slots, search, hand):
+def choose(slots, search, time):
     """Write the victims with the lowest scores, one for each row to load, in the order of the window."""
     capacity, window, size = slots.owner.shape[0], search.bins.shape[0], search.victims.shape[0]
-    args = slots.owner, hand, capacity, window, search.counts, search.counts.shape[0], search.bins, search.table
+    args = slots.owner, time.hand, capacity, window, search.counts, search.counts.shape[0], search.bins, search.table
     launch(_choose, blocks(max(window, size)), *args, search.histogram, search.victims, size, LANES=BLOCK)
 
 
@@ -315,7 +312,7 @@ def swap(slots, search, time, keys, count, limit, memory, moves):
             move). Second, the old record's host slot (-1: clean). Third, the new record's host slot.
     """
     size = search.victims.shape[0]
-    args = *memory, limit, *time.numbers(), search.counts, search.victims, moves, size
+    args = *memory, limit, *time[:3], search.counts, search.victims, moves, size
     launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *slots, *args, LANES=BLOCK)
 
 

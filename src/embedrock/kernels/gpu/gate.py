@@ -98,7 +98,6 @@ def judge(numbers, shown, faults, verdicts, number):
             if its own gradients are finite.
         number: of the step, >= 1, or int64 () with it.
     """
-    count, lanes = verdicts.shape[0], 1
-    while lanes < count:
-        lanes *= 2
+    count = verdicts.shape[0]
+    lanes = 1 << (count - 1).bit_length()
     launch(_judge, 1, numbers, shown, faults, verdicts, count, number, num_warps=1, LANES=lanes)

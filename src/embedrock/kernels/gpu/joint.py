@@ -207,11 +207,7 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
     """
     k = tables.entries.shape[0]
     args = tables.entries, k, keys, count, ids, order, starts, bounds, number
-    launch(_bounds, 1, *args, num_warps=1, LANES=_power(k))
-
-
-def _power(count):
-    return max(2, 1 << (count - 1).bit_length())
+    launch(_bounds, 1, *args, num_warps=1, LANES=max(2, 1 << (k - 1).bit_length()))
 
 
 @kernel("n", "features", "count", "tables", anywhere=("tickets",))
@@ -231,7 +227,8 @@ def _bags(
             here = (i >= first) & (i < last)
             own = (i - first) // tl.maximum(size, 1)
             if size == 0:
-                own = _last_begun(where, end - bag, i - first, here)
+                low = tl.zeros_like(i - first)
+                own = tl.maximum(first_from(where, low, low + (end - bag), i - first + 1) - 1, 0)
             tl.store(bags + i, (bag + own).to(tl.int32), mask=here)
         if (bag < stop) & (end > begin):
             here = (i >= bag) & (i < end)
@@ -261,20 +258,6 @@ def _bags(
             table += 1
 
 
-@inlined
-def _last_begun(where, bags, place, here):
-    """Return, in each lane, the last bag that begins at or before a place."""
-    low = tl.zeros_like(place)
-    high = low + bags
-    while tl.max(high - low, axis=0) > 0:
-        middle = (low + high) // 2
-        is_open = low < high
-        begun = is_open & (tl.load(where + middle, mask=here & is_open, other=0) <= place)
-        low = tl.where(begun, middle + 1, low)
-        high = tl.where(is_open & (begun == 0), middle, high)
-    return tl.maximum(low - 1, 0)
-
-
 def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
     """Write the offsets of several features' bags, one after the other; record invalid starts.
 
@@ -298,19 +281,8 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
 
 
 @kernel("count", "tables")
-def _read_tables(
-    keys,
-    ids,
-    count,
-    entries,
-    tables,
-    out,
-    DRAW: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    u, here = rows_of_program(count, TILE)
+def _read_tables(keys, ids, count, entries, tables, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr):
+    u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
     table, last = span_of(entries, tables, key, here)
     while table <= last:
@@ -319,7 +291,7 @@ def _read_tables(
         seed, a, b, c = _drawn(entry)
         own = key - tl.load(entry)
         mine = here & (own >= -1) & (own <= tl.load(entry + 1))
-        read_rows((u, mine, own), homes, (ids, seed, a, b, c), out, out, DRAW, KIND, FORM, TILE)
+        read_rows((u, mine, own), homes, (ids, seed, a, b, c), out, out, DRAW, KIND, FORM)
         table += 1
 
 
@@ -393,9 +365,8 @@ def _step_tables(
     UPDATE: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, TILE)
+    u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=0)
     table, last = span_of(entries, tables, key, here)
     table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
@@ -415,7 +386,7 @@ def _step_tables(
             shift = first * 0
         origin = lines, shift, seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
         gradients, made = (values, were, factor, clip), (step, numbers, steps)
-        step_rows((u, mine, own), homes, gradients, origin, made, DRAW, UPDATE, KIND, FORM, TILE)
+        step_rows((u, mine, own), homes, gradients, origin, made, DRAW, UPDATE, KIND, FORM)
         table += 1
 
 

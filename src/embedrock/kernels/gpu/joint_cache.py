@@ -38,7 +38,7 @@ class VictimShare(NamedTuple):
     """A table's share of a search for victims.
 
     Attributes:
-        fading: the bits of a float32: see `addresses.BatchTime.numbers`.
+        fading: the bits of a float32: see `addresses.BatchTime`.
         window: number of device slots to search.
         size: maximum number of victims.
         block: index of the first block of its window, among all blocks.
@@ -185,19 +185,7 @@ def choose(tables, search):
 
 @kernel("count", "tables", "size", "record_bytes", anywhere=("shares", "times", "misses"))
 def _swap_tables(
-    keys,
-    count,
-    entries,
-    tables,
-    shares,
-    times,
-    misses,
-    counts,
-    victims,
-    moves,
-    size,
-    record_bytes,
-    LANES: tl.constexpr,
+    keys, count, entries, tables, shares, times, misses, counts, victims, moves, size, record_bytes, LANES: tl.constexpr
 ):
     program = tl.program_id(0)
     u = program * LANES + tl.arange(0, LANES)

@@ -19,25 +19,12 @@ _WORDS, _LINE, _LIVE = tl.constexpr(WORDS), tl.constexpr(gate.LINE), tl.constexp
 _PADDING, _DIRECTORY = tl.constexpr(11), tl.constexpr(18)  # words of an entry
 
 
-@inlined
-def _table_of(cuts, tables, place, here):
-    """Return, in each lane, the last table with positions from at or before a place."""
-    low = tl.zeros_like(place)
-    high = low + tables
-    while tl.max(high - low, axis=0) > 1:
-        middle = (low + high) // 2
-        is_open = here & (high - low > 1)
-        begun = is_open & (tl.load(cuts + middle, mask=is_open, other=0) <= place)
-        low = tl.where(begun, middle, low)
-        high = tl.where(begun, high, middle)
-    return low
-
-
 @kernel("n", "tables", anywhere=("cuts",))
 def _tables(order, cuts, found, n, tables, LANES: tl.constexpr):
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     place = tl.load(order + i, mask=i < n, other=0)
-    table = _table_of(cuts, tables, place, i < n)
+    low = tl.zeros_like(place)
+    table = first_from(cuts, low, low + tables, place + 1) - 1
     tl.store(found + i, table.to(found.dtype.element_ty), mask=i < n)
 
 
@@ -180,7 +167,7 @@ def search(plan, entries, keys, counts, news, bounds):
     ids, starts, tables, count, cuts = plan
     k = entries.shape[0]
     args = ids, starts, tables, count, entries, cuts, keys, counts, news, bounds, k
-    launch(_search_tables, counts.shape[0], *args, LANES=LANES, TABLES=_power(k))
+    launch(_search_tables, counts.shape[0], *args, LANES=LANES, TABLES=max(2, 1 << (k - 1).bit_length()))
 
 
 @inlined
@@ -245,8 +232,4 @@ def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
     """
     ids, starts, tables, count, _ = plan
     args = ids, starts, tables, count, entries, keys, counts, news, ticket, verdicts, *which
-    launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=_power(entries.shape[0]))
-
-
-def _power(count):
-    return max(2, 1 << (count - 1).bit_length())
+    launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=max(2, 1 << (entries.shape[0] - 1).bit_length()))

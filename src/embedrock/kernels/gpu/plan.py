@@ -145,8 +145,8 @@ def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets
     if arrival is None:
         _ready_to_collect.launch(blocks(n + 1), *args, _NO_ARRIVAL)
         return
-    (where, _, worth, used, _, tallies), search, time, _ = arrival
-    touched = where, worth, used, tallies, where.shape[0], *time.numbers(), search.counts, search.histogram
+    (where, _, worth, used, _, tallies), search, time = arrival
+    touched = where, worth, used, tallies, where.shape[0], *time[:3], search.counts, search.histogram
     constexprs = {"TOUCHES": True, "BINS": search.histogram.shape[0]}
     launch(_collect, blocks(n + 1), *args, *touched, LANES=BLOCK, **constexprs)
 

@@ -1,4 +1,4 @@
-"""Pooling of rows into bags, and its backward, on the GPU: see ``tests/reference/pooling.py``.
+"""Pooling of rows into bags on the GPU: see ``tests/reference/pooling.py``. `sums.sum_shares` is its backward.
 
 One line of one program handles a bag, a row or a position, so there are no atomics. `skip` is int32 (1,), on the
 device.
@@ -7,7 +7,7 @@ device.
 import triton.language as tl
 
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
-from embedrock.kernels.gpu.sums import MAXIMA, POOLED, WARPS, sum_shares, tile
+from embedrock.kernels.gpu.sums import WARPS, tile
 
 _AHEAD = tl.constexpr(4)  # rows loaded before the first of them is added
 
@@ -135,16 +135,6 @@ def pool_max(rows, inverse, offsets, skip, out, argmax, each=False):
     bags, form = out.shape[0], tile(out.shape[1])
     args = rows, inverse, offsets, skip, out, argmax, bags
     launch(_pool_max, -(-bags // form["ROWS"]), *args, num_warps=WARPS, EACH=each, **form)
-
-
-def pool_sum_backward(grads, bags, plan, weights, scale, skip, scratch, values, norms):
-    """Sum, for each unique row, the gradients of the bags that it is in: see `sums.sum_shares`."""
-    sum_shares(POOLED, grads, (bags, weights, scale, None), plan, skip, scratch, values, norms)
-
-
-def pool_max_backward(grads, bags, plan, argmax, skip, scratch, values, norms):
-    """Give each column of a bag's gradient to the position of its maximum: see `sums.sum_shares`."""
-    sum_shares(MAXIMA, grads, (bags, None, None, argmax), plan, skip, scratch, values, norms)
 
 
 @kernel("n")

@@ -16,47 +16,45 @@ from embedrock.kernels.gpu.addresses import find, settle
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
 from embedrock.kernels.gpu.generator import DRAWS, draw_args, rounding_words
 from embedrock.kernels.gpu.numbers import apart, loaded, of_step
-from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, tile
+from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel
 
 _LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
 
 
 @inlined
-def rows_of_program(count, TILE: tl.constexpr):
+def rows_of_program(count, FORM: tl.constexpr):
     """Return the lines that a program handles, and a mask of existing ones."""
-    u = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
+    u = tl.program_id(0).to(tl.int64) * FORM.rows + tl.arange(0, FORM.rows)
     if count.dtype.is_ptr():
         count = tl.load(count)
     return u, u < count
 
 
 @inlined
-def _elements(u, here, FORM: tl.constexpr, TILE: tl.constexpr):
+def _elements(u, here, FORM: tl.constexpr):
     """Return offsets in a tensor (n, dim), and a mask of existing elements."""
-    columns = tl.arange(0, TILE.block)[None, :]
+    columns = tl.arange(0, FORM.block)[None, :]
     return u[:, None] * FORM.dim + columns, here[:, None] & (columns < FORM.dim)
 
 
 @inlined
-def _weights(place, FORM: tl.constexpr, TILE: tl.constexpr):
+def _weights(place, FORM: tl.constexpr):
     if FORM.dtype_name == "float32":
         start = place.to(tl.pointer_type(tl.float32))
     else:
         start = place.to(tl.pointer_type(tl.uint16))
-    align: tl.constexpr = TILE.align
-    return tl.multiple_of(start, align)[:, None] + tl.arange(0, TILE.block)[None, :]
+    align: tl.constexpr = FORM.align
+    return tl.multiple_of(start, align)[:, None] + tl.arange(0, FORM.block)[None, :]
 
 
 @inlined
-def _state(place, FORM: tl.constexpr, TILE: tl.constexpr):
-    align: tl.constexpr = TILE.align
+def _state(place, FORM: tl.constexpr):
+    align: tl.constexpr = FORM.align
     return tl.multiple_of(place.to(tl.pointer_type(tl.float32)), align) + FORM.state_start
 
 
 @inlined
-def read_rows(
-    lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr
-):
+def read_rows(lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr):
     """Copy the weights of records to lines of `out`.
 
     Args:
@@ -70,10 +68,10 @@ def read_rows(
     ids, seed, a, b, c = origin
     place, known, has, _ = find(key, here, homes, KIND, FORM.record_bytes)
     may_read = known if KIND.is_identity else has  # device memory exists even without a record
-    _, inside = _elements(u, may_read, FORM, TILE)
-    values = decode(tl.load(_weights(place, FORM, TILE), mask=inside, other=0), FORM)
+    _, inside = _elements(u, may_read, FORM)
+    values = decode(tl.load(_weights(place, FORM), mask=inside, other=0), FORM)
     if DRAW is None:
-        at, inside = _elements(-1 - key, here & (key < 0), FORM, TILE)
+        at, inside = _elements(-1 - key, here & (key < 0), FORM)
         values = tl.where(has[:, None], values, tl.load(fresh + at, mask=inside, other=0.0))
     else:
         absent = here & (has == 0)
@@ -81,9 +79,9 @@ def read_rows(
             row = key
             if ids is not None:
                 row = tl.load(ids + u, mask=absent, other=0)
-            drawn = DRAW(row, seed, a, b, c, TILE.block)
+            drawn = DRAW(row, seed, a, b, c, FORM.block)
             values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
-    at, inside = _elements(u, here, FORM, TILE)
+    at, inside = _elements(u, here, FORM)
     tl.store(out + at, values, mask=inside)
 
 
@@ -106,41 +104,28 @@ def _read(
     DRAW: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, TILE)
+    u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=-1).to(tl.int64)
     homes, origin = (where, dirty, limit, near, far), (ids, seed, a, b, c)
-    read_rows((u, here, key), homes, origin, fresh, out, DRAW, KIND, FORM, TILE)
-
-
-@kernel("limit")
-def _scatter(
-    keys, values, count, where, dirty, limit, near, far, KIND: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr
-):
-    u, here = rows_of_program(count, TILE)
-    key = tl.load(keys + u, mask=here, other=-1)
-    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, FORM.record_bytes)
-    at, inside = _elements(u, has, FORM, TILE)
-    words = encode_nearest(tl.load(values + at, mask=inside, other=0.0), FORM)
-    tl.store(_weights(place, FORM, TILE), words, mask=inside)
+    read_rows((u, here, key), homes, origin, fresh, out, DRAW, KIND, FORM)
 
 
 @inlined
-def _begin(u, place, new, origin, DRAW: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr):
+def _begin(u, place, new, origin, DRAW: tl.constexpr, FORM: tl.constexpr):
     """Write the records of new rows: their initial values, and their initial state."""
     ids, shift, seed, a, b, c, first_state = origin
     words: tl.constexpr = FORM.dim if FORM.dtype_name == "float32" else FORM.state_start * 2
     tail: tl.constexpr = FORM.record_bytes // 4 - FORM.state_start
-    columns = tl.arange(0, TILE.block)[None, :]
-    drawn = DRAW(tl.load(ids + u, mask=new, other=0) - shift, seed, a, b, c, TILE.block)
+    columns = tl.arange(0, FORM.block)[None, :]
+    drawn = DRAW(tl.load(ids + u, mask=new, other=0) - shift, seed, a, b, c, FORM.block)
     bits = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
-    tl.store(_weights(place, FORM, TILE), bits, mask=new[:, None] & (columns < words))  # up to the state
+    tl.store(_weights(place, FORM), bits, mask=new[:, None] & (columns < words))  # up to the state
     if tail > 0:
         columns = tl.arange(0, triton.next_power_of_2(tail))
         first = tl.load(first_state + columns, mask=columns < FORM.state_width, other=0.0)
-        first = tl.broadcast_to(first[None, :], [TILE.rows, columns.shape[0]])
-        at = _state(place, FORM, TILE)[:, None] + columns[None, :]
+        first = tl.broadcast_to(first[None, :], [FORM.rows, columns.shape[0]])
+        at = _state(place, FORM)[:, None] + columns[None, :]
         tl.store(at, first, mask=new[:, None] & (columns < tail)[None, :])
 
 
@@ -155,7 +140,6 @@ def step_rows(
     UPDATE: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """Step records by lines of gradients.
 
@@ -176,20 +160,20 @@ def step_rows(
         if DRAW is not None:
             new = here & (has == 0)
             if tl.max(new.to(tl.int32), 0) > 0:  # most rows have records
-                _begin(u, place, new, origin, DRAW, FORM, TILE)
+                _begin(u, place, new, origin, DRAW, FORM)
                 tl.debug_barrier()  # the new records are read below
-        at, inside = _elements(u, here, FORM, TILE)
+        at, inside = _elements(u, here, FORM)
         g = tl.load(values + at, mask=inside, other=0.0) * factor
         if clip is not None:
             g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays
-        weights = _weights(place, FORM, TILE)
+        weights = _weights(place, FORM)
         if were is not None:
             w = tl.load(were + at, mask=inside, other=0.0)
         else:
             w = decode(tl.load(weights, mask=inside, other=0), FORM)
-        w = UPDATE(w, g, _state(place, FORM, TILE), here, of_rule, steps, FORM)
+        w = UPDATE(w, g, _state(place, FORM), here, of_rule, steps, FORM)
         if FORM.dtype_name != "float32":
-            random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, loaded(step), TILE.block)
+            random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, loaded(step), FORM.block)
             w = encode_stochastic(w, random, FORM)
         tl.store(weights, w, mask=inside)
 
@@ -224,9 +208,8 @@ def _step(
     UPDATE: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, TILE)
+    u, here = rows_of_program(count, FORM)
     if fault is not None:
         is_made, factor = gate.judge_alone(verdict, shown, fault, tickets, judged)
     else:
@@ -236,7 +219,7 @@ def _step(
     key = tl.load(keys + u, mask=here, other=-1)
     homes, gradients = (where, dirty, limit, near, far), (values, were, factor, clip)
     origin = ids, 0, seed, a, b, c, first_state
-    step_rows((u, here, key), homes, gradients, origin, (step, numbers, steps), DRAW, UPDATE, KIND, FORM, TILE)
+    step_rows((u, here, key), homes, gradients, origin, (step, numbers, steps), DRAW, UPDATE, KIND, FORM)
 
 
 @kernel("limit", "steps")
@@ -254,14 +237,13 @@ def _refresh(
     REFRESH: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    u, here = rows_of_program(count, TILE)
+    u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=-1)
     place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, FORM.record_bytes)
-    at, inside = _elements(u, here, FORM, TILE)
+    at, inside = _elements(u, here, FORM)
     w = tl.load(rows + at, mask=inside, other=0.0)
-    w = REFRESH(w, _state(place, FORM, TILE), has, numbers, steps, FORM)
+    w = REFRESH(w, _state(place, FORM), has, numbers, steps, FORM)
     tl.store(rows + at, w, mask=inside)
 
 
@@ -288,12 +270,6 @@ def gather(keys, fresh, count, homes, form, out):
     """Copy the weights of records to `out` float32 (n, dim), as `read` does; key ``-1 - k`` is of ``fresh[k]``."""
     programs, ready = _to_read(form, homes.kind, None)
     ready.launch(programs(keys.shape[0]), keys, None, count, homes.arguments, fresh, draw_args(0, NOT_DRAWN), out)
-
-
-def scatter(keys, values, count, homes, form):
-    """Overwrite weights by `values` float32 (n, dim), rounded to nearest. Rows without a record are left out."""
-    programs, ready = prepared(_scatter, form, KIND=homes.kind)
-    ready.launch(programs(keys.shape[0]), keys, values, count, homes.arguments)
 
 
 class InitialRecord(NamedTuple):
@@ -361,13 +337,13 @@ def prepared(kernel, form, rows=None, **constexprs):
     """Return a function from a number of keys to a number of programs, and a kernel ready to launch.
 
     Args:
-        kernel: of records, that takes a `FORM` and a `TILE`.
+        kernel: of records, that takes a `FORM`.
         form: layout of the records.
         rows: maximum number of rows of a program; None: no limit.
         constexprs: the other constexprs of the kernel.
     """
-    part = tile(form, rows)
-    return part.programs, ReadyKernel(kernel, FORM=form, TILE=part, num_warps=part.warps, **constexprs)
+    form = form.tiled(rows)
+    return form.programs, ReadyKernel(kernel, FORM=form, num_warps=form.warps, **constexprs)
 
 
 def most_rows(rule):

@@ -33,6 +33,7 @@ class RecordForm(NamedTuple):
         record_bytes: bytes from one record to the next.
         state_start: index of the first state column, in float32 units.
         state_width: number of float32 state columns.
+        rows: number of records that one program handles; 0 outside of kernels.
     """
 
     dim: int
@@ -40,20 +41,21 @@ class RecordForm(NamedTuple):
     record_bytes: int
     state_start: int
     state_width: int
+    rows: int = 0
 
+    def tiled(self, most_rows: int | None = None) -> RecordForm:
+        """Return the layout for kernels. The default number of rows gives each thread 16 bytes of weights."""
+        return self._replace(rows=most_rows or max(1, 512 // self.block))
 
-class RecordTile(NamedTuple):
-    """Tile of records that one program handles, a constexpr.
+    @property
+    def block(self) -> int:
+        """Columns of weights, a power of two and at least 4, which includes `dim`."""
+        return max(4, 1 << (self.dim - 1).bit_length())
 
-    Attributes:
-        rows: number of records.
-        block: columns of weights, a power of two and at least 4, which includes `dim`.
-        align: bytes; addresses of records are multiples of it.
-    """
-
-    rows: int
-    block: int
-    align: int
+    @property
+    def align(self) -> int:
+        """Bytes; addresses of records are multiples of it."""
+        return gcd(self.record_bytes, ALIGNMENT)
 
     def programs(self, count: int) -> int:
         """Return the number of programs for `count` records."""
@@ -63,12 +65,6 @@ class RecordTile(NamedTuple):
     def warps(self) -> int:
         """Number of warps of a program."""
         return min(max(self.rows * self.block // 128, 1), 16)
-
-
-def tile(form: RecordForm, rows: int | None = None) -> RecordTile:
-    """Return the tile for records; the default number of rows gives each thread 16 bytes of weights."""
-    block = max(4, 1 << (form.dim - 1).bit_length())
-    return RecordTile(rows or max(1, 512 // block), block, gcd(form.record_bytes, ALIGNMENT))
 
 
 KERNELS: list[Any] = []  # all launchable kernels: tests compile each of them

@@ -295,7 +295,7 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=Fals
 
     Args:
         what: `PLAIN`, `POOLED` or `MAXIMA`.
-        grads: of positions, or of bags.
+        grads: of positions, or of bags: float32, bfloat16 or float16 (m, dim); any row stride, contiguous columns.
         share: bags, weights, scale and argmax, each None if not needed; None: none is.
         plan: starts, order, inverse and count.
         skip: int32 (1,), a row with the sum zero, -1: none.
@@ -313,17 +313,6 @@ def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=Fals
     weighted = share is not None and share[1] is not None and share[1].shape[0] > 0
     args = grads, grads.stride(0), *(share or _NO_SHARE), *plan, skip, *scratch, values, norms, n, blocks, size
     _to_sum(what, weighted, dim, each).launch(blocks + later, *args)
-
-
-def sum_segments(grads, starts, order, inverse, count, skip, scratch, values, norms, each=False):
-    """Sum the gradients of equal ids.
-
-    Args:
-        grads: float32, bfloat16 or float16 (m, dim), of positions; any row stride, contiguous columns.
-        starts, order, inverse, count: of the plan.
-        skip, scratch, values, norms, each: as in `sum_shares`.
-    """
-    sum_shares(PLAIN, grads, None, (starts, order, inverse, count), skip, scratch, values, norms, each)
 
 
 @kernel("size")

@@ -84,16 +84,11 @@ def first_values(seed: int | None) -> InitialValuesOf:
 
     A layer without a seed draws exactly one number, whether the table is new or already exists. So later draws, such as
     the weights of other layers, do not depend on it.
-
-    Args:
-        seed: the argument of the layer.
     """
-    return InitialValuesOf(Normal(), _drawn_seed() if seed is None else seed)
-
-
-def _drawn_seed() -> int:
-    with no_dispatch():  # in a FakeTensorMode, tensors are fake and tables are real
-        return int(torch.randint(2**63 - 1, (), device="cpu"))
+    if seed is None:
+        with no_dispatch():  # in a FakeTensorMode, tensors are fake and tables are real
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+    return InitialValuesOf(Normal(), seed)
 
 
 def check_norm(max_norm: float | None, norm_type: float) -> None:

@@ -101,23 +101,20 @@ def as_parts(model: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
     """Return a model's state that loads into shards: this process takes its shard of each full tensor."""
     own = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     made = copy.copy(states)
-    made.update({key: _spread(value, own[key]) for key, value in states.items() if _fits(value, own.get(key))})
+    made.update({key: _spread(value, own.get(key)) for key, value in states.items()})
     return made
 
 
 def take_parts(optimizer: Any) -> None:
     """Shard the full tensors of a loaded optimizer state, as its parameters are sharded."""
     for parameter, key, value in list(_state_of(optimizer)):
-        if _fits(value, parameter):
-            optimizer.state[parameter][key] = _spread(value, parameter)
+        optimizer.state[parameter][key] = _spread(value, parameter)
 
 
-def _fits(value: Any, own: Any) -> bool:
-    return is_part(own) and isinstance(value, Tensor) and not is_part(value) and value.shape == own.shape
-
-
-def _spread(value: Tensor, like: Any) -> Any:
-    """Return a full tensor of all processes, sharded like another tensor."""
+def _spread(value: Any, like: Any) -> Any:
+    """Return a full tensor of all processes, sharded like another tensor of its shape. Other values stay."""
+    if not is_part(like) or not isinstance(value, Tensor) or is_part(value) or value.shape != like.shape:
+        return value
     tensors = sys.modules["torch.distributed.tensor"]
     mesh = like.device_mesh
     value = value.to(like.to_local().device)

@@ -27,7 +27,6 @@ from embedrock.batch.plan import Plan, make_plan
 from embedrock.distributed import stages
 from embedrock.distributed.exchange import IdRequest, MessageSizes
 from embedrock.distributed.messages import pack_all, words_of
-from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, OtherRankError
 from embedrock.storage.backend import Pin
 from embedrock.table.prefetch import Pins
@@ -86,7 +85,7 @@ class PrefetchedBatch:
     def tell(self, number: int, gradients: Sequence[int]) -> None:
         """Begin to send all ranks the number of their ids, and the length of the gradients that will come back."""
         self.number, ranks = number, self._rank_group.ahead
-        self._splits = [_shard_of(sharing).split(plan.ids) for sharing, plan in self.plans.items()]
+        self._splits = [sharing.shard.split(plan.ids) for sharing, plan in self.plans.items()]
         letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
         self._messages = pack_all(letters, last=ranks.rank)
         self._go = list(gradients)
@@ -138,7 +137,7 @@ class PrefetchedBatch:
         own, flat = self.plans[sharing], ids.reshape(-1)
         if np.array_equal(flat, self.flat[sharing]):
             return PrefetchedRankPlan(ids.shape, own.ids, own.inverse, own.starts, own.order, round=self)
-        plan = sharing.plan_here(ids)
+        plan = sharing.shard.plan(ids)
         order = np.argsort(own.ids)
         places = order[np.searchsorted(own.ids, plan.ids, sorter=order).clip(max=max(0, len(order) - 1))]
         if len(others := plan.ids[own.ids[places] != plan.ids] if len(order) else plan.ids):
@@ -205,7 +204,7 @@ class BatchPrefetcher:
                 ids = _checked(sharing, ids_of, batch)
             except Exception as error:  # all ranks get the error at the lookup
                 made.error, ids = error, np.empty(0, np.int64)
-            made.flat[sharing], made.plans[sharing] = ids, sharing.plan_here(ids)
+            made.flat[sharing], made.plans[sharing] = ids, sharing.shard.plan(ids)
         self._batches.append(made)
         self._send_last()
         if not self._rank_group.exchange.uneven.is_on:
@@ -260,7 +259,7 @@ class BatchPrefetcher:
         words = np.full(ranks, 2 + 6 * len(trains))
         for sharing in trains:
             if sharing in made.plans:
-                shard, ids = _shard_of(sharing), made.plans[sharing].ids
+                shard, ids = sharing.shard, made.plans[sharing].ids
                 ids = made.flat[sharing] if sharing.sums_positions else ids
                 counts = np.diff(shard.split(ids).bounds)
                 np.subtract.at(counts, shard.owners(self._dropped(sharing, ids)), 1)
@@ -299,11 +298,6 @@ def _checked(sharing: SharedTable, ids_of: Any, batch: Any) -> np.ndarray:
     except IdError:
         ids_of.refuse_outside(batch)  # its error names the position in the batch
         raise
-
-
-def _shard_of(sharing: SharedTable) -> Shard:
-    assert isinstance(sharing.placement, Shard)
-    return sharing.placement
 
 
 def _uneven(numbers: np.ndarray) -> OtherRankError:

@@ -32,7 +32,7 @@ are_there_groups: Callable[[], bool] = dist.is_initialized if dist.is_available(
 
 
 class Ranks:
-    """`Transport` on a process group of its own, so that messages never mix with those of DDP and others.
+    """Transport of messages on a process group of its own, so that messages never mix with those of DDP and others.
 
     Args:
         parent: group with the ranks and the timeout. All its ranks make a `Ranks` at the same time.
@@ -62,9 +62,19 @@ class Ranks:
             _near_ones.add(self)
 
     def room(self, words: int) -> np.ndarray:
+        """Return memory for the messages of the next `swap`, int32 (words,), which then sends them without a copy."""
         return buffers.empty((words,), WORD) if self._near is None else self._near.room(words)
 
     def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Send each rank its message, int32 (words,). Return the messages from all ranks, valid until the next swap.
+
+        Args:
+            parts: the messages.
+            sizes: sizes of the received messages in words, where known.
+
+        Raises:
+            WorkerLostError: a rank is gone, or did not answer in time.
+        """
         if self._near is not None:
             self._count(parts)
             return self._near.read(self._swapped(self._near.left(parts)))
@@ -118,10 +128,12 @@ class Ranks:
         return error
 
     def gather(self, facts: np.ndarray) -> list[np.ndarray]:
+        """Send all ranks a 1-D array of 8-byte numbers, of equal length on each. Return the array of each rank."""
         bits = facts.view(np.int64)
         return list(self._swapped(np.tile(bits, (self.ranks, 1))).view(facts.dtype))  # faster than an all-gather
 
     def leave(self) -> None:
+        """Stop communicating: operations of the other ranks with this one raise `WorkerLostError` at once."""
         if self._lost is None:
             self._lost = WorkerLostError(
                 f"rank {self.rank} of {self.ranks} had no memory left for {self.at}, and has left the others. All "

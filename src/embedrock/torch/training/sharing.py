@@ -351,6 +351,12 @@ class SharedTable:
         """Table of the rows on this process."""
         return self.handle.table
 
+    @property
+    def shard(self) -> Shard:
+        """Placement of rows that are sharded."""
+        assert isinstance(self.placement, Shard)
+        return self.placement
+
     # ------------------------------------------------------------ lookups
 
     def plan(self, ids: np.ndarray) -> Plan:
@@ -359,12 +365,7 @@ class SharedTable:
             self._is_new = False
             check_trainers(self.handle.label)
         ahead = self._ahead()
-        return self.plan_here(ids) if ahead is None else ahead.plan(self, ids)
-
-    def plan_here(self, ids: np.ndarray) -> Plan:
-        """Plan a batch without prefetched ids."""
-        assert isinstance(self.placement, Shard)
-        return self.placement.plan(ids)
+        return self.shard.plan(ids) if ahead is None else ahead.plan(self, ids)
 
     def rows(self, plan: Plan) -> np.ndarray:
         """Return each row of a plan once, from its owner: float32 (unique, dim)."""

@@ -72,7 +72,9 @@ class UnappliedGradientsCheck:
         if not self._stepped or self.owner is None:
             self._new_gradients = self._waits = True
             _waiting.add(self)
-            _listen()
+            global _hook
+            if _hook is None:
+                _hook = register_optimizer_step_post_hook(_after_any_step)
 
     def stepped(self) -> None:
         """Record a step of the handle's optimizer."""
@@ -140,12 +142,6 @@ class UnappliedGradientsCheck:
 _ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of rows
 _waiting: weakref.WeakSet[UnappliedGradientsCheck] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
-
-
-def _listen() -> None:
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_post_hook(_after_any_step)
 
 
 def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,150 @@
+"""`DevicePlannedExecutor`: base of the executors that plan on the GPU, also together with other tables."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embedrock.device.copies import uploaded
+from embedrock.device.executor import GpuExecutor, drawn_by
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, version_of
+from embedrock.kernels.gpu import plan as kernels
+from embedrock.kernels.gpu.addresses import BatchTime
+from embedrock.kernels.gpu.joint import TableEntryWords
+from embedrock.kernels.gpu.rows import InitialRecord
+from embedrock.kernels.gpu.runtime import single
+
+COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between GPU memory and unpinned RAM
+NO_PADDING = -2
+
+
+class DevicePlannedExecutor(GpuExecutor):
+    """Executor that plans on the GPU, and draws initial values there. Joint plans may include its table.
+
+    Attributes:
+        drawn: the generator of initial values, see `drawn_by`.
+        is_newer: the device's records are newer than the backend's.
+        nobody: the key of no row.
+        known: `TableEntryWords` of this table, that kernels of several tables read.
+        batch_plan: type of the `JointBatchPlan` of several tables.
+    """
+
+    drawn: tuple[Any, ...]
+    is_newer = False
+    nobody: int
+    known: Any
+    batch_plan: Callable[..., Any]
+
+    def _draw_on_device(self) -> None:
+        drawn = drawn_by(self.spec.init)
+        assert drawn is not None  # else the host plans, and draws
+        self.drawn, self.first = drawn, InitialRecord(drawn, uploaded(self.spec.first_state, self.device))
+
+    def _check_open(self) -> None:
+        """Begin to use rows: wait for CPU steps, and check that the table is open. Caller holds the table lock.
+
+        Raises:
+            ClosedTableError: the table is closed.
+        """
+        rows = self.rows
+        rows.table_lock.settle_steps()
+        rows.check_open()
+
+    @property
+    def _rows_at_a_time(self) -> int:
+        return max(1, min(COPIED_ROWS, COPIED_BYTES // self.spec.record_bytes))
+
+    def mark_changed(self) -> None:
+        super().mark_changed()
+        self.is_newer = True
+
+    # ------------------------------------------------------------ plans
+
+    def _planned_or_prefetched(self, ids: Tensor, trains: bool, ahead: PrefetchedPlan | None) -> DeviceBatchPlan:
+        """Return the prefetched plan of ids, or plan them. The caller holds `working`."""
+        plan = None if ahead is None else ahead.plan
+        if plan is not None and ahead is not None and trains and ahead.is_of(ids):
+            assert ahead.fault is not None  # the device planned
+            self.timeline.uses(*plan.allocations, ahead.fault)
+            if self.spec.rows is not None:
+                kernels.adopt(self.faults.tensor, ahead.fault)
+            plan = self._renewed(plan, tuple(ids.shape))
+        else:  # a prefetched batch was counted when it was loaded
+            plan = self._made_plan(self.on_device(ids), self.faults.tensor, trains, counts=ahead is None)
+        if self.spec.rows is not None:  # else no id is wrong
+            self.end_batch(trains)
+        return plan
+
+    @abstractmethod
+    def _made_plan(
+        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
+    ) -> DeviceBatchPlan:
+        """Plan a batch, and load its rows into the cache.
+
+        Args:
+            ids: on the device.
+            fault: int64 (4,), receives the error of bad ids.
+            trains: a step may follow.
+            counts: hits and misses are counted.
+            is_ahead: the lookup comes later.
+        """
+
+    def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
+        """Return a prefetched plan as it is valid now, for ids of a shape."""
+        return replace(plan, shape=shape)
+
+    def _plan_ahead(self, ids: Tensor) -> None:
+        placed = self.on_device(ids)
+        with self.timeline.aside(placed):
+            fault = torch.zeros_like(self.faults.tensor)  # bad ids become an error only when the batch is looked up
+            plan = self._made_plan(placed, fault, trains=True, counts=True, is_ahead=True)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), plan.stamp, plan, fault=fault)
+
+    def begin_batch(self, n: int, trains: bool) -> BatchTime:
+        """Begin a batch of n positions; return its time."""
+        self.clock.stamp += 1
+        return self.cache.begin_batch(n, self.clock, trains)
+
+    # ------------------------------------------------------------ together with other tables
+
+    @property
+    def key_count(self) -> int:
+        """The number of keys that the table takes in a joint plan."""
+        return self.cache.slots.where.shape[0] + 2
+
+    @abstractmethod
+    def begin_together(self) -> Any:
+        """Begin a step that may include other tables. No row changes."""
+
+    @abstractmethod
+    def take_ahead(self) -> PrefetchedPlan | None:
+        """Begin a lookup and return its prefetched plan, once."""
+
+    def _take(self) -> PrefetchedPlan | None:
+        self.timeline.wait_for_copies()
+        ahead, self._ahead = self._ahead, None
+        return ahead
+
+    def keep_ahead(self, ahead: PrefetchedPlan) -> None:
+        """Keep a joint plan that was made ahead of the lookup."""
+        self._ahead = ahead
+
+    def _entry_words(self) -> TableEntryWords:
+        """Return `known`, without the table's key range and its padding."""
+        homes, slots, (_, *numbers) = self.cache.homes, self.cache.slots, self.drawn
+        singles = [single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]]
+        words = np.array(singles, np.float32).view(np.int32).tolist()
+        assert self.first is not None  # the GPU plans
+        addresses = self.first.state.data_ptr(), self.faults.tensor.data_ptr()
+        seed = int(self.spec.key) % 2**64
+        places = homes.where.data_ptr(), *homes.memory[:2]
+        cache = tuple(part.data_ptr() if self.cache.is_cache else 0 for part in slots[1:])
+        return TableEntryWords(
+            0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*cache, len(slots.owner))
+        )
