@@ -427,7 +427,7 @@ class _NewSegments:
     def end(self, lo: int, hi: int) -> Segment:
         """Seal the segment of ids in ``[lo, hi)``, durably."""
         assert self.log is not None
-        entry, store = self.log.seal_as_chunk(lo, hi), self._store
+        entry, store = self.log.seal((lo, hi)), self._store
         self.log.close()
         self.log = None
         segment = open_run(store.system, store.folder, entry, store.content, store.next_run())

@@ -267,10 +267,6 @@ class IdBuffer:
     def clear(self) -> None:
         self._blocks, self.count = [], 0
 
-    @property
-    def nbytes(self) -> int:
-        return 8 * self.count
-
 
 class Log(Segment):
     """Segment that grows until it is sealed. Readers may use the log from the start.
@@ -329,17 +325,20 @@ class Log(Segment):
     def ids(self) -> np.ndarray:
         return self.index() if self.entry is not None else self._ids.joined()
 
-    def seal(self) -> SegmentEntry:
+    def seal(self, ids_in: tuple[int, int] | None = None) -> SegmentEntry:
         """Write the index, and make the file and its name durable. After an error it can be called again.
+
+        Args:
+            ids_in: the range of ids that ascend, for the smallest kind of index. None: ids in any order.
 
         Raises:
             OSError: the file is not sealed. After a full disk, a retry may succeed, see `broken`.
         """
-        return self.seal_as("ids", self.lo, self.hi)
-
-    def seal_as(self, kind: str, lo: int, hi: int) -> SegmentEntry:
-        """Seal with one kind of index over ``[lo, hi)``. Kinds "bits" and "full" need ascending ids."""
         assert not self.is_empty  # an empty segment has no entry
+        kind, (lo, hi) = "ids", ids_in or (self.lo, self.hi)
+        if ids_in is not None:
+            kinds = KINDS if self.count == hi - lo else KINDS[1:]
+            kind = min(kinds, key=lambda kind: index_bytes(kind, self.count, hi - lo))
         if len(self.gone):
             self.gone.sort()
             is_first = np.append(True, self.gone[1:] != self.gone[:-1])
@@ -362,11 +361,6 @@ class Log(Segment):
         self._ids.clear()
         return self.entry
 
-    def seal_as_chunk(self, lo: int, hi: int) -> SegmentEntry:
-        """Seal with the smallest index for ids in ``[lo, hi)``. Ids must ascend."""
-        kinds = KINDS if self.count == hi - lo else KINDS[1:]
-        return self.seal_as(min(kinds, key=lambda kind: index_bytes(kind, self.count, hi - lo)), lo, hi)
-
     @property
     def is_empty(self) -> bool:
         """Return whether a commit need not name this log."""
@@ -380,11 +374,6 @@ class Log(Segment):
     @property
     def can_grow(self) -> bool:
         return self.entry is None and not self.broken
-
-    @property
-    def nbytes(self) -> int:
-        """Return the RAM of the unwritten ids in bytes."""
-        return self._ids.nbytes
 
     def _append(self, data: np.ndarray) -> None:
         self.file.append(data.data)

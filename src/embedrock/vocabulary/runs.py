@@ -310,7 +310,7 @@ def _write(
     index_pages = np.zeros((-(-words.nbytes // PAGE_BYTES), PAGE_WORDS), np.uint32)
     index_pages.reshape(-1)[: words.nbytes // 4] = words.view(np.uint32)
     pages_of.append_pages(log, index_pages)
-    sealed = log.seal_as("full", 0, log.count)
+    sealed = log.seal((0, log.count))
     assert sealed.salt is not None  # all new segments have one
     blocks = [len(index.firsts) for index in indexes]
     where = blocks[0], pages[1], blocks[1], pages[2] - pages[1]
