@@ -61,6 +61,20 @@ def fill_words(row_id, seed, purpose, step, words):
 
 
 @inlined
+def standard_normal(word):
+    """Return the standard normal value of one word."""
+    p, x = _tail(word)
+    return _quantile(word, p, x)
+
+
+@inlined
+def truncated_normal(word, cut, inside):
+    """Return the truncated normal value of one word, without `cut` of each tail; `inside` is ``1 - 2 * cut``."""
+    p, x = _tail(word)
+    return _quantile(word, cut + inside * p, inside * x)
+
+
+@inlined
 def _tail(word):
     # p is the probability beyond |z|, and x = 1 - 2 p, computed from k so that nothing cancels.
     k = np.int32(word >> np.uint32(1))
@@ -118,8 +132,7 @@ def uniform_values(ids, seed, low, high, out, lo, hi):
 @inlined
 def _normal(word, constants):
     mean, std = constants
-    p, x = _tail(word)
-    return mean + std * _quantile(word, p, x)
+    return mean + std * standard_normal(word)
 
 
 @kernel(over="ids", reads=("ids",), grain=256)
@@ -130,9 +143,8 @@ def normal_values(ids, seed, mean, std, out, lo, hi):
 
 @inlined
 def _truncated_normal(word, constants):
-    mean, std, cut, inside = constants  # without `cut` of each tail; `inside` is ``1 - 2 * cut``
-    p, x = _tail(word)
-    return mean + std * _quantile(word, cut + inside * p, inside * x)
+    mean, std, cut, inside = constants
+    return mean + std * truncated_normal(word, cut, inside)
 
 
 @kernel(over="ids", reads=("ids",), grain=256)
