@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,39 @@ def test_transforms_of_rows_that_train_are_refused():
     rows = layer(IDS)
     torch.vmap(lambda row: row.square().sum())(rows).sum().backward()  # as the error says
     assert torch.equal(gradient_of(layer)[1], 2 * rows[1])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode calls
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "hessian", "jvp"])
+def test_derivatives_of_weights_in_transforms_are_refused(transform: str):
+    bag = ert.EmbeddingBag(ROWS, DIM, mode="sum").requires_grad_(False)
+    ids, weights = torch.tensor([[1, 2], [3, 3]]), torch.rand(2, 2)
+
+    def derived(loss: Callable[[Tensor], Tensor]) -> Any:
+        of = getattr(torch.func, transform)
+        return of(loss, (weights,), (weights,)) if transform == "jvp" else of(loss)(weights)
+
+    with pytest.raises(er.UnsupportedError, match=r"EmbeddingBag\(23, 5.* weights of positions as constants"):
+        derived(lambda w: bag(ids, None, w).sum())
+    found = derived(lambda w: (bag(ids, None, w.detach()) * w.sum()).sum())  # as the error says
+    expected = derived(lambda w: (bag(ids, None, weights).detach() * w.sum()).sum())
+    assert all(map(torch.equal, found, expected))
+    assert torch.autograd.grad(bag(ids, None, weights.requires_grad_()).sum(), weights)[0].abs().min() > 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode calls
+@pytest.mark.parametrize("trains", [True, False])
+def test_tangents_of_weights_are_refused(trains: bool):
+    bag = ert.EmbeddingBag(ROWS, DIM, mode="sum").requires_grad_(trains)
+    both = ert.EmbeddingBagCollection({"a": bag, "b": ert.EmbeddingBag(ROWS, DIM, mode="sum").requires_grad_(trains)})
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0])
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        weights = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        given = ids, offsets, weights
+        for look_up in (lambda: bag(*given), lambda: both({"a": given, "b": given})):
+            with pytest.raises((RuntimeError, NotImplementedError), match=r"forward AD|jvp"):
+                look_up()
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -17,10 +17,10 @@ from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.embedding import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.layers.features import BagInput, check_bounds
-from embedrock.torch.layers.row_layer import RowLayer, needs_gradient
+from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, host_ids
+from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, host_ids, needs_gradient
 
 MODES = ("sum", "mean", "max")
 

@@ -20,7 +20,7 @@ from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids
+from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, needs_gradient
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -86,6 +86,12 @@ def _plain(value: Any, label: str) -> Any:
             raise UnsupportedError(
                 f"{label} cannot be looked up for ids that vmap goes over. Layers take ids of any shape: look them up "
                 "outside, `rows = layer(ids)`, and let vmap go over the rows."
+            )
+        if value.is_floating_point() and needs_gradient(value):
+            raise UnsupportedError(
+                f"{label} takes weights of positions as constants inside of torch.func's transforms (grad, jvp, "
+                "jacrev, ...), so that their derivatives would be 0. Differentiate them by torch.autograd.grad outside "
+                "of transforms, or pass weights.detach() as constants."
             )
         value = _functorch.get_unwrapped(value)
     return value

@@ -32,7 +32,7 @@ from embedrock.torch.layers.arguments import (
 )
 from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import renormalize
+from embedrock.torch.training.lookup import needs_gradient, renormalize
 from embedrock.torch.training.sharing import ShardingOptions
 
 IMPORT_ROWS = 65_536
@@ -488,11 +488,6 @@ class RowLayer(nn.Module):
         with self._handle_aside():
             found = missing_keys, unexpected_keys, error_msgs
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
-
-
-def needs_gradient(weights: Tensor | None) -> bool:
-    """Return whether the weights of positions get a gradient."""
-    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def _batches(weight: Tensor, size: int = IMPORT_ROWS) -> Iterator[tuple[int, Tensor]]:

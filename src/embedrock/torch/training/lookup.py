@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
@@ -321,7 +322,7 @@ def look_up_side_by_side(joins: Any, requests: Sequence[FeatureRequest]) -> Tens
 def _looked_up(reading: JointLookupState) -> list[Tensor]:
     handles = list(dict.fromkeys(one.handle for one in reading.requests if one.trains))
     weights = [one.weights for one in reading.requests if one.weights is not None]
-    if handles or (torch.is_grad_enabled() and any(map(_weights_train, reading.requests))):
+    if handles or any(needs_gradient(one.weights) for one in reading.requests):
         return list(JointLookup.apply(reading, handles, *handles, *weights))
     return reading.read(for_weights=False)
 
@@ -365,4 +366,14 @@ def _are_alike(requests: Sequence[FeatureRequest]) -> bool:
 
 
 def _weights_train(request: FeatureRequest) -> bool:
-    return request.weights is not None and request.weights.requires_grad
+    return request.weights is not None and (request.weights.requires_grad or has_tangent(request.weights))
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Return whether a tensor has a derivative of forward mode."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def needs_gradient(weights: Tensor | None) -> bool:
+    """Return whether autograd follows the weights of positions, in backward or in forward mode."""
+    return weights is not None and ((weights.requires_grad and torch.is_grad_enabled()) or has_tangent(weights))
