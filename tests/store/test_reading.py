@@ -20,6 +20,7 @@ from embedrock.errors import CorruptTableError
 from embedrock.io.vfs import OS_SYSTEM, File, System, create, open_file
 from embedrock.store import reading
 from slow import examples
+from suites import FaultFS
 
 FIRST = 4096
 STRAY = 0xA5
@@ -77,13 +78,13 @@ class Recorder:
 
 
 class Plain:
-    """A system without threads: the loop that every system starts from."""
+    """A system without threads, which reads in the loop of `FaultFS`."""
 
     pread = staticmethod(OS_SYSTEM.pread)
     is_direct = staticmethod(OS_SYSTEM.is_direct)
 
     def read_many(self, fds, offsets, sizes, out, starts) -> None:
-        System.read_many(self, fds, offsets, sizes, out, starts)  # pyright: ignore[reportArgumentType]
+        FaultFS.read_many(self, fds, offsets, sizes, out, starts)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture(scope="module", params=[(4, 5000), (96, 2000), (768, 700), (4092, 100), (40_000, 40)], ids=str)
