@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -35,7 +36,12 @@ COMMAND = re.compile(r"`embedrock ((?:[a-z]+)(?: [^`]*)?)`")
 WORDS = re.compile(r"\b(old|new|another) (path|one)\b")  # that stand for a value
 
 
-def messages() -> Iterator[tuple[str, str]]:
+@functools.cache
+def messages() -> list[tuple[str, str]]:
+    return list(_messages())
+
+
+def _messages() -> Iterator[tuple[str, str]]:
     """Go through the texts in the sources, but for docstrings; what is filled in is X."""
     for path in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -69,6 +75,7 @@ def balanced(text: str, start: int) -> str | None:
     return None
 
 
+@functools.cache
 def calls() -> list[tuple[str, str]]:
     found = []
     for where, text in messages():
