@@ -245,6 +245,42 @@ def test_names_in_a_closed_group(tmp_path: Path) -> None:
         assert content_of(group) == {"A" if name == "a" else name: each for name, each in before.items()}
 
 
+@pytest.mark.parametrize("kind", ["c", "going"])
+@pytest.mark.parametrize("way", ["closed while it is written", "swapped", "swapped and closed", "closed and swapped"])
+def test_a_commit_has_what_a_table_remembers_besides_its_rows(tmp_path: Path, kind: str, way: str) -> None:
+    with er.Group(path=tmp_path / "m", memory="256KiB") as group:
+        for seed, name in enumerate(("one", "two")):
+            group.table(name, **KINDS[kind], seed=seed)
+        step(group, 0, ["one"])
+        for number in range(5):
+            step(group, number, ["two"])
+        group.commit()
+        if way == "closed while it is written":
+            for number in range(5, 8):
+                step(group, number, ["one"])
+            group.commit(wait=False)
+            group["one"].close()
+            step(group, 8, ["two"])
+        elif way == "closed and swapped":
+            group["one"].close()
+            group["two"].close()
+        if "swapped" in way:
+            for name, new in (("one", "it"), ("two", "one"), ("it", "two")):
+                group.rename(name, new)
+        if way == "swapped and closed":
+            group["one"].close()
+        group.commit()
+        expected = content_of(group)
+    with er.open(tmp_path / "m") as group:
+        assert content_of(group) == expected
+        step(group, 9, ["one", "two"])
+        group.commit()
+        expected = content_of(group)
+        assert group.verify().problems == []
+    with er.open(tmp_path / "m", mode="r") as group:
+        assert content_of(group) == expected
+
+
 # -------------------------------------------------------------------- one budget
 
 

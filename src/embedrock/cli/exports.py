@@ -51,8 +51,9 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
         assert kind.sink is not None  # a writable format
         made = _write(table, kind.sink(output, start), journal)
         journal.path.unlink()
-        files = [str(one) for one in made]
-        return described | {"table": str(table.path), "files": files, "continued_at": start}
+        result = described | {"table": str(table.path), "files": [str(one) for one in made], "continued_at": start}
+        order = "table", "commit", "files", "format", "rows", "continued_at", "dim", "all", "words"
+        return {key: result[key] for key in order}
 
 
 def _output(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Output:

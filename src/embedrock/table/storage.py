@@ -103,6 +103,7 @@ class StorageManager(Location):
         self._refused: Exception | None = None  # error that prevented an automatic commit
         self._gave_up = False  # on the remaining changes
         self._dropped = set[str]()  # names of members
+        self._named_at = dict[str, int]()  # of a name that went to another table: the first commit that has this
         self._saving: list[RowLifecycle] = []  # lifecycles saved by the last started commit
 
     @property
@@ -498,7 +499,7 @@ class StorageManager(Location):
         rows, files = self.get(name), None
         assert isinstance(rows, TableState)  # it is still open
         if self.versions.pop(name).is_committed:
-            files = next((member.history for member in self.table_folder.manifest.members if member.name == name), None)
+            files = self._files_of(name)
         else:
             self.changed.advance()
         self._tell_of(name)
@@ -515,20 +516,32 @@ class StorageManager(Location):
         assert isinstance(member, ClosedMember)  # it was closed
         self.pools.release(member.tier)
         self.changed.advance()
+        self._give_away(name)
 
     def rename(self, name: str, new: str) -> None:
         self.check_writable()
         self.changed.advance()
+        self._give_away(name, new)
         self.table_folder.rename(name, new)
         self.versions[new] = self.versions.pop(name)
         super().rename(name, new)
+
+    def _give_away(self, *names: str) -> None:
+        """Register that these names are of other tables than in the last commit, and in the one that runs."""
+        first = self.last_commit + 1 + (self.pending is not None)
+        self._named_at |= dict.fromkeys(names, first)
+
+    def _files_of(self, name: str) -> tuple[HistoryFile, ...] | None:
+        """Return the history files of a table as it was last committed; None: the last commit has others, or none."""
+        if self.pending is not None or self.last_commit < self._named_at.get(name, 0):
+            return None
+        return next((each.history for each in self.table_folder.manifest.members if each.name == name), None)
 
     def _member(self, name: str, member: TableState | ClosedMember) -> TableEntry:
         is_open = isinstance(member, TableState)
         spec, files = (_described(member), None) if is_open else (member.spec, member.files)
         if files is None:
-            before = next((each.history for each in self.table_folder.manifest.members if each.name == name), ())
-            self._remember(name, member, before)
+            self._remember(name, member, self._files_of(name) or ())
         place, tier = self.pools.place_of(member.tier), member.tier
         return TableEntry(name, *place, spec, member.steps, member.skipped_steps, tier.count, files or ())
 
