@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -247,3 +248,7 @@ class FromBfloat16(FromArray):
 
 
 INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, TruncatedNormal, FromArray)
+
+# Pickles of earlier versions name the modules that these classes were in.
+for _old in ("constant", "from_array", "normal"):
+    sys.modules[f"{__name__}.{_old}"] = sys.modules[__name__]

@@ -212,6 +212,7 @@ class RowsVariable(keras.Variable):
         return tf.constant(table.lookup(np.arange(table.rows)))
 
     assign = assign_add = assign_sub = GuardedVariable._refuse_write
+    __array__ = GuardedCell._refuse_read  # Keras' own does not take NumPy's `copy`, and reads nothing in a graph
 
 
 _OWN_SHAPE = ("keras.", "tensorflow.", "embedrock.")  # modules that make, read and save the variable itself

@@ -47,7 +47,7 @@ class EmbeddingBag(RowLayer):
         [[1.0, 1.0], [1.5, 1.5]]
     """
 
-    kind = "ert.EmbeddingBag"
+    _kind = "ert.EmbeddingBag"
     shown = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "padding_idx")
 
     @shows(RowOptions)

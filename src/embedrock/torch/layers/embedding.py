@@ -179,7 +179,7 @@ class Embedding(RowLayer):
         3
     """
 
-    kind = "ert.Embedding"
+    _kind = "ert.Embedding"
     shown = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 
     @shows(RowOptions)

@@ -66,7 +66,7 @@ class RowLayer(nn.Module):
         options: options of the layer and its table.
     """
 
-    kind: ClassVar[str]  # name of the class in error messages
+    _kind: ClassVar[str]  # name of the class in error messages
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     rows: ClassVar[row_state.RowKeys] = row_state.RowKeys()
     handle: Handle
@@ -83,8 +83,8 @@ class RowLayer(nn.Module):
         options: RowOptions,
     ) -> None:
         check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
-        check_positions(self.kind, scale_grad_by_freq, options)
-        table = table_of(self.kind, rows, dim, padding_idx, options)
+        check_positions(self._kind, scale_grad_by_freq, options)
+        table = table_of(self._kind, rows, dim, padding_idx, options)
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
@@ -105,8 +105,8 @@ class RowLayer(nn.Module):
         cls, weights: Tensor | np.ndarray, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
     ) -> Self:
         """Make a layer with `weights` as initial rows. `given` are PyTorch's arguments of the layer."""
-        check_positions(cls.kind, given["scale_grad_by_freq"], options)
-        table = pretrained_table(cls.kind, weights, dtype, options)
+        check_positions(cls._kind, given["scale_grad_by_freq"], options)
+        table = pretrained_table(cls._kind, weights, dtype, options)
         make: Any = cls  # arguments differ between layers
         layer = make(table, None, **given)
         layer.dtype = DTYPES[table.spec.dtype]
