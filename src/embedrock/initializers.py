@@ -250,5 +250,5 @@ class FromBfloat16(FromArray):
 INITIALIZERS: tuple[type[Initializer], ...] = (Zeros, Constant, Uniform, Normal, TruncatedNormal, FromArray)
 
 # Pickles of earlier versions name the modules that these classes were in.
-for _old in ("constant", "from_array", "normal"):
-    sys.modules[f"{__name__}.{_old}"] = sys.modules[__name__]
+for _module in ("constant", "from_array", "normal"):
+    sys.modules[f"{__name__}.{_module}"] = sys.modules[__name__]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -182,6 +183,8 @@ def test_nothing_fits():
     with pytest.raises(er.NoPlanError, match=r"need .* of files: 1\.0 MiB may be used\. --disk \d+ is enough") as disk:
         er.plan(TABLES, 64, memory="217MiB", disk="1MiB", **PLAIN)
     er.plan(TABLES, 64, memory="217MiB", disk=disk.value.needed["disk"], **PLAIN)
+    again = pickle.loads(pickle.dumps(disk.value))  # as a pool of processes sends it
+    assert (str(again), again.needed) == (str(disk.value), disk.value.needed)
 
 
 @pytest.mark.parametrize(

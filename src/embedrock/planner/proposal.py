@@ -57,6 +57,9 @@ class NoPlanError(EmbedrockError, MemoryError):
         super().__init__(text)
         self.needed = needed
 
+    def __reduce__(self) -> tuple[type, tuple[str, dict[str, int]]]:
+        return type(self), (str(self), self.needed)
+
 
 @dataclass(frozen=True)
 class TablePlan:
