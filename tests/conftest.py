@@ -118,7 +118,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder with the real interaction logs (`ml-100k.inter`, `video_games.txt`)."""
-    folder = Path(os.environ.get("EMBEDROCK_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+    folder = Path(os.environ.get("EMBEDROCK_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}: set EMBEDROCK_TEST_DATA to the folder that holds it")
     return folder
