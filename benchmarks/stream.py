@@ -117,8 +117,15 @@ class Stream:
 
     def _files_over_live(self, stats: dict[str, float]) -> float:
         """Return the bytes of all existing files, over those of the rows."""
-        sizes = [one.stat().st_size for one in self._folder.rglob("*") if one.is_file()]
+        sizes = [_size(one) for one in self._folder.rglob("*") if one.is_file()]
         return sum(sizes) / (stats["rows_touched"] * stats["record_bytes"])
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # a commit in the background has just removed it
+        return 0
 
 
 def measure(task: Task) -> Report:
