@@ -80,13 +80,14 @@ class Backend(ABC):
         epoch: number that changes when slots do.
         evicts: records may leave their slots for files. So a row without a slot may have a record.
         base: key of id 0 in `pool`.
+        number: of its range of keys there.
         is_shared: it is a pool, of all tables with the same record layout. Each has a range of its keys.
         parts: key ranges of a group's tables, by number; None for a table alone.
         batch_rows: rows that fit the backend at once.
     """
 
     evicts = is_shared = False
-    base = 0
+    base = number = 0
     parts: dict[int, Any] | None = None
     batch_rows = sys.maxsize
 

@@ -342,14 +342,12 @@ class Table(StoredVerbs):
             lr: learning rate of this step; None: the rule's.
             changes: other hyperparameters of this step, by name.
         """
-        rows = self._checked_rows()
-        rows.check_commit()
+        rows = self._rows
         rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
         step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value))])
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
-        rows.check_commit()
         rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
         try:
             step_checked([StepRequest((rows,), rule, summed)])
