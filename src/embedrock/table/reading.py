@@ -42,10 +42,11 @@ def pool_of(tables: Tables) -> Backend:
 
 def keys_of(tables: Tables, ids: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
     """Return the pool's keys of the ids of tables, one table after the other."""
-    if len(tables) == 1:
-        return tables[0].tier.keys(ids)
-    bases, counts = np.array([rows.tier.base for rows in tables]), np.diff(bounds)
-    return ids + bases.repeat(counts)
+    bases = [tier.base for rows in tables if (tier := rows.backend) is not None]
+    if len(bases) == 1:
+        return ids + bases[0] if bases[0] else ids
+    starts = np.array(bounds)
+    return ids + np.array(bases).repeat(starts[1:] - starts[:-1])
 
 
 def own_parts(tables: Tables, plan: Plan) -> Iterator[tuple[TableState, slice]]:
@@ -59,9 +60,8 @@ def is_reading(tables: Tables, plan: Plan) -> bool:
     return last is not None and last[0]() is plan.ids
 
 
-def present_slots(tables: Tables, plan: Plan, keys: np.ndarray) -> np.ndarray:
-    """Return the slots of a plan's rows now. Slots never move within an epoch."""
-    pool = pool_of(tables)
+def present_slots(pool: Backend, tables: Tables, plan: Plan, keys: np.ndarray) -> np.ndarray:
+    """Return the slots of a plan's rows in a pool now. Slots never move within an epoch."""
     if plan.epoch != pool.epoch:
         for rows, own in own_parts(tables, plan):
             check_range(plan.ids[own], rows.spec.rows, rows.subject)
@@ -85,7 +85,7 @@ def located(tables: Tables, plan: Plan) -> Plan:
         for rows, own in own_parts(tables, plan):
             rows.last_read = ids, own
         pool.begin_batch()  # may begin an epoch
-    slots = pool.bring(keys, present_slots(tables, plan, keys))
+    slots = pool.bring(keys, present_slots(pool, tables, plan, keys))
     return plan.with_slots(slots, pool.epoch)
 
 
