@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import Int64Array, JointPlan, Plan, make_plan, merge_plans, plan_of_rows
+from embedrock.batch.plan import Int64Array, Plan, make_plan, merge_plans, plan_of_rows
 from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 
 
 @spanned("sum")
-def sum_segments(plan: Plan | JointPlan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sum_segments(plan: Plan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence.
 
     Returns:

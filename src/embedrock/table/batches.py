@@ -6,15 +6,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from embedrock import kernels
 from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import JointGradients, PartGradients, RowGradients, rejoined, sum_segments
 from embedrock.batch.ids import are_ids, check_ids, check_range
-from embedrock.batch.plan import JointPlan, bounds_of, joined_ids, make_joint_plan
+from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
 from embedrock.batch.pooling import Bags, PooledSource, RowSources
 from embedrock.errors import CacheTooSmallError, check_choice
 from embedrock.storage.backend import Backend
@@ -89,15 +88,16 @@ class PoolLayout:
     skips: bool
     bases: np.ndarray
     _layout: FeatureLayout | None = None
-    _limits: tuple[list[int | None], np.ndarray, np.ndarray] | None = None
+    _described: tuple[list[int | None], np.ndarray] | None = None
 
-    def limits(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lowest and the highest id of each table: int64 (tables,)."""
+    def described(self) -> np.ndarray:
+        """Return the tables as `plan_tables` takes them."""
         rows = [rows.spec.rows for rows in self.rows]
-        if self._limits is None or self._limits[0] != rows:
-            bounds = [wrong_ids.bounds(each) for each in rows]
-            self._limits = rows, np.array([low for low, _ in bounds]), np.array([end - 1 for _, end in bounds])
-        return self._limits[1:]
+        if self._described is None or self._described[0] != rows:
+            low, end = zip(*map(wrong_ids.bounds, rows), strict=True)
+            columns = self.own[:-1], self.own[1:], low, [each - 1 for each in end], self.bases
+            self._described = rows, np.array(columns, np.int64).T.copy()
+        return self._described[1]
 
     @property
     def is_current(self) -> bool:
@@ -176,7 +176,7 @@ class PoolPlan:
 
     route: PoolLayout
     layout: FeatureLayout
-    plan: JointPlan
+    plan: Plan
     slots: np.ndarray
     epoch: int
     weights: np.ndarray | None
@@ -234,7 +234,7 @@ class PoolLookup:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for share in self.batch.shares for part in (*share.plan, share.slots))
+        return sum(share.plan.nbytes for share in self.batch.shares)
 
     @property
     def outputs(self) -> list[np.ndarray]:
@@ -315,23 +315,21 @@ def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
         left = [_without_padding(feature) for feature in own]
         own, kept = [feature for feature, _ in left], [each for _, each in left]
     layout, tier = route.layout(own), route.pool
-    keys = joined_ids([feature.ids for feature in own])
-    _check_range(keys, layout, route, own)
-    share = PoolPlan(route, layout, make_joint_plan(keys, layout.tables), _NONE, tier.epoch, _weights(own), kept)
-    share.slots = tier.find(share.keys())
-    return share
+    ids = [feature.ids for feature in own]
+    made = plan_tables(sources_of(ids), route.described(), layout.tables, tier.index, tier.epoch)
+    if made is None:
+        _refuse(own)
+    return PoolPlan(route, layout, made, made.slots, tier.epoch, _weights(own), kept)
 
 
 _NONE = np.empty(0, np.int64)
 
 
-def _check_range(ids: np.ndarray, layout: FeatureLayout, route: PoolLayout, features: Sequence[BatchFeature]) -> None:
-    lowest, highest = np.empty((2, len(route.tables)), np.int64)
-    kernels.cpu.launch(kernels.cpu.plan.extremes, ids, layout.tables, lowest, highest)
-    low, high = route.limits()
-    for k in ((lowest < low) | (highest > high)).nonzero()[0].tolist():
-        for feature in features[route.own[k] : route.own[k + 1]]:
-            check_range(feature.ids, feature.table.rows, feature.table.subject)
+def _refuse(features: Sequence[BatchFeature]) -> NoReturn:
+    """Raise the error of the first ids outside their table, which the plan has found."""
+    for feature in features:
+        check_range(feature.ids, feature.table.rows, feature.table.subject)
+    raise AssertionError("all ids are inside")
 
 
 def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | None]:

@@ -451,7 +451,7 @@ class TableState:
         if self.owns is not None:
             check_owned(ids, self.owns, self.subject)
         tier = self.tier
-        return make_plan(ids, tier.find, tier.epoch)
+        return make_plan(ids, tier.index, tier.epoch, tier.base)
 
     def default_row(self) -> np.ndarray | None:
         """Return the value of all rows without a record, float32 (dim,); None: each has its initial value."""
