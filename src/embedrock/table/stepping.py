@@ -101,6 +101,8 @@ class CheckedStep(ABC):
         table_locks: locks of the tables.
     """
 
+    __slots__ = ("rows", "table_locks")
+
     rows: Sequence[TableState]
     table_locks: Sequence[TableLock]
 
@@ -307,6 +309,8 @@ class HostStep(CheckedStep):
         beside: new records of other tables in the same step, which need room, too.
         is_step: the rule steps the rows, and admits some of them. False: all of them get records.
     """
+
+    __slots__ = ("_beside", "_requests", "_table_lock", "_versions", "is_step", "pools")
 
     def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = (), is_step: bool = True) -> None:
         self._requests, self._beside, self.is_step = requests, beside, is_step
@@ -616,15 +620,19 @@ class PoolStep:
         left: ids of the rows that are evicted for it.
     """
 
-    fresh: np.ndarray
+    __slots__ = (
+        "_grads", "_is_step", "_of_others", "_runs", "_slots", "decision", "fresh", "keys", "left", "new", "plan",
+        "pool", "requests", "tables",
+    )  # fmt: skip
 
     def __init__(self, pool: Backend, requests: Sequence[StepRequest], is_step: bool) -> None:
         self.pool, self._is_step = pool, is_step
         self.decision: AdmissionDecision | None = None
-        self.left, self.new = NOBODY, list[NewRows]()
+        self.left = NOBODY
+        self.new: list[NewRows] = []
         self.take(requests)
         self.plan = self._grads.plan
-        self.keys = keys_of(self.tables, self.plan.ids, self.plan.bounds)
+        self.keys = keys_of(self.tables, self.plan)
         if not (is_reading(self.tables, self.plan) or (pool.is_shared and pool.goes_on_with(self.keys))):
             pool.begin_batch()
         self._found(present_slots(pool, self.tables, self.plan, self.keys))
@@ -678,7 +686,7 @@ class PoolStep:
         self.left = rows.lifecycle.victims(self.decision)
         if self.decision.rows is not None:
             plan = plan.of_rows(np.flatnonzero(self.decision.rows))
-            self.keys = keys_of(self.tables, plan.ids, plan.bounds)
+            self.keys = keys_of(self.tables, plan)
         self.plan = plan
         self._count_new()
 
@@ -757,7 +765,8 @@ class PoolStep:
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
         known: dict[tuple[int, int], Any] = {}  # tables of one rule have the same constants
-        self._runs, last, bounds, number = list[StepRun](), None, self.plan.bounds, 0
+        last, bounds, number = None, self.plan.rows.tolist(), 0
+        self._runs: list[StepRun] = []
         is_exact = self.pool.spec.dtype == "float32"
         for each in self.requests:
             for rows in each.tables:
@@ -796,7 +805,7 @@ class PoolStep:
 
     def count(self) -> list[Callable[[], None]]:
         """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
-        made, values = [], self._grads.values if self.decision is None else self._values()
+        made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
         for run in self._runs:
             rows, own = run.tables[0], slice(run.start, run.stop)
             refreshed = () if rows.history is None else self._taken(rows)
