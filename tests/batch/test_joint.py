@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import embedrock as er
 from embedrock.batch import plan as planning
-from embedrock.batch.gradients import JointGradients, PartGradients, rejoined, run_of
+from embedrock.batch.gradients import JointGradients, rejoined, run_of
 from embedrock.batch.plan import JointPlan, joined_ids, make_joint_plan, make_plan, plan_of_rows
 from slow import examples
 
@@ -73,8 +73,9 @@ def test_rows_planned_once_each() -> None:
 
 def test_gradients_of_tables_are_parts_of_one_array() -> None:
     ids, slots, values = np.array([4, 9, 2, 4, 7]), np.array([0, 1, -1, 3, 4]), np.float32(np.arange(15)).reshape(5, 3)
-    joint = JointGradients(ids, slots, 7, True, values, [0, 2, 2, 5])
-    parts = [PartGradients(joint, table, 1.0) for table in range(3)]
+    joint = JointGradients(ids, slots, 7, True, values, [0, 2, 2, 5], np.arange(5.0))
+    parts = [joint.of(number) for number in range(3)]
+    assert [part.square_norm for part in parts] == [1.0, 0.0, 9.0]
     assert [part.has_width(3) for part in parts] == [True] * 3
     assert not parts[0].has_width(4)
     assert run_of(parts) is joint

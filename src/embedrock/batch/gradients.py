@@ -55,6 +55,10 @@ class RowGradients:
         kernels.cpu.launch(kernels.cpu.rows.row_squares, values, squares)
         return RowGradients(plan, values, float(squares.sum()))
 
+    def of(self, number: int) -> RowGradients:
+        """Return the gradients of a table, as `JointGradients.of` does: of the only one."""
+        return self
+
     @property
     def norm(self) -> float:
         return math.sqrt(self.square_norm)
@@ -120,6 +124,7 @@ class JointGradients:
         may_miss: whether some slots may be -1.
         values: float32 (unique, dim).
         rows: where the rows of each table begin, and where the last ones end.
+        squares: float64 (unique,), the sum of squares of each row.
     """
 
     ids: Int64Array
@@ -128,6 +133,11 @@ class JointGradients:
     may_miss: bool
     values: np.ndarray
     rows: list[int]
+    squares: np.ndarray
+
+    def of(self, number: int) -> PartGradients:
+        """Return the gradients of a table."""
+        return PartGradients(self, number, float(np.add.reduce(self.squares[slice(*self.rows[number : number + 2])])))
 
     def run_of(self, first: int, last: int) -> JointGradients:
         """Return the gradients of the tables from `first` to `last`."""
@@ -136,7 +146,8 @@ class JointGradients:
             return self
         own = slice(start, stop)
         rows = [row - start for row in self.rows[first : last + 1]]
-        return JointGradients(self.ids[own], self.slots[own], self.epoch, self.may_miss, self.values[own], rows)
+        ids, slots, values, squares = self.ids[own], self.slots[own], self.values[own], self.squares[own]
+        return JointGradients(ids, slots, self.epoch, self.may_miss, values, rows, squares)
 
 
 class PartGradients(RowGradients):
@@ -171,8 +182,8 @@ def run_of(parts: Sequence[RowGradients]) -> JointGradients | None:
 
     Example:
         >>> rows = np.arange(4), np.arange(4), 0, False, np.ones((4, 2), np.float32)
-        >>> joint = JointGradients(*rows, [0, 1, 3, 4])
-        >>> parts = [PartGradients(joint, table, 1.0) for table in range(3)]
+        >>> joint = JointGradients(*rows, [0, 1, 3, 4], np.full(4, 2.0))
+        >>> parts = [joint.of(number) for number in range(3)]
         >>> run_of(parts) is joint, run_of(parts[1:]).ids, run_of(parts[::2])
         (True, array([1, 2, 3]), None)
     """

@@ -12,7 +12,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.batch import pooling, wrong_ids
-from embedrock.batch.gradients import JointGradients, PartGradients, RowGradients, rejoined, sum_segments
+from embedrock.batch.gradients import JointGradients, RowGradients, rejoined, sum_segments
 from embedrock.batch.ids import are_ids, check_ids, check_range
 from embedrock.batch.plan import JointPlan, bounds_of, joined_ids, make_joint_plan
 from embedrock.batch.pooling import Bags, PooledSource, RowSources
@@ -75,6 +75,7 @@ class PoolLayout:
         modes: consecutive features of the same mode: the mode, and the bounds of the features.
         skips: some bags have a padding id.
         bases: int64 (tables,), the pool's keys of their ids 0.
+        has_padding: a table has a padding.
     """
 
     pool: Backend
@@ -88,6 +89,7 @@ class PoolLayout:
     modes: list[tuple[str | None, int, int]]
     skips: bool
     bases: np.ndarray
+    has_padding: bool = False
     _layout: FeatureLayout | None = None
     _limits: tuple[list[int | None], np.ndarray, np.ndarray] | None = None
 
@@ -305,7 +307,8 @@ def _route(pool: Backend, kind: str, features: Sequence[BatchFeature], asked: di
     own = bounds_of([len(each) for each in asked.values()])
     parts = [*map(part_of, rows)]
     bases = np.array([part.base for part in parts])
-    return PoolLayout(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, bases)
+    has_padding = any(padding is not None for padding in paddings)
+    return PoolLayout(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, bases, has_padding)
 
 
 def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
@@ -539,6 +542,8 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
 
 # -------------------------------------------------------------------- gradients
 
+Block = tuple[list[Table], JointGradients | RowGradients]  # tables, and the gradients of their rows
+
 
 def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
@@ -547,6 +552,15 @@ def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> li
         reading: lookup of the batch.
         grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
     """
+    found: dict[Table, list[RowGradients]] = {}
+    for tables, summed in sum_blocks(reading, grads):
+        for number, table in enumerate(tables):
+            found.setdefault(table, []).append(summed.of(number))
+    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+
+
+def sum_blocks(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
+    """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
     joined = [_joined_grads(reading, k, grads) for k in range(len(reading.batch.shares))]
     if all(given is not None for given in grads):
         return sum_arrays(reading, joined)
@@ -564,27 +578,29 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
 
 def sum_arrays(
     reading: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
-) -> list[tuple[Table, RowGradients]]:
-    """Return the result of `sum_gradients` from the gradients of ``reading.arrays``: C-contiguous, of their shapes.
+) -> list[Block]:
+    """Return the result of `sum_blocks` from the gradients of ``reading.arrays``: C-contiguous, of their shapes.
 
     `touched` has the result's rows of each pool plan, bool (unique,); None: all.
     """
-    found: dict[Table, list[RowGradients]] = {}
+    found: list[Block] = []
     for number, (share, given) in enumerate(zip(reading.batch.shares, grads, strict=True)):
-        trace = reading.traces[number]
+        trace, route = reading.traces[number], share.route
         if trace is None:
             values, squares = sum_segments(share.plan, given)
         else:
             values, squares = pooling.sum_bags(given, share.weights, _bags(reading, number), trace)
         may_miss, cuts = bool((share.slots < 0).any()), share.plan.rows.tolist()
-        joint = JointGradients(share.plan.ids, share.slots, share.epoch, may_miss, values, cuts)
-        for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
-            start, stop = cuts[k], cuts[k + 1]
-            summed: RowGradients = PartGradients(joint, k, float(np.add.reduce(squares[start:stop])))
+        joint = JointGradients(share.plan.ids, share.slots, share.epoch, may_miss, values, cuts, squares)
+        if touched is None and not route.has_padding:
+            found.append((route.tables, joint))
+            continue
+        for k, (table, padding) in enumerate(zip(route.tables, route.paddings, strict=True)):
+            summed: RowGradients = joint.of(k)
             if touched is not None:
-                summed = summed.kept(touched[number][start:stop])
-            found.setdefault(table, []).append(summed if padding is None else summed.kept(summed.plan.ids != padding))
-    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+                summed = summed.kept(touched[number][cuts[k] : cuts[k + 1]])
+            found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
+    return found
 
 
 def _bags(reading: PoolLookup, number: int) -> Bags:

@@ -488,8 +488,8 @@ def _as_one(parts: Sequence[RowGradients]) -> JointGradients:
     epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
     rows = [0, *itertools.accumulate(len(plan.ids) for plan in plans)]
     ids, slots = (_one_after_another([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
-    may_miss = any(plan.missing for plan in plans)
-    return JointGradients(ids, slots, epoch, may_miss, _one_after_another([part.values for part in parts]), rows)
+    may_miss, values = any(plan.missing for plan in plans), _one_after_another([part.values for part in parts])
+    return JointGradients(ids, slots, epoch, may_miss, values, rows, np.empty(0))  # squares were checked before
 
 
 def _one_after_another(arrays: Sequence[np.ndarray]) -> np.ndarray:

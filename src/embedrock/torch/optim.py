@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,9 @@ from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.backward import as_it_is
-from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.handle import Handle, check_untouched, drop_gradients, note_steps
 from embedrock.torch.training.parameters import handles
+from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import OptimizedRows, announce_steps, fall_behind
 from embedrock.torch.training.unapplied import UntrainedWeightsCheck
 
@@ -78,6 +79,7 @@ class RowOptimizer(torch.optim.Optimizer):
     fields: ClassVar[tuple[str, ...]]
     _resets_state = False
     _watches: Sequence[UntrainedWeightsCheck] = ()
+    _checked_groups: dict[int, _CheckedGroup]
 
     def __init_subclass__(cls, *, rule: type[Rule] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,7 +113,7 @@ class RowOptimizer(torch.optim.Optimizer):
         rule = self.rule_type(**{name: _plain(value) for name, value in given.items()})
         defaults = {name: getattr(rule, name) for name in self.fields}
         fixed = {name: hyperparameters.get(name) for name in self.rule_type.FIXED}  # None: as in the table's rule
-        self._resets_state = reset_state
+        self._resets_state, self._checked_groups = reset_state, {}
         super().__init__(_param_groups(layers), {**defaults, **fixed, "clip_value": clip_value})
         self._resets_state = False  # for later tables, in a param group or a copy
 
@@ -192,6 +194,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._checked_groups = {}
         for group in self.param_groups:  # a copy, or an unpickled one, holds its handles as the original did
             self._bind(group, None)
 
@@ -240,7 +243,8 @@ class RowOptimizer(torch.optim.Optimizer):
         torch._C._set_grad_enabled(False)  # a context manager takes four times as long
         try:
             due = [part for group in self.param_groups for part in self._due(group)]
-            announce_steps(due)
+            if are_there_groups():
+                announce_steps(due)
             step_all([step for _, step in due])
         except (MemoryError, OSError) as error:  # all ranks refuse other errors alike
             fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
@@ -248,8 +252,7 @@ class RowOptimizer(torch.optim.Optimizer):
         finally:
             torch._C._set_grad_enabled(records)
         for group in self.param_groups:
-            for handle in group["params"]:
-                handle.stepped()
+            note_steps(group["params"])
         if self._watches:
             for watch in self._watches:
                 watch.after_step()
@@ -258,19 +261,22 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _due(self, group: dict[str, Any]) -> list[tuple[OptimizedRows, StepRequest]]:
         due: list[tuple[OptimizedRows, StepRequest]] = []
-        for part in self._bound(group):
+        bound = self._bound(group)
+        check_untouched(part.handle for part in bound if part.rule is not None)
+        for part in bound:
             handle, rule, clip = part
-            if rule is None:
-                if (grads := handle.gradients()) is not None:
-                    handle.pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
-                continue
-            handle.check_untouched()
-            grads = handle.gradients()
-            if grads is not None:
-                for follower in handle.followers or ():  # rare, and iterating over a WeakSet takes longer
+            pending = handle.pending
+            if rule is not None and pending.joint is not None and clip is None and not handle.followers:
+                own = pending.joint.of(pending.number)  # as other code has not seen them
+                due.append((part, StepRequest(rows_of(handle.table), rule, own, None, pending.executor)))
+            elif (grads := handle.gradients()) is not None:
+                if rule is None:
+                    pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
+                    continue
+                for follower in handle.followers or ():
                     follower.note(grads)
-                rows, executor = rows_of(handle.table), handle.executor_of_gradients()
-                due.append((part, StepRequest(rows, rule, grads.clipped(clip), executor=executor)))
+                executor = handle.executor_of_gradients()
+                due.append((part, StepRequest(rows_of(handle.table), rule, grads.clipped(clip), None, executor)))
         return due
 
     def bound(self) -> list[OptimizedRows]:
@@ -281,7 +287,18 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         return [part for group in self.param_groups for part in self._bound(group)]
 
-    def _bound(self, group: dict[str, Any]) -> Iterator[OptimizedRows]:
+    def _bound(self, group: dict[str, Any]) -> Sequence[OptimizedRows]:
+        values = tuple(map(group.__getitem__, (*self.fields, "clip_value")))
+        known = self._checked_groups.get(id(group))
+        if known is not None and known.is_current(group, values):
+            return known.bound
+        bound = list(self._checked(group))
+        are_laid_out = all(part.rule is None or part.rule.same_layout(part.handle.table.rule) for part in bound)
+        if are_laid_out and _PLAIN.issuperset(map(type, values)):
+            self._checked_groups[id(group)] = _CheckedGroup.of(group, values, bound)
+        return bound
+
+    def _checked(self, group: dict[str, Any]) -> Iterator[OptimizedRows]:
         rules = dict[int, tuple[Rule, bool]]()  # by identity of the tables' own rules, which are few
         clip, mine = group["clip_value"], type(self).__name__
         _check_clip_value(clip)
@@ -316,10 +333,39 @@ class RowOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             super().zero_grad(set_to_none)
         for group in self.param_groups:
-            for handle in group["params"]:
-                handle.pending.grads = None
-                if set_to_none:
-                    handle.grad = None
+            drop_gradients(group["params"], set_to_none)
+
+
+class _CheckedGroup(NamedTuple):
+    """The rows of a param group that a step may change, as long as nothing changes that their checks rest on.
+
+    Attributes:
+        group: the param group.
+        values: its hyperparameters.
+        bound: the rows.
+        rests: for each handle its table, the state and rule of the table, and the optimizer that holds it.
+    """
+
+    group: dict[str, Any]
+    values: tuple[Any, ...]
+    bound: list[OptimizedRows]
+    rests: list[tuple[Any, ...]]
+
+    @staticmethod
+    def of(group: dict[str, Any], values: tuple[Any, ...], bound: list[OptimizedRows]) -> _CheckedGroup:
+        rests = [(h, h.table, rows_of(h.table), h.table.rule, h.unapplied.holder) for h in group["params"]]
+        return _CheckedGroup(group, values, bound, rests)
+
+    def is_current(self, group: dict[str, Any], values: tuple[Any, ...]) -> bool:
+        handles, rests = group["params"], self.rests
+        if group is not self.group or values != self.values or len(handles) != len(rests):
+            return False
+        for handle, (known, table, rows, rule, holder) in zip(handles, rests, strict=True):
+            if handle is not known or handle.table is not table or handle.unapplied.holder is not holder:
+                return False
+            if rows.spec.rule is not rule:
+                return False
+        return True
 
 
 def _param_groups(layers: Layers) -> list[dict[str, Any]]:
