@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class BatchFeature(NamedTuple):
 
     Attributes:
         table: a member of the group.
-        ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size.
+        ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size, or (bags,) if that is 1.
         offsets: int64 (bags + 1,), from 0 to n: the bounds of the bags of ids (n,).
         weights: float32, one per id: factors of the rows in sums of bags.
         mode: of bags: "sum", "mean" or "max"; None: no bags.
@@ -117,7 +117,7 @@ class PoolLayout:
             return known
         positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
         if self.kind != "rows":
-            begins = [np.arange(len(f.ids)) * f.ids.shape[1] if f.offsets is None else f.offsets[:-1] for f in features]
+            begins = [_begins(f.ids) if f.offsets is None else f.offsets[:-1] for f in features]
             bags = bounds_of([len(each) for each in begins])
             offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
         own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets
@@ -126,6 +126,18 @@ class PoolLayout:
 
 
 PoolLayouts = dict[tuple[Any, ...], list[PoolLayout]]  # of a group's batches, cached by their features
+
+
+class Lines(NamedTuple):
+    """Outputs of features as parts of one array.
+
+    Attributes:
+        counts: lines of each feature's output.
+        shape: of the array, except for `dim`.
+    """
+
+    counts: list[int]
+    shape: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -147,6 +159,19 @@ class FeatureLayout:
     tables: np.ndarray
     bags: np.ndarray
     offsets: np.ndarray
+
+    @forks.cached_property
+    def lines(self) -> Lines | None:
+        """The lines of the outputs, feature after feature; None if rows of ids have several forms."""
+        if len(self.bags):
+            counts = np.diff(self.bags).tolist()
+            return Lines(counts, (sum(counts),))
+        rests = {shape[1:] if shape else None for shape in self.shapes}
+        rest = rests.pop()
+        if rests or rest is None:
+            return None
+        counts = [shape[0] for shape in self.shapes]
+        return Lines(counts, (sum(counts), *rest))
 
     @forks.cached_property
     def in_order(self) -> RowSources:
@@ -235,6 +260,17 @@ class PoolLookup:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for share in self.batch.shares for part in (*share.plan, share.slots))
+
+    def parts(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
+        """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
+        for share, array in zip(self.batch.shares, self.arrays, strict=True):
+            lines = share.layout.lines
+            if lines is not None:
+                yield share.route.numbers, array.reshape(*lines.shape, array.shape[-1]), lines.counts
+                continue
+            for number, start, stop in share.spans(share.layout.positions):
+                shape = *self.batch.features[number].ids.shape, share.route.pool.spec.dim
+                yield (number,), array[start:stop].reshape(shape), [shape[0]]
 
     @property
     def outputs(self) -> list[np.ndarray]:
@@ -334,6 +370,11 @@ def _check_range(ids: np.ndarray, layout: FeatureLayout, route: PoolLayout, feat
             check_range(feature.ids, feature.table.rows, feature.table.subject)
 
 
+def _begins(ids: np.ndarray) -> np.ndarray:
+    """Return the start of each bag of ids without offsets: (bags,), or (bags, n)."""
+    return np.arange(len(ids)) * (ids.shape[1] if ids.ndim > 1 else 1)
+
+
 def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | None]:
     """Return a feature of bags without padding ids, and a mask of the remaining positions; None: all."""
     ids, offsets = feature.ids, feature.offsets
@@ -341,7 +382,7 @@ def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | 
     if feature.padding is None or is_kept.all():
         return feature, None
     if offsets is None:
-        offsets = np.arange(len(ids) + 1) * ids.shape[1]
+        offsets = np.append(_begins(ids), ids.size)
     weights = None if feature.weights is None else feature.weights[is_kept]
     changed = {"ids": ids.reshape(-1)[is_kept], "offsets": bounds_of(is_kept)[offsets], "weights": weights}
     return feature._replace(**changed), is_kept

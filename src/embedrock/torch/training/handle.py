@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections.abc import Iterable
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
 from embedrock.torch.training.cpu_executor import CpuExecutor, HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle_gradient import HandleGradient, Pending, is_in_process_group
 from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.ranks import are_there_groups, group_of
@@ -72,7 +74,7 @@ class Handle(HandleValue, nn.Parameter):
     _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
     _untouched: tuple[int, int] | None  # version and address of the value; None: other code wrote to it
     _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
-    _bits: np.ndarray | None  # the value as an int32 view, faster in NumPy; None unless the value is on the CPU
+    _bits: memoryview | None  # the value as an int32, faster than a tensor; None unless the value is on the CPU
     _is_original: bool  # no copy of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:
@@ -270,7 +272,7 @@ class Handle(HandleValue, nn.Parameter):
         # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
         # the CPU only, because reading from another device waits for it.
         is_same = self._untouched == (self._version, self.data_ptr())
-        return is_same and (self._bits is None or self._bits.item() == self._zero_bits)
+        return is_same and (self._bits is None or self._bits[()] == self._zero_bits)
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
@@ -282,7 +284,7 @@ class Handle(HandleValue, nn.Parameter):
     def _note_untouched(self) -> None:
         self._untouched = self._version, self.data_ptr()
         with no_dispatch():
-            self._bits = _DATA.__get__(self).view(torch.int32).numpy() if self.is_cpu else None
+            self._bits = _DATA.__get__(self).view(torch.int32).numpy().data if self.is_cpu else None
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table do not support a rule."""
@@ -308,6 +310,7 @@ class Handle(HandleValue, nn.Parameter):
         self._sharing = None
         _handles[table] = weakref.ref(self)
         rows_of(table).name_by(self.label)
+        generation.advance()
 
     def move(self, device: torch.device) -> None:
         """Return outputs on another device from now on. "meta" requests no memory, and changes nothing.
@@ -328,6 +331,7 @@ class Handle(HandleValue, nn.Parameter):
             self._untouched = None  # so that the next forward raises the error
         self.grad = None if self.grad is None else self.grad.to(device)
         self._placed_on = None
+        generation.advance()
 
     def _check_nothing_pends(self, device: torch.device) -> None:
         if self.pending.grads is not None and self.is_applied:
@@ -416,6 +420,7 @@ class Handle(HandleValue, nn.Parameter):
         self._check_nothing_pends(device)
         self.move(device)
         self._placed_on, self._stays_on_cpu = device, None
+        generation.advance()
 
     def executor(self) -> Executor:
         """Return the executor of the rows. Copy the rows to the GPU first if they belong there.
@@ -438,6 +443,7 @@ class Handle(HandleValue, nn.Parameter):
             self._stays_on_cpu = device
             return self._host_executor()
         self.pending.executor = executor
+        generation.advance()
         return executor
 
     def _host_executor(self) -> CpuExecutor:
@@ -446,6 +452,7 @@ class Handle(HandleValue, nn.Parameter):
             self._check_nothing_pends(torch.device("cpu"))
             self.pending.executor = host
             rows_of(self.table).leave_side()
+            generation.advance()
         return host
 
     def leave_side(self) -> None:
@@ -498,6 +505,18 @@ class Handle(HandleValue, nn.Parameter):
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Handle of {self.label}"
+
+
+def check_untouched(handles: Iterable[Handle]) -> None:
+    """Do `Handle.check_untouched` for many handles."""
+    for handle in handles:
+        bits = handle._bits
+        if (
+            handle._untouched != (handle._version, handle.data_ptr())
+            or (bits is not None and bits[()] != handle._zero_bits)
+            or handle.state_dicts.watched is not None
+        ):
+            handle.check_untouched()
 
 
 @as_it_is

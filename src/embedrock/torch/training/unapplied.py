@@ -45,6 +45,9 @@ class UnappliedGradientsCheck:
 
     Args:
         watched: the handle, referenced weakly.
+
+    Attributes:
+        passed_by: the optimizer that stepped while gradients were pending; "" for none.
     """
 
     def __init__(self, watched: Any) -> None:
@@ -54,7 +57,7 @@ class UnappliedGradientsCheck:
         self._stepped = False
         self._new_gradients = self._waits = False
         self._passes = 0
-        self._passed_by = ""
+        self.passed_by = ""
 
     @property
     def owner(self) -> Optimizer | None:
@@ -91,7 +94,7 @@ class UnappliedGradientsCheck:
         if other is owner or watched is None or not watched.waits():  # zeroed on purpose, as in a warm-up
             return
         if owner is None or self._is_passed_by(other):
-            self._passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
+            self.passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
 
     def _is_passed_by(self, other: Optimizer) -> bool:
         """Return whether another optimizer's step reveals a forgotten step of the handle's optimizer."""
@@ -110,13 +113,13 @@ class UnappliedGradientsCheck:
 
     def forgive(self) -> None:
         """Discard the recorded steps of other optimizers."""
-        self._new_gradients, self._passes, self._passed_by = False, 0, ""
+        self._new_gradients, self._passes, self.passed_by = False, 0, ""
 
     def check(self, label: str) -> None:
         """Raise `ForgottenGradientsError` if another optimizer stepped while gradients were pending."""
-        if not self._passed_by:
+        if not self.passed_by:
             return
-        other, remedy = self._passed_by, self._remedy()
+        other, remedy = self.passed_by, self._remedy()
         self.forgive()  # report each mistake once
         raise ForgottenGradientsError(
             f"gradients of {label} were applied by no optimizer: {other} stepped, but these rows are stepped only by "
