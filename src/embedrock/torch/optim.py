@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from embedrock import optimizers as rules
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
 from embedrock.frontend.steps import step_all
@@ -242,10 +243,12 @@ class RowOptimizer(torch.optim.Optimizer):
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a context manager takes four times as long
         try:
-            due = [part for group in self.param_groups for part in self._due(group)]
+            due, parts = list[StepRequest](), list[OptimizedRows]()
+            for group in self.param_groups:
+                self._find_due(group, due, parts)
             if are_there_groups():
-                announce_steps(due)
-            step_all([step for _, step in due])
+                announce_steps(parts)
+            step_all(due)
         except (MemoryError, OSError) as error:  # all ranks refuse other errors alike
             fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
             raise
@@ -259,25 +262,31 @@ class RowOptimizer(torch.optim.Optimizer):
             self._watches = [watch for watch in self._watches if not watch.is_over]
         return loss
 
-    def _due(self, group: dict[str, Any]) -> list[tuple[OptimizedRows, StepRequest]]:
-        due: list[tuple[OptimizedRows, StepRequest]] = []
-        bound = self._bound(group)
+    def _find_due(self, group: dict[str, Any], due: list[StepRequest], parts: list[OptimizedRows]) -> None:
+        """Add the steps of a param group to `due`, and its rows with gradients to `parts`."""
+        bound, joints = self._bound(group), dict[tuple[RowGradients, Rule], dict[int, OptimizedRows]]()
         check_untouched(part.handle for part in bound if part.rule is not None)
+        last, own = (None, None), dict[int, OptimizedRows]()
         for part in bound:
-            handle, rule, clip = part
-            pending = handle.pending
-            if rule is not None and pending.joint is not None and clip is None and not handle.followers:
-                own = pending.joint.of(pending.number)  # as other code has not seen them
-                due.append((part, StepRequest(rows_of(handle.table), rule, own, None, pending.executor)))
+            handle, rule, clip, rows = part
+            joint = handle.pending.joint
+            if joint is not None and rule is not None and clip is None and not handle.followers:
+                if joint is not last[0] or rule is not last[1]:
+                    last = joint, rule
+                    own = joints.setdefault(last, {})
+                own[handle.pending.number] = part
             elif (grads := handle.gradients()) is not None:
                 if rule is None:
-                    pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
+                    handle.pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
                     continue
                 for follower in handle.followers or ():
                     follower.note(grads)
                 executor = handle.executor_of_gradients()
-                due.append((part, StepRequest(rows_of(handle.table), rule, grads.clipped(clip), None, executor)))
-        return due
+                due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
+                parts.append(part)
+        for (joint, rule), own in joints.items():
+            due += _of_joint(joint, rule, own)
+            parts += own.values()
 
     def bound(self) -> list[OptimizedRows]:
         """Return the rows that a step may change, each with its rule and clip value.
@@ -304,7 +313,7 @@ class RowOptimizer(torch.optim.Optimizer):
         _check_clip_value(clip)
         for handle in group["params"]:
             if handle.table.mode == "r":
-                yield OptimizedRows(handle, None, clip)
+                yield OptimizedRows(handle, None, clip, rows_of(handle.table))
                 continue
             own = handle.table.rule
             known = rules.get(id(own))
@@ -325,7 +334,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     f"the rows of {handle.label} are laid out for {handle.table.rule}, and this ert.{mine} steps by "
                     f"{rule}. Make the ert.{mine} anew."
                 )
-            yield OptimizedRows(handle, rule, clip)
+            yield OptimizedRows(handle, rule, clip, rows_of(handle.table))
 
     @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -336,6 +345,15 @@ class RowOptimizer(torch.optim.Optimizer):
             drop_gradients(group["params"], set_to_none)
 
 
+def _of_joint(joint: RowGradients, rule: Rule, parts: Mapping[int, OptimizedRows]) -> list[StepRequest]:
+    """Return the steps of tables whose gradients were summed together: one, if it is of all of them."""
+    count, executor = len(joint.plan.bounds) - 1, next(iter(parts.values())).handle.pending.executor
+    if len(parts) == count:
+        return [StepRequest([parts[number].rows for number in range(count)], rule, joint, executor=executor)]
+    each = ((part.rows, joint.of(number)) for number, part in parts.items())
+    return [StepRequest((rows,), rule, own, executor=executor) for rows, own in each]
+
+
 class _CheckedGroup(NamedTuple):
     """The rows of a param group that a step may change, as long as nothing changes that their checks rest on.
 
@@ -343,7 +361,7 @@ class _CheckedGroup(NamedTuple):
         group: the param group.
         values: its hyperparameters.
         bound: the rows.
-        rests: for each handle its table, the state and rule of the table, and the optimizer that holds it.
+        rests: for each handle its table, the table's state and rule, and the optimizer that holds it.
     """
 
     group: dict[str, Any]

@@ -14,14 +14,14 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo import compiled_autograd, decorators
 from torch.autograd import Variable, profiler
 
-from embedrock.batch.gradients import JointGradients, RowGradients
+from embedrock.batch.gradients import RowGradients
 from embedrock.system.spans import PREFIX, trace_by
 from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.handle_gradient import Pending, is_in_process_group, number_of
 from embedrock.torch.training.unapplied import received_each
 
-Block = tuple[JointGradients | RowGradients, list[Any]]  # gradients of tables, and their handles
+Block = tuple[RowGradients, list[Any]]  # gradients of tables, and their handles
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Returns the compiler of frames that are run now, None without one.
@@ -123,7 +123,7 @@ def _merged(brought: list[Block]) -> list[Block]:
     return [(grads, own) for grads, own in found if grads is not None]
 
 
-def _made_pending(grads: JointGradients | RowGradients, handles: Sequence[Any]) -> list[int]:
+def _made_pending(grads: RowGradients, handles: Sequence[Any]) -> list[int]:
     """Make gradients pending that no code looks at. Return the numbers of handles whose gradients must be added."""
     others: list[int] = []
     with Pending.arriving:

@@ -23,6 +23,7 @@ from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
 from embedrock.torch.training.cpu_executor import CpuExecutor, HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle_gradient import (
     HandleGradient,
     Pending,
@@ -81,7 +82,7 @@ class Handle(HandleValue, nn.Parameter):
     _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
     _untouched: tuple[int, int] | None  # version and address of the value; None: other code wrote to it
     _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
-    _bits: memoryview | None  # the value as an int32, which is read fastest so; None unless it is on the CPU
+    _bits: memoryview | None  # the value as an int32, faster than a tensor; None unless the value is on the CPU
     _is_original: bool  # no copy of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:
@@ -324,7 +325,7 @@ class Handle(HandleValue, nn.Parameter):
         # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
         # the CPU only, because reading from another device waits for it.
         is_same = self._untouched == (self._version, self.data_ptr())
-        return is_same and (self._bits is None or self._bits[0] == self._zero_bits)
+        return is_same and (self._bits is None or self._bits[()] == self._zero_bits)
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
@@ -336,7 +337,7 @@ class Handle(HandleValue, nn.Parameter):
     def _note_untouched(self) -> None:
         self._untouched = self._version, self.data_ptr()
         with no_dispatch():
-            self._bits = _DATA.__get__(self).view(torch.int32).reshape(1).numpy().data if self.is_cpu else None
+            self._bits = _DATA.__get__(self).view(torch.int32).numpy().data if self.is_cpu else None
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table do not support a rule."""
@@ -362,6 +363,7 @@ class Handle(HandleValue, nn.Parameter):
         self._sharing = None
         _handles[table] = weakref.ref(self)
         rows_of(table).name_by(self.label)
+        generation.advance()
 
     def move(self, device: torch.device) -> None:
         """Return outputs on another device from now on. "meta" requests no memory, and changes nothing.
@@ -383,6 +385,7 @@ class Handle(HandleValue, nn.Parameter):
         if (number := self.grad) is not None:
             set_number(self, number.to(device))
         self._placed_on = None
+        generation.advance()
 
     def _check_nothing_pends(self, device: torch.device) -> None:
         if self.pending.grads is not None and self.is_applied:
@@ -471,6 +474,7 @@ class Handle(HandleValue, nn.Parameter):
         self._check_nothing_pends(device)
         self.move(device)
         self._placed_on, self._stays_on_cpu = device, None
+        generation.advance()
 
     def executor(self) -> Executor:
         """Return the executor of the rows. Copy the rows to the GPU first if they belong there.
@@ -493,6 +497,7 @@ class Handle(HandleValue, nn.Parameter):
             self._stays_on_cpu = device
             return self._host_executor()
         self.pending.executor = executor
+        generation.advance()
         return executor
 
     def _host_executor(self) -> CpuExecutor:
@@ -501,6 +506,7 @@ class Handle(HandleValue, nn.Parameter):
             self._check_nothing_pends(torch.device("cpu"))
             self.pending.executor = host
             rows_of(self.table).leave_side()
+            generation.advance()
         return host
 
     def leave_side(self) -> None:
@@ -556,11 +562,12 @@ class Handle(HandleValue, nn.Parameter):
 
 
 def check_untouched(handles: Iterable[Handle]) -> None:
-    """Call `Handle.check_untouched` of all handles."""
+    """Do `Handle.check_untouched` for many handles."""
     for handle in handles:
+        bits = handle._bits
         if (
             handle._untouched != (handle._version, handle.data_ptr())
-            or (handle._bits is not None and handle._bits[0] != handle._zero_bits)
+            or (bits is not None and bits[()] != handle._zero_bits)
             or handle.state_dicts.watched is not None
         ):
             handle.check_untouched()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._mode_utils import no_dispatch
 
-from embedrock.batch.gradients import JointGradients, RowGradients
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import UnsupportedError
 from embedrock.system import forks
 from embedrock.torch.training.cpu_executor import HostGradients
@@ -395,7 +395,7 @@ class Pending:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.joint: JointGradients | RowGradients | None = None
+        self.joint: RowGradients | None = None
         self.number = 0
         self.seen: Gradients | None = None
         self._lock = forks.lock(forks.LockRank.SECTION)

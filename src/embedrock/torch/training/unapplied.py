@@ -50,6 +50,7 @@ class UnappliedGradientsCheck:
     Attributes:
         holder: reference to the optimizer that was made of the handle last.
         is_settled: an optimizer has stepped the handle, and no gradients wait for another.
+        passed_by: the optimizer that stepped while gradients were pending; "" for none.
     """
 
     def __init__(self, watched: Any) -> None:
@@ -59,7 +60,7 @@ class UnappliedGradientsCheck:
         self._stepped = self.is_settled = False
         self._new_gradients = self._waits = False
         self._passes = 0
-        self._passed_by = ""
+        self.passed_by = ""
 
     @property
     def owner(self) -> Optimizer | None:
@@ -97,7 +98,7 @@ class UnappliedGradientsCheck:
         if other is owner or watched is None or not watched.waits():  # zeroed on purpose, as in a warm-up
             return
         if owner is None or self._is_passed_by(other):
-            self._passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
+            self.passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
 
     def _is_passed_by(self, other: Optimizer) -> bool:
         """Return whether another optimizer's step reveals a forgotten step of the handle's optimizer."""
@@ -116,13 +117,13 @@ class UnappliedGradientsCheck:
 
     def forgive(self) -> None:
         """Discard the recorded steps of other optimizers."""
-        self._new_gradients, self._passes, self._passed_by = False, 0, ""
+        self._new_gradients, self._passes, self.passed_by = False, 0, ""
 
     def check(self, label: str) -> None:
         """Raise `ForgottenGradientsError` if another optimizer stepped while gradients were pending."""
-        if not self._passed_by:
+        if not self.passed_by:
             return
-        other, remedy = self._passed_by, self._remedy()
+        other, remedy = self.passed_by, self._remedy()
         self.forgive()  # report each mistake once
         raise ForgottenGradientsError(
             f"gradients of {label} were applied by no optimizer: {other} stepped, but these rows are stepped only by "
