@@ -265,7 +265,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _find_due(self, group: dict[str, Any], due: list[StepRequest], parts: list[OptimizedRows]) -> None:
         """Add the steps of a param group to `due`, and its rows with gradients to `parts`."""
         bound, joints = self._bound(group), dict[tuple[RowGradients, Rule], dict[int, OptimizedRows]]()
-        check_untouched(part.handle for part in bound if part.rule is not None)
+        check_untouched([part.handle for part in bound if part.rule is not None])
         last, own = (None, None), dict[int, OptimizedRows]()
         for part in bound:
             handle, rule, clip, rows = part

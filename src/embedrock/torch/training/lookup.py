@@ -22,7 +22,7 @@ from embedrock.table.batches import BatchFeature
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import BackwardPass, Block, as_it_is, bring
-from embedrock.torch.training.cpu_executor import HostGradients, host_floats, host_weights
+from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.handle import Handle, check_untouched
 
@@ -334,15 +334,15 @@ class JointLookupState:
         return [out for out, trains, weights in parts if not (trains or _weights_train(weights))]
 
     @staticmethod
-    def taken(grads: Tensor) -> Any:
-        """Return the gradient of an output in the form that `bring` and `weight_grads` take."""
-        return grads
+    def taken(grads: Sequence[Tensor | None]) -> Sequence[Any]:
+        """Return the gradients of all outputs in the form that `bring` and `weight_grads` take."""
+        return [None if own is None else own.resolve_neg() for own in grads]
 
     def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
         """Sum the gradients of the outputs by row. Return what autograd adds for each handle of `trained`.
 
         Args:
-            grads: what `taken` returned for each output; None without gradients.
+            grads: what `taken` returned.
             nodes: for each handle, autograd's node that accumulates its gradient, and 0.
         """
         own = [part if one.trains else None for one, part in zip(self._requests, grads, strict=True)]
@@ -373,7 +373,7 @@ class GroupLookupState(JointLookupState):
         side_by_side: the output is one tensor of all bags, if possible.
     """
 
-    taken = staticmethod(host_floats)
+    taken = staticmethod(host_grads)
 
     def __init__(
         self,
@@ -418,14 +418,13 @@ class GroupLookupState(JointLookupState):
         return super().without_gradients(outputs)
 
     def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
-        if self.side_by_side:
-            blocks = batches.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-        else:
-            blocks = batches.sum_blocks(self._found, grads)
         of = {handle.table: handle for handle in self.trained}
-        if not self.side_by_side and any(own is None for own in grads):
-            parts = zip(self.handles, grads, strict=True)
-            given = {handle.table for handle, own in parts if own is not None}
+        if self.side_by_side:
+            whole = np.ascontiguousarray(grads[0]).reshape(self._found.arrays[0].shape)
+            return bring(_by_handle(batches.sum_arrays(self._found, [whole]), of), self.trained, nodes)
+        blocks = batches.sum_blocks(self._found, grads)
+        if any([own is None for own in grads]):
+            given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
             of = {table: handle for table, handle in of.items() if table in given}
         return bring(_by_handle(blocks, of), self.trained, nodes)
 
@@ -482,7 +481,7 @@ class JointLookup(torch.autograd.Function):
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
-        given = [None if grads is None else reading.taken(grads.resolve_neg()) for grads in grad_outputs]
+        given = reading.taken(grad_outputs)
         of_handles = reading.bring(given, ctx.next_functions) if count else []
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
         return None, None, *of_handles, *of_weights
