@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,7 +32,7 @@ class BatchFeature(NamedTuple):
 
     Attributes:
         table: a member of the group.
-        ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size.
+        ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size, or (bags,) if that is 1.
         offsets: int64 (bags + 1,), from 0 to n: the bounds of the bags of ids (n,).
         weights: float32, one per id: factors of the rows in sums of bags.
         mode: of bags: "sum", "mean" or "max"; None: no bags.
@@ -70,6 +70,7 @@ class PoolLayout:
         own: int64 (tables + 1,), bounds of each table's features in `numbers`.
         modes: consecutive features of the same mode: the mode, and the bounds of the features.
         skips: some bags have a padding id.
+        has_padding: some table has one in `paddings`.
     """
 
     pool: Backend
@@ -82,6 +83,7 @@ class PoolLayout:
     own: np.ndarray
     modes: list[tuple[str | None, int, int]]
     skips: bool
+    has_padding: bool
     _layout: FeatureLayout | None = None
     _described: tuple[list[int | None], np.ndarray] | None = None
 
@@ -112,7 +114,7 @@ class PoolLayout:
             return known
         positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
         if self.kind != "rows":
-            begins = [np.arange(len(f.ids)) * f.ids.shape[1] if f.offsets is None else f.offsets[:-1] for f in features]
+            begins = [_begins(f.ids) if f.offsets is None else f.offsets[:-1] for f in features]
             bags = bounds_of([len(each) for each in begins])
             offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
         own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets
@@ -121,6 +123,18 @@ class PoolLayout:
 
 
 PoolLayouts = dict[tuple[Any, ...], list[PoolLayout]]  # of a group's batches, cached by their features
+
+
+class Lines(NamedTuple):
+    """Outputs of features as parts of one array.
+
+    Attributes:
+        counts: lines of each feature's output.
+        shape: of the array, except for `dim`.
+    """
+
+    counts: list[int]
+    shape: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -142,6 +156,19 @@ class FeatureLayout:
     tables: np.ndarray
     bags: np.ndarray
     offsets: np.ndarray
+
+    @forks.cached_property
+    def lines(self) -> Lines | None:
+        """The lines of the outputs, feature after feature; None if rows of ids have several forms."""
+        if len(self.bags):
+            counts = np.diff(self.bags).tolist()
+            return Lines(counts, (sum(counts),))
+        rests = {shape[1:] if shape else None for shape in self.shapes}
+        rest = rests.pop()
+        if rests or rest is None:
+            return None
+        counts = [shape[0] for shape in self.shapes]
+        return Lines(counts, (sum(counts), *rest))
 
     @forks.cached_property
     def in_order(self) -> RowSources:
@@ -223,6 +250,17 @@ class PoolLookup:
     def nbytes(self) -> int:
         return sum(share.plan.nbytes for share in self.batch.shares)
 
+    def parts(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
+        """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
+        for share, array in zip(self.batch.shares, self.arrays, strict=True):
+            lines = share.layout.lines
+            if lines is not None:
+                yield share.route.numbers, array.reshape(*lines.shape, array.shape[-1]), lines.counts
+                continue
+            for number, start, stop in share.spans(share.layout.positions):
+                shape = *self.batch.features[number].ids.shape, share.route.pool.spec.dim
+                yield (number,), array[start:stop].reshape(shape), [shape[0]]
+
     @property
     def outputs(self) -> list[np.ndarray]:
         """Output of each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
@@ -291,7 +329,8 @@ def _route(pool: Backend, kind: str, features: Sequence[BatchFeature], asked: di
     skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
     own = bounds_of([len(each) for each in asked.values()])
     parts = [each.tier for each in rows]
-    return PoolLayout(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips)
+    has_padding = any(padding is not None for padding in paddings)
+    return PoolLayout(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, has_padding)
 
 
 def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
@@ -318,6 +357,11 @@ def _refuse(features: Sequence[BatchFeature]) -> NoReturn:
     raise AssertionError("all ids are inside")
 
 
+def _begins(ids: np.ndarray) -> np.ndarray:
+    """Return the start of each bag of ids without offsets: (bags,), or (bags, n)."""
+    return np.arange(len(ids)) * (ids.shape[1] if ids.ndim > 1 else 1)
+
+
 def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | None]:
     """Return a feature of bags without padding ids, and a mask of the remaining positions; None: all."""
     ids, offsets = feature.ids, feature.offsets
@@ -325,7 +369,7 @@ def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | 
     if feature.padding is None or is_kept.all():
         return feature, None
     if offsets is None:
-        offsets = np.arange(len(ids) + 1) * ids.shape[1]
+        offsets = np.append(_begins(ids), ids.size)
     weights = None if feature.weights is None else feature.weights[is_kept]
     changed = {"ids": ids.reshape(-1)[is_kept], "offsets": bounds_of(is_kept)[offsets], "weights": weights}
     return feature._replace(**changed), is_kept
@@ -432,6 +476,8 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
 
 # -------------------------------------------------------------------- gradients
 
+Block = tuple[list[Table], RowGradients]  # tables whose rows were summed together, and the sums
+
 
 def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
@@ -440,8 +486,17 @@ def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> lis
         lookup: lookup of the batch.
         grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
     """
+    found: dict[Table, list[RowGradients]] = {}
+    for tables, summed in sum_blocks(lookup, grads):
+        for number, table in enumerate(tables):
+            found.setdefault(table, []).append(summed.of(number))
+    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+
+
+def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
+    """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
     joined = [_joined_grads(lookup, k, grads) for k in range(len(lookup.batch.shares))]
-    if all(given is not None for given in grads):
+    if all([given is not None for given in grads]):
         return sum_arrays(lookup, joined)
     return sum_arrays(lookup, joined, [_touched(share, grads) for share in lookup.batch.shares])
 
@@ -457,25 +512,28 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
 
 def sum_arrays(
     lookup: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
-) -> list[tuple[Table, RowGradients]]:
-    """Return the result of `sum_gradients` from the gradients of ``lookup.arrays``: C-contiguous, of their shapes.
+) -> list[Block]:
+    """Return the result of `sum_blocks` from the gradients of ``lookup.arrays``: C-contiguous, of their shapes.
 
     `touched` has the result's rows of each pool plan, bool (unique,); None: all.
     """
-    found: dict[Table, list[RowGradients]] = {}
+    found: list[Block] = []
     for number, (share, given) in enumerate(zip(lookup.batch.shares, grads, strict=True)):
-        trace = lookup.traces[number]
+        trace, route = lookup.traces[number], share.route
         if trace is None:
             values, squares = sum_segments(share.plan, given)
         else:
             values, squares = pooling.sum_bags(given, share.weights, _bags(lookup, number), trace)
         joint = RowGradients(share.plan, values, float(np.add.reduce(squares)), squares)
-        for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
+        if touched is None and not route.has_padding:
+            found.append((route.tables, joint))
+            continue
+        for k, (table, padding) in enumerate(zip(route.tables, route.paddings, strict=True)):
             summed = joint.of(k)
             if touched is not None:
                 summed = summed.kept(touched[number][share.plan.of(k)])
-            found.setdefault(table, []).append(summed if padding is None else summed.kept(summed.plan.ids != padding))
-    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+            found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
+    return found
 
 
 def _bags(lookup: PoolLookup, number: int) -> Bags:

@@ -31,6 +31,7 @@ from embedrock.torch.layers.arguments import (
     table_of,
 )
 from embedrock.torch.training.executor import Executor
+from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import needs_gradient, renormalize
 from embedrock.torch.training.sharing import ShardingOptions
@@ -276,8 +277,8 @@ class RowLayer(nn.Module):
         if self.training:
             handle.unapplied.check(handle.label)
 
-    def joined_by(self, *given: Any) -> Any:
-        """Return a key that layers share if one call can look up such input together; None: no layer joins this one."""
+    def joined_by(self) -> Any:
+        """Return a key that layers share if one call can look them up together; None: no layer joins this one."""
         handle = self._own_handle()
         if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
             return None
@@ -352,6 +353,8 @@ class RowLayer(nn.Module):
         if name == "padding_idx":
             value = resolve_padding(value, self.table.rows)
         super().__setattr__(name, value)
+        if name != "training":  # lookups ask for that each time
+            generation.advance()
 
     # ------------------------------------------------------------ moving and saving
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -138,6 +139,16 @@ class CpuExecutor(ArrayExecutor):
 def host_floats(grads: Tensor) -> np.ndarray:
     """Return the gradient of an output, of any dtype and on any device, as float32."""
     return grads.to("cpu", torch.float32).contiguous().numpy()
+
+
+def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
+    """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
+    if all([own is None or (own.dtype is torch.float32 and own.is_cpu) for own in grads]):
+        try:
+            return [None if own is None else own.numpy() for own in grads]
+        except RuntimeError:  # a negating view
+            pass
+    return [None if own is None else host_floats(own.resolve_neg()) for own in grads]
 
 
 def host_weights(weights: Tensor | None) -> np.ndarray | None:
