@@ -347,7 +347,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
 def _of_joint(joint: RowGradients, rule: Rule, parts: Mapping[int, OptimizedRows]) -> list[StepRequest]:
     """Return the steps of tables whose gradients were summed together: one, if it is of all of them."""
-    count, executor = len(joint.plan.bounds) - 1, next(iter(parts.values())).handle.pending.executor
+    count, executor = len(joint.plan.rows) - 1, next(iter(parts.values())).handle.pending.executor
     if len(parts) == count:
         return [StepRequest([parts[number].rows for number in range(count)], rule, joint, executor=executor)]
     each = ((part.rows, joint.of(number)) for number, part in parts.items())
