@@ -101,7 +101,7 @@ class RowOptimizer:
 
     def _check_rule(self: Any, handle: TableHandle) -> None:
         if handle.own_rule is None:
-            check_followed(self, steps.decays(self, handle))
+            check_followed(self, steps.decays_rows(self, handle))
 
     def __reduce__(self: Any) -> tuple[Any, ...]:
         _, arguments = super().__reduce__()
