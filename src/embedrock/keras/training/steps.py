@@ -102,7 +102,9 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
     for handle, rule in zip(handles, found, strict=True):
         handle.check_rule(optimizer, rule)  # before rows are copied to the GPU
     due = [
-        StepRequest(handle.state, rule, own_part(handle.shard, grads), constraint_on(handle), handle.executor.stepped)
+        StepRequest(
+            (handle.state,), rule, own_part(handle.shard, grads), constraint_on(handle), handle.executor.stepped
+        )
         for handle, rule, grads in zip(handles, found, summed, strict=True)
     ]
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
