@@ -101,6 +101,8 @@ class CheckedStep(ABC):
         table_locks: locks of the tables.
     """
 
+    __slots__ = ("rows", "table_locks")
+
     rows: Sequence[TableState]
     table_locks: Sequence[TableLock]
 
@@ -247,13 +249,15 @@ def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) ->
         return True
 
 
-def tell(tables: Iterable[TableState]) -> None:
+def tell(tables: Sequence[TableState]) -> None:
     """Report the evicted rows of all tables. An error in one report is raised after all of them."""
-    come_and_go = [rows for rows in tables if rows.lifecycle is not None]
-    if not come_and_go:  # the usual case, checked because making a stack takes longer
+    for rows in tables:
+        if rows.lifecycle is not None:
+            break
+    else:  # the usual case, checked because making a stack takes longer
         return
     with ExitStack() as told:
-        for rows in reversed(come_and_go):
+        for rows in reversed(tables):
             told.callback(rows.tell)
 
 
@@ -306,6 +310,8 @@ class HostStep(CheckedStep):
         is_step: the rule steps the rows, and admits some of them. False: all of them get records.
     """
 
+    __slots__ = ("_beside", "_requests", "_table_lock", "_versions", "is_step", "pools")
+
     def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = (), is_step: bool = True) -> None:
         self._requests, self._beside, self.is_step = requests, beside, is_step
         self.rows = tables_of(requests)
@@ -354,15 +360,20 @@ class HostStep(CheckedStep):
         known = self.rows[0].location.prepared
         if known is None or not known.goes_on_as(self):
             self.pools = []  # the previous result is no longer valid
-            pools = [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests).items()]
-            self._make_room(pools)
+            self._make_room(pools := self._found())
             self.pools = pools
             self._versions = [rows.version.now for rows in self.rows]
         for pool in self.pools:
-            pool.copy_before_write()
+            if pool.pool.evicts:
+                pool.copy_before_write()
         for rows in self.rows:
             if rows.history is not None:
                 rows.history.make_room()
+
+    def _found(self) -> list[PoolStep]:
+        if len(self.rows) == 1:
+            return [PoolStep(self.rows[0].tier.pool, self._requests, self.is_step)]
+        return [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests).items()]
 
     def goes_on_as(self, other: HostStep) -> bool:
         """Give another step of the same batch what was found for this one, if that is still valid."""
@@ -398,13 +409,14 @@ class HostStep(CheckedStep):
         location = self.rows[0].location
         try:
             for pool in pools:
-                pool.decide_admission()
+                if pool.tables[0].lifecycle is not None:
+                    pool.decide_admission()
             if more := [*_more(pools), *self._beside]:
                 location.pools.check_room(more)
             late = [pool for pool in pools if pool.pool.evicts]
             for pool in late:
                 pool.make_room()
-            while late := [pool for pool in late if not pool.is_current] and late:
+            while late and not all(pool.is_current for pool in late):
                 for pool in late:
                     if not pool.is_current:
                         pool.find_again()
@@ -432,13 +444,14 @@ class HostStep(CheckedStep):
     def step(self) -> None:
         """Make the prepared step, in the background. All work that can fail is done before any change."""
         self.prepare()
+        for pool in self.pools:
+            pool.copy_before_write()  # for a commit that has begun since
         self.make()
 
     def make(self) -> None:
         """Make the step. Nothing has changed since it was found."""
         pools, calls, nbytes, catches_up = self.pools, [], 0, False
         for pool in pools:
-            pool.copy_before_write()  # for a commit that has begun since
             pool.draft()
         _admit(pools)
         self.rows[0].location.prepared = None  # it does not have the records that are made now
@@ -449,7 +462,8 @@ class HostStep(CheckedStep):
             catches_up |= rows.history is not None
         self._table_lock.start(_call_all, calls, here=nbytes <= STEP_HERE_BYTES and not catches_up)
         for pool in pools:  # runs while the rows are stepped
-            pool.note()
+            if pool.decision is not None:
+                pool.note()
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
@@ -548,7 +562,7 @@ def _without_values(tables: Sequence[TableState], plan: Plan) -> StepRequest:
 
 
 def _more(pools: Sequence[PoolStep]) -> list[NewRows]:
-    return [each for pool in pools for each in pool.more]
+    return [each for pool in pools if pool.new for each in pool.more]
 
 
 def _admit(pools: Sequence[PoolStep]) -> None:
@@ -606,23 +620,27 @@ class PoolStep:
         left: ids of the rows that are evicted for it.
     """
 
-    fresh: np.ndarray
+    __slots__ = (
+        "_grads", "_is_step", "_of_others", "_runs", "_slots", "decision", "fresh", "keys", "left", "new", "plan",
+        "pool", "requests", "tables",
+    )  # fmt: skip
 
     def __init__(self, pool: Backend, requests: Sequence[StepRequest], is_step: bool) -> None:
         self.pool, self._is_step = pool, is_step
         self.decision: AdmissionDecision | None = None
-        self.left, self.new = NOBODY, list[NewRows]()
+        self.left = NOBODY
+        self.new: list[NewRows] = []
         self.take(requests)
         self.plan = self._grads.plan
-        self.keys = keys_of(self.tables, self.plan.ids, self.plan.bounds)
+        self.keys = keys_of(self.tables, self.plan)
         if not (is_reading(self.tables, self.plan) or (pool.is_shared and pool.goes_on_with(self.keys))):
             pool.begin_batch()
-        self._found(present_slots(self.tables, self.plan, self.keys))
+        self._found(present_slots(pool, self.tables, self.plan, self.keys))
 
     def take(self, requests: Sequence[StepRequest]) -> None:
         """Take the gradients of requests of the same batch."""
         self.requests, self.tables = requests, tables_of(requests)
-        self._grads = as_one([each.grads for each in requests])
+        self._grads = requests[0].grads if len(requests) == 1 else as_one([each.grads for each in requests])
 
     def part(self, rows: TableState, plan: Plan) -> PoolStep | None:
         """Return the part of one table, if the batch is of this plan."""
@@ -660,16 +678,15 @@ class PoolStep:
     # ---------------------------------------------------------------- rows that come and go
 
     def decide_admission(self) -> None:
-        rows = self.tables[0]
-        if rows.lifecycle is None:
-            return
-        pool = self.pool  # a pool of dynamic rows has one table
+        """Decide which rows of a table with dynamic rows get records, and which other ones leave."""
+        rows, pool = self.tables[0], self.pool  # a pool of dynamic rows has one table
+        assert rows.lifecycle is not None
         plan = self.plan.with_slots(pool.bring(self.keys, self.plan.slots), pool.epoch)
         self.decision = rows.lifecycle.vote(plan.ids, plan.slots < 0, rows.tier.count, self._is_step)
         self.left = rows.lifecycle.victims(self.decision)
         if self.decision.rows is not None:
             plan = plan.of_rows(np.flatnonzero(self.decision.rows))
-            self.keys = keys_of(self.tables, plan.ids, plan.bounds)
+            self.keys = keys_of(self.tables, plan)
         self.plan = plan
         self._count_new()
 
@@ -716,8 +733,6 @@ class PoolStep:
     @property
     def more(self) -> list[NewRows]:
         """Number of additional records of each table after the step, if any."""
-        if not self.new:
-            return self.new
         # On disk, evicted rows may not have had a slot.
         leaving = 0 if self.decision is None or self.pool.evicts else self.decision.excess
         return [NewRows(part, max(0, count - leaving)) for part, count in self.new]
@@ -750,7 +765,8 @@ class PoolStep:
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
         known: dict[tuple[int, int], Any] = {}  # tables of one rule have the same constants
-        self._runs, last, bounds, number = list[StepRun](), None, self.plan.bounds, 0
+        last, bounds, number = None, self.plan.rows.tolist(), 0
+        self._runs: list[StepRun] = []
         is_exact = self.pool.spec.dtype == "float32"
         for each in self.requests:
             for rows in each.tables:
@@ -789,7 +805,7 @@ class PoolStep:
 
     def count(self) -> list[Callable[[], None]]:
         """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
-        made, values = [], self._values()
+        made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
         for run in self._runs:
             rows, own = run.tables[0], slice(run.start, run.stop)
             refreshed = () if rows.history is None else self._taken(rows)

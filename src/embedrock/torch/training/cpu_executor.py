@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import JointPlan, Plan
+from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
 from embedrock.distributed.exchange import Exchange, ExchangeVerdict
 from embedrock.distributed.owners import Placement, Replica
@@ -256,5 +256,5 @@ class PositionExecutor(CpuExecutor):
         return PositionGradients(sums.rows, sums.shown, earlier.lookups + later.lookups)
 
 
-def _ids_of(plan: Plan | JointPlan) -> np.ndarray:
+def _ids_of(plan: Plan) -> np.ndarray:
     return plan.ids[plan.inverse]
