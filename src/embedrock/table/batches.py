@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,11 +19,12 @@ from embedrock.batch.plan import Plan, bounds_of, joined_ids
 from embedrock.batch.pooling import Bags, PooledSource, RowSources
 from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
+from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
 from embedrock.table import reading
 from embedrock.table.reading import joint_plan
-from embedrock.table.rows import TableState
+from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
 
 MODES = ("sum", "mean", "max")
@@ -62,11 +64,11 @@ class PoolLayout:
     """The part of a batch's layout that depends only on its features, for tables of one pool. Cached between batches.
 
     Attributes:
-        pool: of the tables.
+        dim: of the tables.
         kind: see `BatchFeature.kind`.
         tables: each once, in the order of their positions in plans.
         rows: states of the tables.
-        parts: backends of the tables.
+        parts: backends of the tables, which may go meanwhile.
         paddings: of each table, the id whose row gets no gradient; None for none, and for bags, which leave it out.
         numbers: of the features, in the order of their positions.
         own: int64 (tables + 1,), bounds of each table's features in `numbers`.
@@ -75,11 +77,11 @@ class PoolLayout:
         has_padding: some table has one in `paddings`.
     """
 
-    pool: Backend
+    dim: int
     kind: str
     tables: list[Table]
     rows: list[TableState]
-    parts: list[Backend]
+    parts: list[weakref.ref[Backend]]
     paddings: list[int | None]
     numbers: list[int]
     own: np.ndarray
@@ -100,7 +102,10 @@ class PoolLayout:
     @property
     def is_current(self) -> bool:
         """Return whether the tables still have these backends."""
-        return [rows.tier for rows in self.rows] == self.parts
+        for rows, part in zip(self.rows, self.parts, strict=True):
+            if rows.process != forks.process or part() is not rows.backend:
+                return [rows.tier for rows in self.rows] == [part() for part in self.parts]
+        return self.rows[0].tier is not None  # or it raises why no table can be used
 
     @property
     def lags(self) -> bool:
@@ -215,12 +220,14 @@ class GroupPlan:
     Attributes:
         features: of the batch.
         shares: one plan for each pool and kind.
-        routes: layouts of the group.
+        routes: layouts of such batches.
+        table_lock: of the tables.
     """
 
     features: Sequence[BatchFeature]
     shares: list[PoolPlan]
     routes: PoolLayouts
+    table_lock: TableLock
 
     @property
     def tables(self) -> list[Table]:
@@ -259,7 +266,7 @@ class PoolLookup:
                 yield share.route.numbers, array.reshape(*lines.shape, array.shape[-1]), lines.counts
                 continue
             for number, start, stop in share.spans(share.layout.positions):
-                shape = *self.batch.features[number].ids.shape, share.route.pool.spec.dim
+                shape = *self.batch.features[number].ids.shape, share.route.dim
                 yield (number,), array[start:stop].reshape(shape), [shape[0]]
 
     @property
@@ -269,9 +276,7 @@ class PoolLookup:
         for share, array, places in zip(self.batch.shares, self.arrays, self.places, strict=True):
             if places is None:
                 for number, start, stop in share.spans(share.layout.positions):
-                    found[number] = array[start:stop].reshape(
-                        *self.batch.features[number].ids.shape, share.route.pool.spec.dim
-                    )
+                    found[number] = array[start:stop].reshape(*self.batch.features[number].ids.shape, share.route.dim)
                 continue
             for number, start, stop in share.spans(share.layout.bags):
                 first, step = (places.of_bags[start], len(share.route.numbers)) if self.side_by_side else (start, 1)
@@ -282,20 +287,42 @@ class PoolLookup:
 # -------------------------------------------------------------------- plans
 
 
-def plan(features: Sequence[BatchFeature], routes: PoolLayouts) -> GroupPlan:
-    """Plan a batch. Caller holds the group's table lock; a step may be running.
+def plan(features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
+    """Plan a batch of tables with one lock: of a group, or a table alone. The last step may still be running.
+
+    Args:
+        features: of the batch.
+        routes: layouts of earlier batches, which the caller keeps.
+        table_lock: of the tables.
 
     Raises:
         IdError, IdTypeError: as for `Table.lookup`.
     """
-    given = [_given(feature) for feature in features]
+    with table_lock.lock:  # not exclusively: a step moves no record
+        return _planned([_given(feature) for feature in features], routes, table_lock)
+
+
+def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
     key = tuple([(feature.table, feature.mode, feature.padding) for feature in given])
     found = routes.get(key)
     if found is None or not all(route.is_current for route in found):
         if len(routes) >= MOST_ROUTES:
             routes.clear()
         found = routes[key] = _routes(given)
-    return GroupPlan(given, [_share(route, given) for route in found], routes)
+    for route in found:
+        for rows in route.rows:
+            if rows.executor is not None:
+                rows.check()
+            if rows.owns is not None:
+                _check_owned(rows, given)
+    return GroupPlan(given, [_share(route, given) for route in found], routes, table_lock)
+
+
+def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
+    assert rows.owns is not None
+    for feature in features:
+        if rows_of(feature.table) is rows:
+            check_owned(feature.ids, rows.owns, rows.subject)
 
 
 def _given(feature: BatchFeature) -> BatchFeature:
@@ -317,10 +344,10 @@ def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
         # The padding row of one feature may get gradients from another feature of the same table.
         level = known.index(feature.padding) if feature.kind == "rows" else 0
         kinds.setdefault((pool, feature.kind, level), {}).setdefault(feature.table, []).append(number)
-    return [_route(pool, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
+    return [_route(pool.spec.dim, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
 
 
-def _route(pool: Backend, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
+def _route(dim: int, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
     numbers = [number for own in asked.values() for number in own]
     rows = [rows_of(table) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
@@ -329,9 +356,9 @@ def _route(pool: Backend, kind: str, features: Sequence[BatchFeature], asked: di
         modes.append((mode, start, start := start + len(list(alike))))
     skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
     own = bounds_of([len(each) for each in asked.values()])
-    parts = [each.tier for each in rows]
+    parts = [weakref.ref(each.tier) for each in rows]
     has_padding = any(padding is not None for padding in paddings)
-    return PoolLayout(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, has_padding)
+    return PoolLayout(dim, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, has_padding)
 
 
 def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
@@ -422,16 +449,25 @@ def unread(batch: GroupPlan) -> PoolLookup:
     return lookup
 
 
-def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> PoolLookup:
-    """Return the rows and bags of a batch. Caller holds the table lock exclusively.
+def read(batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
+    """Return the rows and bags of a batch.
 
     Args:
         batch: its plan.
         for_weights: `weight_gradients` will be called.
         side_by_side: the only array is (batch, features, dim). The batch must be `may_be_side_by_side`.
     """
+    table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
+    table_lock.queue()
+    with table_lock.lock:
+        if table_lock.running:
+            table_lock.wait_for_step()
+        return _read(batch, for_weights, side_by_side)
+
+
+def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool) -> PoolLookup:
     if not all(share.route.is_current for share in batch.shares):
-        batch = plan(batch.features, batch.routes)  # records have moved to other key ranges
+        batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     lookup = PoolLookup(batch, side_by_side=side_by_side)
     for share in batch.shares:
         for rows in share.route.rows:
@@ -442,7 +478,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Poo
         source = reading.source_of(*of) if values is None else PooledSource.of(values)
         trace = places = None
         if share.route.kind == "rows":
-            found = buffers.empty((len(share.plan.inverse), share.route.pool.spec.dim), np.float32)
+            found = buffers.empty((len(share.plan.inverse), share.route.dim), np.float32)
             reading.gather(source, share.plan.inverse, found)
         else:
             places = share.layout.side_by_side if side_by_side else share.layout.in_order
@@ -457,7 +493,7 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Poo
 def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
     """Return all bags of a pool plan in their places, float32 (bags, dim), and their trace."""
     modes = {mode for mode, _, _ in share.route.modes}
-    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.spec.dim, modes)
+    out, trace = pooling.pooled_like(len(places.of_bags), share.route.dim, modes)
     for mode, first, last in share.route.modes:
         assert mode is not None  # of bags
         start, stop = share.layout.bags[[first, last]].tolist()
@@ -496,7 +532,7 @@ def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> lis
 def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
     """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
     joined = [_joined_grads(lookup, k, grads) for k in range(len(lookup.batch.shares))]
-    if all([given is not None for given in grads]):
+    if type(None) not in set(map(type, grads)):
         return sum_arrays(lookup, joined)
     return sum_arrays(lookup, joined, [_touched(share, grads) for share in lookup.batch.shares])
 
@@ -544,7 +580,7 @@ def _bags(lookup: PoolLookup, number: int) -> Bags:
 def _joined_grads(lookup: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return the gradients of a pool plan's array from those of its outputs: float32 (positions or bags, dim)."""
     share, places = lookup.batch.shares[number], lookup.places[number]
-    dim = share.route.pool.spec.dim
+    dim = share.route.dim
     parts = []
     for feature, start, stop in share.spans(share.layout.positions if places is None else share.layout.bags):
         given = grads[feature]

@@ -379,7 +379,7 @@ class Group(StoredVerbs):
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
         with self.table_lock.lock:
-            batch = batches.plan(features, self._routes)  # the last step may still run: it moves no record
+            batch = batches.plan(features, self._routes, self.table_lock)
             given = [
                 checks.floats("grads", grads[name], (*np.shape(each.ids), each.table.dim), each.table.subject)
                 for name, each in zip(ids, batch.features, strict=True)
@@ -405,8 +405,7 @@ class Group(StoredVerbs):
         Raises:
             IdError, IdTypeError: as for `Table.lookup`.
         """
-        with self.table_lock.lock:  # not exclusively: the last step may still run, and moves no record
-            return batches.plan(features, self._routes)
+        return batches.plan(features, self._routes, self.table_lock)
 
     def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
         """Return the rows and bags of a batch.
@@ -417,8 +416,7 @@ class Group(StoredVerbs):
             side_by_side: the only array of the result is (batch, features, dim), as rows (batch * features, dim). The
                 batch must be `batches.may_be_side_by_side`.
         """
-        with self.table_lock.alone():
-            return batches.read(batch, for_weights, side_by_side)
+        return batches.read(batch, for_weights, side_by_side)
 
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
         """Iterate over batches, ids by name of the member, while rows of the next `depth` ones are loaded.

@@ -263,6 +263,7 @@ class TableState:
         kept_options: of a member of a group on disk, options that commits keep beside its `spec`.
         owns: returns which ids have their rows here, if other processes have the others; None: all.
         backend: of the rows; None: the table is closed. `tier` checks more.
+        process: number of the last process that used the rows: see `forks`.
         last_read: the batch that was read, and may still be stepped: a weak reference to the ids of its plan, and the
             part of this table.
         lifecycle: admission and eviction of rows; None: rows get records when they are stepped.
@@ -286,7 +287,7 @@ class TableState:
         self.last_read: tuple[weakref.ref[np.ndarray], slice] | None = None
         self._closed_at = ""
         self.reads = CaughtUpReads()
-        self._process = forks.process
+        self.process = forks.process
 
     def install(
         self,
@@ -340,10 +341,10 @@ class TableState:
         """
         if self.backend is None:
             raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self.location.reopening(self.name)}")
-        if self._process != forks.process:
+        if self.process != forks.process:
             self.check_process()
             self.location.after_fork(self.subject)
-            self._process = forks.process
+            self.process = forks.process
         if self.table_lock.failure is not None:
             raise EmbedrockError(
                 f"step {self.steps} of {self.subject} failed, and some of its rows may have been stepped: "
@@ -363,7 +364,7 @@ class TableState:
         """Raise `UnsupportedError` in a child process if an executor has rows."""
         if self.executor is not None and not self.is_of_this_process:
             raise UnsupportedError(
-                f"rows of {self.subject} are on a GPU, in process {self._process}, and this is its child "
+                f"rows of {self.subject} are on a GPU, in process {self.process}, and this is its child "
                 f"{forks.process}: no GPU is of use after a fork. Look rows up in the parent, or start processes by "
                 'multiprocessing.get_context("spawn").'
             )
@@ -375,7 +376,7 @@ class TableState:
 
     @property
     def is_of_this_process(self) -> bool:
-        return self._process == forks.process
+        return self.process == forks.process
 
     @property
     def is_closed(self) -> bool:

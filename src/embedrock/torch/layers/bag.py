@@ -19,11 +19,14 @@ from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
     FeatureRequest,
+    GroupLookupState,
     HostInput,
+    LayerLayout,
     Lookup,
     LookupState,
     check_ids,
     host_ids,
+    looked_up,
     needs_gradient,
 )
 
@@ -119,12 +122,30 @@ class EmbeddingBag(RowLayer):
             ArgumentError: shapes or offsets do not match.
             Otherwise as `Embedding.forward`.
         """
+        layout = self._cpu_layout()
+        if layout is not None:
+            return self._pooled(layout, BagInput(input, offsets, per_sample_weights))
         handle = self._usable_handle()
         trains = self._trains(handle)
         reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
         if trains or needs_gradient(weights):
             return Lookup.of(handle, weights, reading)
         return reading.read(weights)
+
+    def _pooled(self, layout: LayerLayout, value: BagInput) -> Tensor:
+        trained, (ids, offsets, weights, _) = layout.trained((self,)), value
+        is_plain = offsets is None and weights is None and getattr(ids, "ndim", 0) == 2
+        arrays, bounds, values = layout.plain((ids,)) if is_plain else None, None, ()
+        if arrays is None:
+            if offsets is None and getattr(ids, "ndim", 0) == 1:
+                self._flat(ids, offsets, self.handle)  # an error: only a collection takes an id for each sample
+            given = self.host_input(value)
+            arrays, bounds, values = [given.ids], [given.bounds], [given.weights]
+        try:
+            state = GroupLookupState(layout, trained, arrays, False, bounds, values)
+        except IdError as error:
+            raise self.outside(error, value) from None
+        return looked_up(state)[0]
 
     def in_graph(
         self,

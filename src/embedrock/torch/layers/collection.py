@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, IdError, IdTypeError, counted, not_one_of
 from embedrock.initializers import Initializer
 from embedrock.optimizers import Rule
+from embedrock.storage.table_lock import TableLock
 from embedrock.table.group import Group
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, are_plain
@@ -121,16 +122,19 @@ class Share:
     """Features of a collection that one call looks up.
 
     Args:
+        now: the generation.
         joins: see `Executor.joins`.
         layers: of the features, by the names of their outputs.
 
     Attributes:
+        each_once: each layer once.
         layout: of the layers, if the CPU has their rows.
     """
 
-    def __init__(self, joins: Any, layers: dict[str, Any]) -> None:
+    def __init__(self, now: int, joins: Any, layers: dict[str, Any]) -> None:
         self.joins, self.layers, self.features = joins, layers, tuple(layers)
-        self.layout = LayerLayout(joins, tuple(layers.values())) if isinstance(joins, Group) else None
+        self.each_once = tuple(dict.fromkeys(layers.values()))
+        self.layout = LayerLayout(now, joins, tuple(layers.values())) if isinstance(joins, TableLock) else None
 
 
 class Route(NamedTuple):
@@ -287,7 +291,7 @@ class Collection(nn.Module):
             joins = layer.joined_by() if is_own and not any(map(vars(layer).get, HOOKS)) else None
             if joins is not None:
                 joint.setdefault(joins, {})[feature] = layer
-        shares = [Share(*one) for one in joint.items()]
+        shares = [Share(now, *one) for one in joint.items()]
         alone = [feature for feature in layers if not any(feature in share.layers for share in shares)]
         hooks = [vars(layer).get(name) for layer in container.values() for name in HOOKS]
         return Route(now, dict(container), layers, shares, alone, hooks)
@@ -344,7 +348,7 @@ class Collection(nn.Module):
     def _read(
         self, share: Share, layout: LayerLayout, given: Mapping[str, Any], side_by_side: bool
     ) -> Sequence[Tensor]:
-        trained, values = layout.trained(), [given[feature] for feature in share.features]
+        trained, values = layout.trained(share.each_once), [given[feature] for feature in share.features]
         arrays = layout.plain(values)
         if arrays is not None:
             return looked_up(GroupLookupState(layout, trained, arrays, side_by_side))

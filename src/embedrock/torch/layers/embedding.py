@@ -22,11 +22,13 @@ from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
     FeatureRequest,
+    GroupLookupState,
     HostInput,
     Lookup,
     LookupState,
     check_ids,
     host_ids,
+    looked_up,
     needs_gradient,
 )
 
@@ -261,10 +263,19 @@ class Embedding(RowLayer):
                 return jagged_like(ids, self(ids.values()))
             except IdError as error:
                 raise self.outside(error, ids) from None
-        handle = self._usable_handle()
-        if self._trains(handle):
-            return Lookup.of(handle, None, self.reading(handle, input))
-        return self.rows_for_no_gradient(handle, input)
+        layout = self._cpu_layout()
+        if layout is None:
+            handle = self._usable_handle()
+            if self._trains(handle):
+                return Lookup.of(handle, None, self.reading(handle, input))
+            return self.rows_for_no_gradient(handle, input)
+        trained = layout.trained((self,))
+        ids = layout.plain((input,)) or [self.host_input(input).ids]
+        if trained:
+            return looked_up(GroupLookupState(layout, trained, ids))[0]
+        with span("read"):  # without a plan
+            rows = torch.from_numpy(self._table.lookup(ids[0]))
+        return rows if layout.are_as_read else rows.to(layout.handles[0].device, self.dtype)
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
@@ -329,7 +340,8 @@ class Embedding(RowLayer):
     def gpu_request(self, ids: Tensor) -> FeatureRequest:
         """Return the request of a lookup on a GPU together with other layers."""
         handle = self._usable_handle()
-        feature = handle.pending.executor.feature(check_ids(flat_ids(ids), handle.label), self.padding_idx)
+        executor: Any = handle.executor()
+        feature = executor.feature(check_ids(flat_ids(ids), handle.label), self.padding_idx)
         return FeatureRequest(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:

@@ -18,8 +18,8 @@ from embedrock.distributed.exchange import Exchange, ExchangeVerdict
 from embedrock.distributed.owners import Placement, Replica
 from embedrock.distributed.stages import GradientBlock
 from embedrock.frontend.executor import ArrayExecutor
-from embedrock.table.batches import BatchFeature
-from embedrock.table.group import Group
+from embedrock.storage.table_lock import TableLock
+from embedrock.table.table import rows_of
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -95,12 +95,11 @@ class CpuExecutor(ArrayExecutor):
         return False
 
     @property
-    def joins(self) -> Group | None:
-        """Group of the table; None for subclasses, which share rows with other processes or average them."""
-        return self.table.group if type(self) is CpuExecutor else None
-
-    def feature(self, ids: Tensor, padding: int | None) -> BatchFeature:
-        return BatchFeature(self.table, ids.cpu().numpy(), padding=padding)
+    def joins(self) -> TableLock | None:
+        """Lock of the table, and of the others of its group; None for subclasses, which share rows with other
+        processes or average them.
+        """
+        return rows_of(self.table).table_lock if type(self) is CpuExecutor else None
 
     def lookup(self, ids: Tensor) -> Tensor:
         return torch.from_numpy(self.table.lookup(ids.cpu().numpy()))
@@ -143,7 +142,7 @@ def host_floats(grads: Tensor) -> np.ndarray:
 
 def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
     """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
-    if all([own is None or (own.dtype is torch.float32 and own.is_cpu) for own in grads]):
+    if {(own.dtype, own.is_cpu) for own in grads if own is not None} <= {(torch.float32, True)}:
         try:
             return [None if own is None else own.numpy() for own in grads]
         except RuntimeError:  # a negating view

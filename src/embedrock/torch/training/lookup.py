@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -16,15 +16,17 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
+from embedrock.storage.table_lock import TableLock
 from embedrock.system.spans import span, spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
-from embedrock.table.group import Group
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import BackwardPass, Block, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
+from embedrock.torch.training.ranks import are_there_groups
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -91,6 +93,14 @@ def _other_fault(ids: Any) -> tuple[str, str]:
     if array.size and int(array.max()) >= 2**63:  # PyTorch makes no tensor of these
         return name, f"{AS_BITS} Make a tensor of that: {made}."
     return name, f"Make a tensor of it: {made}."
+
+
+def refuse_tracing() -> NoReturn:
+    """Raise `UnsupportedError`: PyTorch traces a lookup."""
+    raise UnsupportedError(
+        "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
+        "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
+    )
 
 
 def refuse_second_derivative() -> None:
@@ -202,51 +212,62 @@ def _brought(handle: Handle, grads: Gradients, nodes: Any) -> Tensor | None:
 
 
 class LayerLayout:
-    """What lookups of features by layers on tables of one group have in common. It holds for one `generation`.
+    """What lookups of features by layers have in common if the CPU has their rows. It holds for one `generation`.
+
+    It has no reference to the layers, so that one of them may keep it.
 
     Args:
-        group: the group.
+        now: the generation.
+        table_lock: of all tables.
         layers: layers of the features.
 
     Attributes:
         handles: of the features.
-        owners: each layer once, with its parameters, and its handle.
+        owners: parameters of each layer, with its handle.
         distinct: each handle once.
+        forms: table, mode and padding of the features.
+        routes: see `batches.plan`.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
         most_dims: most dimensions of a feature's ids.
     """
 
-    def __init__(self, group: Group, layers: Sequence[Any]) -> None:
-        self.group, self.layers = group, layers
-        self.handles: list[Handle] = [layer.handle for layer in layers]
-        self.owners = [(layer, layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
-        self.distinct = list({id(handle): handle for handle in self.handles}.values())
+    def __init__(self, now: int, table_lock: TableLock, layers: Sequence[Any]) -> None:
+        self.generation, self.table_lock, self.handles = now, table_lock, [layer.handle for layer in layers]
+        self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
+        self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
         self.forms = [(layer.table, getattr(layer, "mode", None), layer.padding_idx) for layer in layers]
-        self.dtypes = [layer.dtype for layer in layers]
-        forms = {(handle.device, layer.dtype) for layer, _, handle in self.owners}
+        self.dtypes, self.routes = [layer.dtype for layer in layers], dict[tuple[Any, ...], Any]()
+        forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
-        self.most_dims = 64 if self.forms[0][1] is None else 2  # of tensors; of bags, which are rows of ids
+        self.most_dims = 64 if self.forms[0][1] is None else 2  # bags are the rows of ids
         self.none = [None] * len(layers)
+
+    def is_current(self, parameters: dict[str, Any]) -> bool:
+        """Return whether it still is the layout of the layer with these parameters."""
+        is_same = self.generation == generation.now and self.owners[0][0] is parameters
+        return is_same and not are_there_groups() and self.has_its_handles()
 
     def has_its_handles(self) -> bool:
         """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
         try:
-            for _, parameters, handle in self.owners:
+            for parameters, handle in self.owners:
                 if parameters["handle"] is not handle:
                     return False
         except KeyError:
             return False
         return True
 
-    def trained(self) -> list[Handle]:
-        """Return each handle whose rows train. Check the handles as `RowLayer.forward` does."""
+    def trained(self, layers: Iterable[Any]) -> list[Handle]:
+        """Return each handle whose rows train, after the checks of `RowLayer.forward`. `layers` has each once."""
+        if torch._C._is_tracing():
+            refuse_tracing()
         check_untouched(self.distinct)
         if not torch.is_grad_enabled():
             return []
-        for layer, _, handle in self.owners:
-            if handle.unapplied.passed_by and handle.requires_grad and layer.training:
+        for handle in self.distinct:
+            if handle.unapplied.passed_by and handle.requires_grad and _are_training(layers, handle):
                 handle.unapplied.check(handle.label)
         return [handle for handle in self.distinct if handle.requires_grad]
 
@@ -262,6 +283,10 @@ class LayerLayout:
             return [ids.numpy() for ids in given]
         except RuntimeError:  # a negating view
             return None
+
+
+def _are_training(layers: Iterable[Any], handle: Handle) -> bool:
+    return any(layer.training for layer in layers if layer.handle is handle)
 
 
 INT64, STRIDED = torch.int64, torch.strided
@@ -380,31 +405,31 @@ class GroupLookupState(JointLookupState):
         layout: LayerLayout,
         trained: Sequence[Handle],
         ids: Sequence[np.ndarray],
-        side_by_side: bool,
+        side_by_side: bool = False,
         bounds: Sequence[np.ndarray | None] | None = None,
         weights: Sequence[Tensor | None] = (),
     ) -> None:
         self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
         values = [host_weights(own) for own in weights] if weights else layout.none
         parts = zip(layout.forms, ids, bounds or layout.none, values, strict=True)
-        self._batch = layout.group.plan(
-            [BatchFeature(table, array, cuts, own, mode, padding) for (table, mode, padding), array, cuts, own in parts]
-        )
+        features = [BatchFeature(form[0], array, cuts, own, *form[1:]) for form, array, cuts, own in parts]
+        self._batch = batches.plan(features, layout.routes, layout.table_lock)
         is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
 
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         layout = self.layout
         with span("read"):
-            self._found = found = layout.group.read(self._batch, for_weights, self.side_by_side)
+            self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
-            width = len(layout.layers) * found.arrays[0].shape[1]
+            width = len(layout.handles) * found.arrays[0].shape[1]
             whole = found.arrays[0].reshape(-1, width)
             return (torch.as_tensor(whole, dtype=layout.dtypes[0], device=layout.handles[0].device),)
-        outputs: list[Any] = [None] * len(layout.layers)
+        outputs: list[Any] = [None] * len(layout.handles)
         for numbers, array, sizes in found.parts():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
-            parts = torch.unsafe_split_with_sizes(torch.from_numpy(array), sizes)
+            whole = torch.from_numpy(array)
+            parts = torch.unsafe_split_with_sizes(whole, sizes) if len(sizes) > 1 else (whole,)
             for number, part in zip(numbers, parts, strict=True):
                 outputs[number] = part
         if layout.are_as_read:
@@ -423,7 +448,7 @@ class GroupLookupState(JointLookupState):
             whole = np.ascontiguousarray(grads[0]).reshape(self._found.arrays[0].shape)
             return bring(_by_handle(batches.sum_arrays(self._found, [whole]), of), self.trained, nodes)
         blocks = batches.sum_blocks(self._found, grads)
-        if any([own is None for own in grads]):
+        if type(None) in set(map(type, grads)):
             given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
             of = {table: handle for table, handle in of.items() if table in given}
         return bring(_by_handle(blocks, of), self.trained, nodes)
@@ -467,12 +492,13 @@ class JointLookup(torch.autograd.Function):
     def forward(ctx: Any, reading: JointLookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
         ctx.reading, ctx.handles = reading, handles
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         weights = tensors[len(handles) :]
         if weights:
             ctx.save_for_backward(*weights)  # so that autograd detects writes to them before the backward
         outputs = reading.read(for_weights=any(ctx.needs_input_grad[2 + len(handles) :]))
-        ctx.mark_non_differentiable(*reading.without_gradients(outputs))
+        if others := reading.without_gradients(outputs):
+            ctx.mark_non_differentiable(*others)
         return tuple(outputs)
 
     @staticmethod
