@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,7 +21,7 @@ from embedrock.system.spans import span, spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import BackwardPass, Block, as_it_is, bring
+from embedrock.torch.training.backward import BackwardPass, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
@@ -443,30 +443,33 @@ class GroupLookupState(JointLookupState):
         return super().without_gradients(outputs)
 
     def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
-        of = {handle.table: handle for handle in self.trained}
+        handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
             whole = np.ascontiguousarray(grads[0]).reshape(self._found.arrays[0].shape)
-            return bring(_by_handle(batches.sum_arrays(self._found, [whole]), of), self.trained, nodes)
-        blocks = batches.sum_blocks(self._found, grads)
-        if any(own is None for own in grads):
-            given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
-            of = {table: handle for table, handle in of.items() if table in given}
-        return bring(_by_handle(blocks, of), self.trained, nodes)
+            blocks = batches.sum_arrays(self._found, [whole])
+        else:
+            blocks = batches.sum_blocks(self._found, grads)
+            if type(None) in set(map(type, grads)):
+                given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
+                handles = {table: handle for table, handle in handles.items() if table in given}
+        if len(blocks) > 1:
+            blocks = _each_once(blocks)
+        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, nodes)
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._found, grads)
 
 
-def _by_handle(blocks: Sequence[batches.Block], of: Mapping[Table, Handle]) -> list[Block]:
-    """Return the gradients of tables with the tables' handles, each in one block. Other tables have None."""
-    seen: dict[Table, list[RowGradients]] = {}
-    if len(blocks) > 1:
-        for tables, grads in blocks:
-            for number, table in enumerate(tables):
-                seen.setdefault(table, []).append(grads.of(number))
-    if all(len(parts) == 1 for parts in seen.values()):
-        return [(grads, list(map(of.get, tables))) for tables, grads in blocks]
-    return [(RowGradients.sum_of(parts), [of[table]]) for table, parts in seen.items() if table in of]
+def _each_once(blocks: list[batches.Block]) -> list[batches.Block]:
+    """Return the gradients of tables that have each table in one block."""
+    tables = [table for several, _ in blocks for table in several]
+    if len(set(tables)) == len(tables):
+        return blocks
+    parts: dict[Table, list[RowGradients]] = {}
+    for several, grads in blocks:
+        for number, table in enumerate(several):
+            parts.setdefault(table, []).append(grads.of(number))
+    return [([table], RowGradients.sum_of(own)) for table, own in parts.items()]
 
 
 def look_up_on_gpu(family: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
