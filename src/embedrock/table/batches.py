@@ -74,6 +74,7 @@ class PoolLayout:
         own: int64 (tables + 1,), bounds of each table's features in `numbers`.
         modes: consecutive features of the same mode: the mode, and the bounds of the features.
         skips: some bags have a padding id.
+        has_padding: some table has one in `paddings`.
     """
 
     dim: int
@@ -86,6 +87,7 @@ class PoolLayout:
     own: np.ndarray
     modes: list[tuple[str | None, int, int]]
     skips: bool
+    has_padding: bool
     _layout: FeatureLayout | None = None
     _limits: tuple[list[int | None], np.ndarray, np.ndarray] | None = None
 
@@ -355,7 +357,8 @@ def _route(dim: int, kind: str, features: Sequence[BatchFeature], asked: dict[Ta
     skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
     own = bounds_of([len(each) for each in asked.values()])
     parts = [weakref.ref(each.tier) for each in rows]
-    return PoolLayout(dim, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips)
+    has_padding = any(padding is not None for padding in paddings)
+    return PoolLayout(dim, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, has_padding)
 
 
 def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
@@ -509,6 +512,8 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
 
 # -------------------------------------------------------------------- gradients
 
+Block = tuple[list[Table], RowGradients]  # tables whose rows were summed together, and the sums
+
 
 def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
@@ -517,6 +522,15 @@ def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> lis
         lookup: lookup of the batch.
         grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
     """
+    found: dict[Table, list[RowGradients]] = {}
+    for tables, summed in sum_blocks(lookup, grads):
+        for number, table in enumerate(tables):
+            found.setdefault(table, []).append(summed.of(number))
+    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+
+
+def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
+    """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
     joined = [_joined_grads(lookup, k, grads) for k in range(len(lookup.batch.shares))]
     if all(given is not None for given in grads):
         return sum_arrays(lookup, joined)
@@ -534,25 +548,28 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
 
 def sum_arrays(
     lookup: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
-) -> list[tuple[Table, RowGradients]]:
-    """Return the result of `sum_gradients` from the gradients of ``lookup.arrays``: C-contiguous, of their shapes.
+) -> list[Block]:
+    """Return the result of `sum_blocks` from the gradients of ``lookup.arrays``: C-contiguous, of their shapes.
 
     `touched` has the result's rows of each pool plan, bool (unique,); None: all.
     """
-    found: dict[Table, list[RowGradients]] = {}
+    found: list[Block] = []
     for number, (share, given) in enumerate(zip(lookup.batch.shares, grads, strict=True)):
-        trace = lookup.traces[number]
+        trace, route = lookup.traces[number], share.route
         if trace is None:
             values, squares = sum_segments(share.plan, given)
         else:
             values, squares = pooling.sum_bags(given, share.weights, _bags(lookup, number), trace)
         joint = RowGradients(share.plan, values, float(np.add.reduce(squares)), squares)
-        for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
+        if touched is None and not route.has_padding:
+            found.append((route.tables, joint))
+            continue
+        for k, (table, padding) in enumerate(zip(route.tables, route.paddings, strict=True)):
             summed = joint.of(k)
             if touched is not None:
                 summed = summed.kept(touched[number][share.plan.of(k)])
-            found.setdefault(table, []).append(summed if padding is None else summed.kept(summed.plan.ids != padding))
-    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+            found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
+    return found
 
 
 def _bags(lookup: PoolLookup, number: int) -> Bags:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
@@ -20,9 +21,9 @@ from embedrock.system.spans import span, spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import BackwardPass, as_it_is
+from embedrock.torch.training.backward import BackwardPass, Block, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_floats, host_weights
-from embedrock.torch.training.executor import Executor
+from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
 from embedrock.torch.training.ranks import are_there_groups
@@ -163,14 +164,12 @@ class LookupState:
         device, dtype = self.handle.device, self.dtype
         return out if out.dtype is dtype and out.device == device else out.to(device, dtype)
 
-    def receive(self, grads: Tensor, weights: Tensor | None, node: Any) -> Tensor:
-        """Sum the gradients of the rows or bags by row, for the handle: see `Handle.receive`."""
+    def gradients(self, grads: Tensor, weights: Tensor | None) -> Gradients:
+        """Sum the gradients of the rows or bags by row."""
         grads = grads.resolve_neg()
         if self.bags is None:
-            of_rows = self.executor.sum(self.plan, grads, self.padding, self.by_frequency)
-        else:
-            of_rows = self.executor.unpool(grads, weights, self.bags, self._trace, self.by_frequency)
-        return self.handle.receive(of_rows, node)
+            return self.executor.sum(self.plan, grads, self.padding, self.by_frequency)
+        return self.executor.unpool(grads, weights, self.bags, self._trace, self.by_frequency)
 
     def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:
         """Return the gradients of the positions' weights: (n,), like `weights`."""
@@ -200,10 +199,16 @@ class Lookup(torch.autograd.Function):
         (grads,), (weights,), reading = grad_outputs, ctx.saved_tensors, ctx.reading
         of_handle = of_weights = None
         if ctx.needs_input_grad[0]:
-            of_handle = reading.receive(grads, weights, ctx.next_functions[0][0])
+            of_handle = _brought(reading.handle, reading.gradients(grads, weights), ctx.next_functions)
         if ctx.needs_input_grad[1]:
             of_weights = reading.weight_grads(grads, weights)
         return of_handle, of_weights, None
+
+
+def _brought(handle: Handle, grads: Gradients, nodes: Any) -> Tensor | None:
+    if type(grads) is HostGradients:
+        return bring([(grads.rows, [handle])], [handle], nodes[:1])[0]
+    return handle.receive(grads, nodes[0][0])
 
 
 class LayerLayout:
@@ -355,14 +360,21 @@ class JointLookupState:
 
     @staticmethod
     def taken(grads: Tensor) -> Any:
-        """Return the gradient of an output in the form that `gradients` and `weight_grads` take."""
+        """Return the gradient of an output in the form that `bring` and `weight_grads` take."""
         return grads
 
-    def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
-        """Return the row gradients of each table that has some."""
+    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+        """Sum the gradients of the outputs by row. Return what autograd adds for each handle of `trained`.
+
+        Args:
+            grads: what `taken` returned for each output; None without gradients.
+            nodes: for each handle, autograd's node that accumulates its gradient, and 0.
+        """
         own = [part if one.trains else None for one, part in zip(self._requests, grads, strict=True)]
-        found = self._found.sum(own)
-        return {one.handle: found[one.feature.executor] for one in self._requests if one.feature.executor in found}
+        found, run = self._found.sum(own), BackwardPass.current()
+        of = {one.handle: found[one.feature.executor] for one in self._requests if one.feature.executor in found}
+        pairs = zip(self.trained, nodes, strict=False)
+        return [handle.receive(of[handle], node, run) if handle in of else None for handle, (node, _) in pairs]
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients (n,) of the positions' weights, for each feature with weights."""
@@ -430,19 +442,32 @@ class GroupLookupState(JointLookupState):
             return []
         return super().without_gradients(outputs)
 
-    def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
+    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
         if self.side_by_side:
-            found = batches.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-            handles = self.trained
+            blocks = batches.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
         else:
-            found = batches.sum_gradients(self._found, grads)
-            parts = zip(self.handles, self.row_trains(), grads, strict=True)
-            handles = {id(handle): handle for handle, trains, own in parts if trains and own is not None}.values()
-        summed = dict(found)
-        return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
+            blocks = batches.sum_blocks(self._found, grads)
+        of = {handle.table: handle for handle in self.trained}
+        if not self.side_by_side and any(own is None for own in grads):
+            parts = zip(self.handles, grads, strict=True)
+            given = {handle.table for handle, own in parts if own is not None}
+            of = {table: handle for table, handle in of.items() if table in given}
+        return bring(_by_handle(blocks, of), self.trained, nodes)
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._found, grads)
+
+
+def _by_handle(blocks: Sequence[batches.Block], of: Mapping[Table, Handle]) -> list[Block]:
+    """Return the gradients of tables with the tables' handles, each in one block. Other tables have None."""
+    seen: dict[Table, list[RowGradients]] = {}
+    if len(blocks) > 1:
+        for tables, grads in blocks:
+            for number, table in enumerate(tables):
+                seen.setdefault(table, []).append(grads.of(number))
+    if all(len(parts) == 1 for parts in seen.values()):
+        return [(grads, list(map(of.get, tables))) for tables, grads in blocks]
+    return [(RowGradients.sum_of(parts), [of[table]]) for table, parts in seen.items() if table in of]
 
 
 def look_up_on_gpu(family: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
@@ -484,12 +509,7 @@ class JointLookup(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
         given = [None if grads is None else reading.taken(grads.resolve_neg()) for grads in grad_outputs]
-        found = reading.gradients(given) if any(needs[:count]) else {}
-        nodes, run = ctx.next_functions, BackwardPass.current()  # `next_functions` makes a list of all nodes each time
-        of_handles = [
-            handle.receive(found[handle], node[0], run) if needed and handle in found else None
-            for handle, node, needed in zip(ctx.handles, nodes, needs[:count], strict=False)
-        ]
+        of_handles = reading.bring(given, ctx.next_functions) if count else []
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
         return None, None, *of_handles, *of_weights
 
