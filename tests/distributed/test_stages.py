@@ -65,12 +65,13 @@ def test_lookups_through_owners_find_what_one_table_has(wanted: list[tuple[Any, 
     tables = [er.Table(rows=None, dim=dim, dtype=dtype, seed=dim) for dim in (3, 2)]
     shards = [Shard(rank, ranks) for rank in range(ranks)]
     splits = [[shard.split(ids) for ids in both] for shard, both in zip(shards, wanted, strict=True)]
-    asked = swapped([stages.ask(both, its) for both, its in zip(wanted, splits, strict=True)])
-    for shard, messages in zip(shards, asked, strict=True):
-        for message in messages:
-            assert all(shard.owns(ids).all() for ids in stages.asked(message, 2))
+    messages = swapped([stages.ask(both, its) for both, its in zip(wanted, splits, strict=True)])
+    asked = [[stages.asked(message, 2) for message in of_rank] for of_rank in messages]
+    for shard, of_rank in zip(shards, asked, strict=True):
+        for both in of_rank:
+            assert all(shard.owns(ids).all() for ids in both)
     sources = [stages.RowSource(table) for table in tables]
-    served = swapped([[stages.serve(message, sources) for message in messages] for messages in asked])
+    served = swapped([[stages.serve(both, sources) for both in of_rank] for of_rank in asked])
     for rank, (both, its) in enumerate(zip(wanted, splits, strict=True)):
         found = stages.rows_here(asked[rank][rank], rank, its, sources)
         stages.receive({k: one for k, one in enumerate(served[rank]) if k != rank}, its, sources, found)

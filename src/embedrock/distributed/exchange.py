@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.distributed import stages
-from embedrock.distributed.messages import WORD, Letter, MessageReader, as_sent, length, pack, pack_all
-from embedrock.distributed.owners import Shard, Split
+from embedrock.distributed.messages import WORD, Letter, Mail, MessageReader, as_sent, length, pack_all
+from embedrock.distributed.owners import Shard, SharedPlan
 from embedrock.distributed.stages import GradientBlock, RowSource
 from embedrock.distributed.transport import UnevenRanks
 from embedrock.errors import OtherRankError
@@ -71,16 +72,30 @@ class IdRequest(NamedTuple):
     Attributes:
         number: number of the request, the same on all ranks.
         members: the tables.
-        splits: this rank's ids of each table, split by owner.
-        asked: the message from each rank.
+        plans: this rank's batch of each table.
+        asked: by rank, the ids that it requests of each table.
         gradients: sizes of the messages that will return the gradients; None: unknown.
     """
 
     number: int
     members: Sequence[ExchangeMember]
-    splits: Sequence[Split]
-    asked: Sequence[np.ndarray]
+    plans: Sequence[SharedPlan]
+    asked: Sequence[Sequence[np.ndarray]]
     gradients: MessageSizes | None = None
+
+    @staticmethod
+    def of(
+        number: int,
+        members: Sequence[ExchangeMember],
+        plans: Sequence[SharedPlan],
+        messages: Sequence[np.ndarray],
+        gradients: MessageSizes | None = None,
+    ) -> IdRequest:
+        """Read the messages of all ranks. A rank sends itself nothing."""
+        rank = members[0].placement.rank
+        asked = [stages.asked(one, len(members)) if len(one) else [] for one in messages]
+        asked[rank] = [plan.ids[plan.split.places[rank]] for plan in plans]
+        return IdRequest(number, members, plans, asked, gradients)
 
 
 class Exchange:
@@ -107,21 +122,20 @@ class Exchange:
     # ---------------------------------------------------------------- lookups
 
     def rows(
-        self, members: Sequence[ExchangeMember], wanted: Sequence[np.ndarray], trains: bool = True
+        self, members: Sequence[ExchangeMember], plans: Sequence[SharedPlan], trains: bool = True
     ) -> list[np.ndarray]:
-        """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each table.
+        """Return rows of sharded tables from their owners: float32 (unique, dim) of each table.
 
         Args:
             members: the tables.
-            wanted: the ids.
+            plans: the batch of each.
             trains: whether gradients follow. All ranks must pass the same value, else all raise.
         """
         act = _looking_up(members, trains)
         self._announce("look", act, keys=[member.key for member in members], trains=trains)
         with self._lock:
-            splits = [_shard_of(member).split(ids) for member, ids in zip(members, wanted, strict=True)]
-            asked = self._swap(act, lambda: stages.ask(wanted, splits))
-            return self._answer(act, IdRequest(self._count, members, splits, asked), None)
+            messages = self._swap(act, lambda: stages.ask([plan.ids for plan in plans], [plan.split for plan in plans]))
+            return self._answer(act, IdRequest.of(self._count, members, plans, messages), None)
 
     def answer(self, ask: IdRequest, error: Exception | None = None) -> list[np.ndarray]:
         """Return the rows of a request that was sent ahead, as `rows` does. With an error, refuse it on all ranks."""
@@ -130,23 +144,24 @@ class Exchange:
             return self._answer(Operation(what.said, f"{what.mark} asked ahead {ask.number}"), ask, error)
 
     def _answer(self, what: Operation, ask: IdRequest, error: Exception | None) -> list[np.ndarray]:
-        sources = [RowSource(member.table, member.wire) for member in ask.members]
-        counts = np.transpose([np.diff(split.bounds) for split in ask.splits]).tolist()
-        come = [stages.served_words(of_rank, sources) for of_rank in counts]
-        wanted = [MessageReader(one).ints(len(sources)).tolist() for one in ask.asked]
-        go = [stages.served_words(counts, sources) for counts in wanted]
-        own, found = self.transport.rank, list[np.ndarray]()
+        sources, own = [RowSource(member.table, member.wire) for member in ask.members], self.transport.rank
+        splits = [plan.split for plan in ask.plans]
+        come = [
+            stages.served_words(counts, sources) for counts in zip(*(split.counts for split in splits), strict=True)
+        ]
+        go = [stages.served_words([len(ids) for ids in one], sources) for one in ask.asked]
         come[own] = go[own] = 0  # rows of this rank need no message
+        found = list[np.ndarray]()
 
         def serve() -> list[Letter]:
             if error is not None:
                 raise error
-            found[:] = stages.rows_here(ask.asked[own], own, ask.splits, sources)
+            found[:] = stages.rows_here(ask.asked[own], own, splits, sources)
             return [[] if to == own else stages.serve(one, sources) for to, one in enumerate(ask.asked)]
 
         served = self._swap(what, serve, MessageSizes(come, go))
         self._expected = ask.gradients if self.expects else None
-        stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, ask.splits, sources, found)
+        stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, splits, sources, found)
         return found
 
     def refuse(self, members: Sequence[ExchangeMember], error: Exception, trains: bool = True) -> NoReturn:
@@ -176,10 +191,22 @@ class Exchange:
         self._announce("share", _act("gradients"), waits=waits)
         with self._lock:
             known, self._expected = self._expected, None
-            rank, ranks, own = self.transport.rank, self.transport.ranks, list[Received]()
-            messages = self._swap(_act("gradients"), lambda: _letters(brought, rank, ranks, own), known)
-            came = [own if sender == rank else _read(message, find) for sender, message in enumerate(messages)]
-            tables = _by_key(came)
+            own, ranks, blocks = self.transport.rank, self.transport.ranks, list[_Sent]()
+
+            def letters() -> list[Letter]:
+                blocks[:] = _split_up(brought, own)
+                return [[] if to == own else _letter(blocks, to) for to in range(ranks)]
+
+            messages = self._swap(_act("gradients"), letters, known)
+            tables: _Tables = {}
+            for sender, message in enumerate(messages):
+                if sender != own:
+                    _read(message, find, sender, ranks, tables)
+                    continue
+                for key, member, parts in blocks:
+                    _, by_rank = tables.setdefault(key, (member, [[] for _ in range(ranks)]))
+                    by_rank[own].append(parts[own])
+            tables = dict(sorted(tables.items()))  # equally on all ranks
             folded: list[tuple[ExchangeMember, RowGradients]] = []
 
             def facts() -> np.ndarray:
@@ -223,7 +250,9 @@ class Exchange:
 
         with self._lock:
             messages = self._swap(_act(what), letters)
-        return [message.copy().view(made[0].dtype) for message in messages]
+        found = [message.copy().view(made[0].dtype) for message in messages]
+        found[self.transport.rank] = made[0]
+        return found
 
     def do(self, what: str, act: Callable[[], Result]) -> Result:
         """Call a function on all ranks. An error on one rank is raised on all."""
@@ -279,33 +308,40 @@ class Exchange:
         known: MessageSizes | None = None,
     ) -> list[np.ndarray] | None:
         """Exchange messages once, and raise what a rank refuses; return None if a rank's sizes are unexpected."""
-        sizes = MessageSizes(None, [0] * self.transport.ranks) if known is None else known
-        sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
+        sizes, own = known or MessageSizes(None, [0] * self.transport.ranks), self.transport.rank
         mark = zlib.crc32(f"{self._count} {what.mark}".encode())
         head = np.array([mark, state if error is None else REFUSES], np.int64)
-        room, own = self.transport.room, self.transport.rank
+
+        def pack(sent: Sequence[Letter] | None) -> Mail:
+            each = [[np.zeros(words, WORD)] for words in sizes.go] if sent is None else sent
+            return pack_all([[] if to == own else [head, *letter] for to, letter in enumerate(each)], room)
+
+        room = self.transport.room
         try:
-            ours, failed = _tried(lambda: pack_all([[head, *letter] for letter in sent], room, own))
+            ours, failed = _tried(lambda: pack(letters))
             if ours is None:  # no memory for the message, but for a refusal
                 error, head[1] = failed, REFUSES
-                ours = pack_all([[head, np.zeros(words, WORD)] for words in sizes.go], room, own)
+                ours = pack(None)
             theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         except MemoryError:
             self.transport.leave()  # otherwise the others would wait until their timeout
             raise
-        heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
-        if (heads[:, 1] == REFUSES).any() or (heads[:, 0] != mark).any():
+        heads = [one[:HEAD].view(np.int64).tolist() for rank, one in enumerate(theirs) if rank != own]
+        if error is not None or any(found != mark or told == REFUSES for found, told in heads):
             self._tell(what, error)
-        return None if (heads[:, 1] == DIFFERS).any() else [message[HEAD:] for message in theirs]
+        if state == DIFFERS or any(told == DIFFERS for _, told in heads):
+            return None
+        return [message[HEAD:] for message in theirs]
 
     def _gather(self, what: Operation, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         """Return the array of each rank: float64 (ranks, *shape)."""
         facts, error = _tried(make)
-        ours = np.zeros(int(np.prod(shape)) + 1)
-        ours[:-1] = 0.0 if facts is None else facts.reshape(-1)
+        ours = np.zeros(math.prod(shape) + 1)
+        if facts is not None:
+            ours[:-1] = facts.reshape(-1)
         ours[-1] = error is not None
-        theirs = np.stack(self.transport.gather(ours))
-        if theirs[:, -1].any():
+        theirs = self.transport.gather(ours)
+        if np.logical_or.reduce(theirs[:, -1]):
             self._tell(what, error)
         return theirs[:, :-1].reshape(-1, *shape)
 
@@ -316,9 +352,11 @@ class Exchange:
         raise _error_of(states) if error is None else error
 
     def _say(self, text: str) -> list[str]:
-        words = pack([np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)])
-        theirs = self.transport.swap([words] * self.transport.ranks)
-        return [one.tobytes().decode().rstrip() for one in theirs]
+        words = np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)
+        letters = [[] if to == self.transport.rank else [words] for to in range(self.transport.ranks)]
+        said = [one.tobytes().decode().rstrip() for one in self.transport.swap(pack_all(letters))]
+        said[self.transport.rank] = text
+        return said
 
 
 def _act(said: str) -> Operation:
@@ -352,59 +390,42 @@ def _looking_up(members: Sequence[ExchangeMember], trains: bool = True) -> Opera
     )
 
 
-def _shard_of(member: ExchangeMember) -> Shard:
-    assert isinstance(member.placement, Shard)  # replicas are looked up on their own rank
-    return member.placement
+_Sent = tuple[int, ExchangeMember, list[GradientBlock]]  # a block of a table with a key, in parts by rank
+# By key: a table, None if this rank does not know it, and its blocks by rank.
+_Tables = dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]]
 
 
-# A block of gradients from some rank: key, table and block. This rank may not know its table.
-Received = tuple[int, ExchangeMember | None, GradientBlock | None]
+def _split_up(brought: Brought, own: int) -> list[_Sent]:
+    found = list[_Sent]()
+    for key, (member, blocks) in brought.items():
+        for block in blocks:
+            parts = stages.bring(block, member.placement)
+            parts[own] = parts[own].as_received(member.wire)
+            found.append((key, member, parts))
+    return found
 
 
-def _letters(brought: Brought, rank: int, ranks: int, own: list[Received]) -> Sequence[Letter]:
-    """Return the message to each rank with the blocks of its rows.
-
-    It has key, rows and words of each block, then the blocks.
-
-    Blocks of this rank's own rows are not sent, but written to `own`.
-    """
-    parts = [
-        (key, member, stages.bring(block, member.placement))
-        for key, (member, blocks) in brought.items()
-        for block in blocks
-    ]
-    own[:] = [(key, member, each[rank].as_received(member.wire)) for key, member, each in parts]
-    return [
-        [] if to == rank else _letter([(key, one.wire, each[to]) for key, one, each in parts]) for to in range(ranks)
-    ]
+def _letter(blocks: Sequence[_Sent], rank: int) -> Letter:
+    """Return the message to a rank: the number of its blocks; key, rows and words of each; the blocks."""
+    head, letter = [len(blocks)], list[np.ndarray]()
+    for key, member, parts in blocks:
+        ids, values = parts[rank].ids, as_sent(parts[rank].values, member.wire)
+        head += [key, len(ids), length([values])]
+        letter += [ids, values]
+    return [np.array(head, np.int64), *letter]
 
 
-def _letter(blocks: Sequence[tuple[int, str, GradientBlock]]) -> Letter:
-    sent = [(key, block.ids, as_sent(block.values, wire)) for key, wire, block in blocks]
-    heads = [[key, len(ids), length([values])] for key, ids, values in sent]
-    head = np.array([len(sent), *(number for each in heads for number in each)], np.int64)
-    return [head, *(array for _, *both in sent for array in both)]
-
-
-def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> Iterator[Received]:
+def _read(
+    message: np.ndarray, find: Callable[[int], ExchangeMember | None], sender: int, ranks: int, tables: _Tables
+) -> None:
+    """Add the blocks in a message to those of their tables."""
     reader = MessageReader(message)
     heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
     for key, count, words in heads:
-        ids, values, member = reader.ints(count), reader.part(words), find(key)
-        block = None if member is None else GradientBlock(ids, values.sent(count, member.table.dim, member.wire))
-        yield key, member, block
-
-
-def _by_key(
-    came: Sequence[Iterable[Received]],
-) -> dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]]:
-    """Return each table and its blocks by rank, sorted by key, so equally on all ranks."""
-    found: dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]] = {}
-    for rank, of_rank in enumerate(came):
-        for key, member, block in of_rank:
-            _, blocks = found.setdefault(key, (member, [[] for _ in came]))
-            blocks[rank] += [] if block is None else [block]
-    return dict(sorted(found.items()))
+        ids, values = reader.ints(count), reader.part(words)
+        member, blocks = tables.setdefault(key, (find(key), [[] for _ in range(ranks)]))
+        if member is not None:
+            blocks[sender].append(GradientBlock(ids, values.sent(count, member.table.dim, member.wire)))
 
 
 def _check_steps(member: ExchangeMember, steps: np.ndarray) -> None:

@@ -34,57 +34,56 @@ Part = np.ndarray | MessageRows
 Letter = list[Part]  # an item of a message
 
 
+class Mail(NamedTuple):
+    """Messages to all ranks, one after the other. A rank's message to itself is empty.
+
+    Attributes:
+        flat: all messages, int32 (words,).
+        bounds: where the message to each rank begins in it, and where the last one ends.
+    """
+
+    flat: np.ndarray
+    bounds: list[int]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of the messages in words, by rank."""
+        return [end - start for start, end in itertools.pairwise(self.bounds)]
+
+
 def pack(letter: Sequence[Part]) -> np.ndarray:
     """Pack items into one message, int32 (words,). Arrays of 2-byte elements are padded to whole words."""
-    return pack_all([letter])[0]
+    return pack_all([letter]).flat
 
 
 def length(letter: Sequence[Part]) -> int:
     """Return the length of the packed message, in words."""
-    return sum(-(-part.nbytes // 4) for part in letter)
+    return sum([-(-part.nbytes // 4) for part in letter])
 
 
 def _room(words: int) -> np.ndarray:
     return buffers.empty((words,), WORD)
 
 
-def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room, last: int = -1) -> list[np.ndarray]:
-    """Pack messages into one block of memory, one after the other: see `joined`.
+def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room) -> Mail:
+    """Pack messages into one block of memory, which `room` returns.
 
-    Args:
-        letters: items of each message.
-        room: returns the memory.
-        last: index of the message to place last.
+    Example:
+        >>> pack_all([[np.zeros(3, np.float16)], [], [np.ones(1, np.int64)]]).bounds
+        [0, 2, 2, 4]
     """
-    sizes = [length(letter) for letter in letters]
-    flat, at, messages = room(sum(sizes)), 0, [np.empty(0, WORD)] * len(letters)
-    for place in sorted(range(len(letters)), key=lambda place: place == last % len(letters)):
-        messages[place] = flat[at : at + sizes[place]]
-        at += sizes[place]
-        ends = list(itertools.accumulate((-(-part.nbytes // 4) for part in letters[place]), initial=0))
-        for part, start, end in zip(letters[place], ends[:-1], ends[1:], strict=True):
-            _write(part, messages[place][start:end])
-    return messages
-
-
-def joined(messages: Sequence[np.ndarray]) -> np.ndarray:
-    """Return messages as one array, without a copy if `pack_all` made them."""
-    memory, begin = messages[0].base, messages[0].ctypes.data
-    ends = np.cumsum([0, *(one.nbytes for one in messages)])
-    if isinstance(memory, np.ndarray) and [one.ctypes.data - begin for one in messages] == ends[:-1].tolist():
-        start = begin - memory.ctypes.data
-        return memory.view(np.uint8)[start : start + ends[-1]].view(WORD)
-    return np.concatenate(messages)
-
-
-def _write(part: Part, words: np.ndarray) -> None:
-    if isinstance(part, MessageRows):
-        part.write(words.view(np.float32).reshape(part.shape))
-        return
-    flat = np.ascontiguousarray(part).reshape(-1)
-    if flat.nbytes % 4:
-        flat = np.append(flat, flat.dtype.type(0))
-    words[:] = flat.view(WORD)
+    bounds = [0, *itertools.accumulate(map(length, letters))]
+    flat = room(bounds[-1])
+    memory, at = flat.view(np.uint8), 0
+    for part in itertools.chain.from_iterable(letters):
+        end = at + part.nbytes
+        if isinstance(part, MessageRows):
+            part.write(memory[at:end].view(np.float32).reshape(part.shape))
+        else:
+            memory[at:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        at = end + -end % 4
+        memory[end:at] = 0
+    return Mail(flat, bounds)
 
 
 class MessageReader:

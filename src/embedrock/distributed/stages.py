@@ -1,8 +1,8 @@
 """Stages of an exchange: requests, replies and sums of ranks, as pure functions of arrays.
 
-A lookup is `ask`, an exchange, `serve`, an exchange, and `receive`. Gradients travel as *blocks*: the gradients of one
-backward on one rank, summed by row there. Owners add blocks with `fold`, in the order of backwards and ranks. So the
-same sequence of blocks gives the same bits on any number of ranks.
+A lookup is `ask`, an exchange, `asked` and `serve`, an exchange, and `receive`. Gradients travel as *blocks*: the
+gradients of one backward on one rank, summed by row there. Owners add blocks with `fold`, in the order of backwards and
+ranks. So the same sequence of blocks gives the same bits on any number of ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,17 @@ class RowSource(NamedTuple):
 
 
 class GradientBlock(NamedTuple):
-    """Gradients of rows that came from one rank: ids int64 (n,), values float32 (n, dim)."""
+    """Gradients of rows that came from one rank.
+
+    Attributes:
+        ids: int64 (n,).
+        values: float32 (n, dim).
+        split: the rows by owner, if known.
+    """
 
     ids: np.ndarray
     values: np.ndarray
+    split: Split | None = None
 
     def as_received(self, wire: str) -> GradientBlock:
         """Return the block as the receiver of a message with numbers in dtype `wire` gets it."""
@@ -60,8 +67,9 @@ def ask(wanted: Sequence[np.ndarray], splits: Sequence[Split]) -> list[Letter]:
         wanted: unique ids by table.
         splits: the ids of each table, split by owner.
     """
-    by_table = [[ids[places] for places in split.places] for ids, split in zip(wanted, splits, strict=True)]
-    return [[np.array([len(ids) for ids in parts], np.int64), *parts] for parts in zip(*by_table, strict=True)]
+    counts = np.array([split.counts for split in splits], np.int64)
+    parts = [[ids[places] for places in split.places] for ids, split in zip(wanted, splits, strict=True)]
+    return [[own, *of_rank] for own, *of_rank in zip(counts.T, *parts, strict=True)]
 
 
 def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
@@ -70,10 +78,9 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
-def serve(message: np.ndarray, sources: Sequence[RowSource]) -> Letter:
-    """Return a message with the requested rows."""
-    parts = zip(asked(message, len(sources)), sources, strict=True)
-    return [_served(ids, source) for ids, source in parts]
+def serve(wanted: Sequence[np.ndarray], sources: Sequence[RowSource]) -> Letter:
+    """Return a message with the requested rows, by ids of each table."""
+    return [_served(ids, source) for ids, source in zip(wanted, sources, strict=True)]
 
 
 def _served(ids: np.ndarray, source: RowSource) -> Part:
@@ -88,23 +95,23 @@ def served_words(counts: Sequence[int], sources: Sequence[RowSource]) -> int:
 
 
 def rows_here(
-    message: np.ndarray, rank: int, splits: Sequence[Split], sources: Sequence[RowSource]
+    wanted: Sequence[np.ndarray], rank: int, splits: Sequence[Split], sources: Sequence[RowSource]
 ) -> list[np.ndarray]:
     """Return arrays for all requested rows, float32 (n, dim) by table, with this rank's own rows filled in.
 
     Args:
-        message: this rank's request to itself.
+        wanted: this rank's request to itself: ids by table.
         rank: this rank.
         splits: the requested ids, split by owner.
         sources: the tables.
     """
     found = []
-    for ids, split, source in zip(asked(message, len(sources)), splits, sources, strict=True):
-        rows = buffers.empty((int(split.bounds[-1]), source.table.dim), np.float32)
+    for ids, split, source in zip(wanted, splits, sources, strict=True):
+        rows, place = buffers.empty((split.bounds[-1], source.table.dim), np.float32), split.places[rank]
         if split.order is None and source.wire == "float32":
-            source.table.lookup(ids, rows[split.places[rank]])
+            source.table.lookup(ids, rows[place])
         else:
-            rows[split.places[rank]] = GradientBlock(ids, source.table.lookup(ids)).as_received(source.wire).values
+            rows[place] = GradientBlock(ids, source.table.lookup(ids)).as_received(source.wire).values
         found.append(rows)
     return found
 
@@ -116,10 +123,10 @@ def receive(
     found: Sequence[np.ndarray],
 ) -> None:
     """Write the rows that each rank served to `found`, float32 (n, dim) by table."""
-    readers = {rank: MessageReader(message) for rank, message in messages.items()}
+    readers = [(rank, MessageReader(message)) for rank, message in messages.items()]
     for split, source, rows in zip(splits, sources, found, strict=True):
-        places, counts = split.places, np.diff(split.bounds).tolist()
-        for rank, reader in readers.items():
+        places, counts = split.places, split.counts
+        for rank, reader in readers:
             rows[places[rank]] = reader.sent(counts[rank], source.table.dim, source.sent_as)
 
 
@@ -127,8 +134,11 @@ def receive(
 
 
 def bring(block: GradientBlock, placement: Placement) -> list[GradientBlock]:
-    """Split a block by destination rank."""
-    return [GradientBlock(block.ids[part], block.values[part]) for part in placement.destinations(block.ids)]
+    """Return the part of a block for each rank."""
+    split = block.split or placement.split(block.ids)
+    if split is None:
+        return [block] * placement.ranks
+    return [GradientBlock(block.ids[part], block.values[part]) for part in split.places]
 
 
 def fold(blocks: Sequence[GradientBlock], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:

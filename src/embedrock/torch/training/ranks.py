@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from embedrock.distributed.messages import WORD, joined
+from embedrock.distributed.messages import WORD, Mail
 from embedrock.distributed.near import CircleError, NearRanks
 from embedrock.errors import EmbedrockError, OtherRankError, WorkerLostError
 from embedrock.system.buffers import buffers
@@ -65,52 +65,65 @@ class Ranks:
         """Return memory for the messages of the next `swap`, int32 (words,), which then sends them without a copy."""
         return buffers.empty((words,), WORD) if self._near is None else self._near.room(words)
 
-    def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Send each rank its message, int32 (words,). Return the messages from all ranks, valid until the next swap.
+    def swap(self, mail: Mail, sizes: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Send each rank its message. Return the messages from all ranks, int32 (words,), valid until the next swap.
 
         Args:
-            parts: the messages.
+            mail: the messages.
             sizes: sizes of the received messages in words, where known.
 
         Raises:
             WorkerLostError: a rank is gone, or did not answer in time.
         """
         if self._near is not None:
-            self._count(parts)
-            return self._near.read(self._swapped(self._near.left(parts)))
-        ours = np.array([[len(part)] for part in parts], np.int64)
-        return self.begin(parts, self._swapped(ours)[:, 0].tolist() if sizes is None else sizes)()
+            self.sent += mail.flat.nbytes
+            return self._near.read(self.swap_rows(self._near.left(mail)))
+        known = self.swap_rows(np.array([mail.sizes], np.int64).T)[:, 0].tolist() if sizes is None else sizes
+        return self.begin(mail, known)()
 
-    def begin(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+    def begin(self, mail: Mail, sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
         """Begin a `swap`. Return a function that waits for its end. Operations end in the order in which they begin."""
-        ours, theirs = [len(part) for part in parts], list(sizes)
-        ours[self.rank] = theirs[self.rank] = 0  # a rank sends itself nothing
+        theirs = list(sizes)
+        theirs[self.rank] = 0
         got = torch.from_numpy(buffers.empty((sum(theirs),), WORD))
-        message = torch.from_numpy(joined(self._of_others(parts)))
-        begun = self._do(lambda: dist.all_to_all_single(got, message, theirs, ours, group=self._group, async_op=True))
-        self._count(parts)
+        self.sent += mail.flat.nbytes
+        end = self._begin(got, torch.from_numpy(mail.flat), theirs, mail.sizes)
+        return lambda: [piece.numpy() for piece in end().split(theirs)]
+
+    def swap_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Send each rank its row of int64 (ranks, n). Return the rows received, and this rank's own."""
+        near = self._near
+        if near is None or numbers[0].nbytes > MOST:
+            return self.begin_rows(numbers)()
+        self._count_rows(numbers)
+        self.rounds += 1
+        return self._do(lambda: near.swapped(numbers, self._timeout.total_seconds()))
+
+    def begin_rows(self, numbers: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin a `swap_rows`. Return a function that waits for its end."""
+        self._count_rows(numbers)
+        end = self._begin(
+            torch.empty(numbers.shape, dtype=torch.int64), torch.from_numpy(np.ascontiguousarray(numbers))
+        )
+        return lambda: end().numpy()
+
+    def gather(self, facts: np.ndarray) -> np.ndarray:
+        """Send all ranks 8-byte numbers (n,), equally many on each. Return those of all ranks, (ranks, n)."""
+        bits = facts.view(np.int64)
+        return self.swap_rows(bits[None].repeat(self.ranks, axis=0)).view(facts.dtype)  # faster than an all-gather
+
+    def _begin(self, got: torch.Tensor, sent: torch.Tensor, *sizes: list[int]) -> Callable[[], torch.Tensor]:
+        begun = self._do(lambda: dist.all_to_all_single(got, sent, *sizes, group=self._group, async_op=True))
         self.rounds += 1
 
-        def end(keeps: object = message) -> list[np.ndarray]:
+        def end(keeps: object = sent) -> torch.Tensor:
             self._do(begun.wait)
-            found = [piece.numpy() for piece in got.split(theirs)]
-            found[self.rank] = parts[self.rank]
-            return found
+            return got
 
         return end
 
-    def _swapped(self, numbers: np.ndarray) -> np.ndarray:
-        """Send each rank its row of int64 (ranks, n). Return the rows received."""
-        self._count(numbers)
-        self.rounds += 1
-        near = self._near
-        if near is not None and numbers[0].nbytes <= MOST:
-            wait_s = self._timeout.total_seconds()
-            return self._do(lambda: near.swapped(numbers, wait_s))
-        theirs = np.empty_like(numbers)
-        ours, got = torch.from_numpy(numbers), torch.from_numpy(theirs)
-        self._do(lambda: dist.all_to_all_single(got, ours, group=self._group))
-        return theirs
+    def _count_rows(self, numbers: np.ndarray) -> None:
+        self.sent += numbers.nbytes - numbers[0].nbytes  # a rank sends itself nothing
 
     def _crossed(self) -> OtherRankError:
         """Return the error of a circular wait, and close the groups where others wait for this rank."""
@@ -126,11 +139,6 @@ class Ranks:
             other._lost = error
             other._close()
         return error
-
-    def gather(self, facts: np.ndarray) -> list[np.ndarray]:
-        """Send all ranks a 1-D array of 8-byte numbers, of equal length on each. Return the array of each rank."""
-        bits = facts.view(np.int64)
-        return list(self._swapped(np.tile(bits, (self.ranks, 1))).view(facts.dtype))  # faster than an all-gather
 
     def leave(self) -> None:
         """Stop communicating: operations of the other ranks with this one raise `WorkerLostError` at once."""
@@ -149,12 +157,6 @@ class Ranks:
         """Close the messages in place, so that waiting ranks notice at once."""
         if self._near is not None:
             self._near.close()
-
-    def _of_others(self, parts: Iterable[np.ndarray]) -> list[np.ndarray]:
-        return [part for rank, part in enumerate(parts) if rank != self.rank]
-
-    def _count(self, parts: Iterable[np.ndarray]) -> None:
-        self.sent += sum(part.nbytes for part in self._of_others(parts))
 
     def _do(self, operation: Callable[[], Any]) -> Any:
         """Run a part of a collective operation. After a failure, the group is unusable."""

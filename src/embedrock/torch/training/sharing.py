@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -20,10 +21,9 @@ from torch.autograd import Variable
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import Plan
 from embedrock.distributed import stages
 from embedrock.distributed.exchange import Brought, Exchange
-from embedrock.distributed.owners import Placement, Replica, Shard
+from embedrock.distributed.owners import Placement, Replica, Shard, SharedPlan
 from embedrock.distributed.stages import GradientBlock
 from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
@@ -226,7 +226,8 @@ class RankGroup:
         op = busy[0]
         if op["do"] == "look":
             members = [self.members[key] for key in op["keys"]]
-            self.exchange.rows(members, [np.empty(0, np.int64)] * len(members), op["trains"])
+            nothing = [member.shard.plan(np.empty(0, np.int64)) for member in members]
+            self.exchange.rows(members, nothing, op["trains"])
         elif op["do"] == "share":
             for key, factor in {key: factor for one in busy for key, factor in one["waits"].items()}.items():
                 self.members[int(key)].follow(factor)
@@ -361,20 +362,16 @@ class SharedTable:
 
     # ------------------------------------------------------------ lookups
 
-    def plan(self, ids: np.ndarray) -> Plan:
+    def plan(self, ids: np.ndarray, trains: bool) -> SharedPlan:
         """Plan a lookup, from the prefetched batch if one has the table."""
         if self._is_new:
             self._is_new = False
             check_trainers(self.handle.label)
         ahead = self._ahead()
-        return self.shard.plan(ids) if ahead is None else ahead.plan(self, ids)
+        return self.shard.plan(ids, partial(self._rows, trains)) if ahead is None else ahead.plan(self, ids)
 
-    def rows(self, plan: Plan) -> np.ndarray:
-        """Return each row of a plan once, from its owner: float32 (unique, dim)."""
-        ahead = getattr(plan, "round", None)
-        if ahead is not None:
-            return ahead.rows(self, plan.places)  # pyright: ignore[reportAttributeAccessIssue]
-        return self.rank_group.exchange.rows([self], [plan.ids], not isinstance(plan, EvaluationPlan))[0]
+    def _rows(self, trains: bool, plan: SharedPlan) -> np.ndarray:
+        return self.rank_group.exchange.rows([self], [plan], trains)[0]
 
     def _ahead(self) -> Any:
         current = self.rank_group.current.get(torch.is_grad_enabled())
@@ -384,16 +381,19 @@ class SharedTable:
         """Raise the error of a lookup on all ranks."""
         ahead = self._ahead()
         if ahead is not None:
-            ahead.rows(self, None)  # the other ranks request it, and it refuses wrong ids of theirs, too
+            ahead.rows(self)  # the other ranks request it, and it refuses wrong ids of theirs, too
             raise error
         self.rank_group.exchange.refuse([self], error, trains)
 
     # ------------------------------------------------------------ gradients
 
     def arrive(self, grads: HostGradients) -> None:
-        rows = grads.rows
-        blocks = grads.lookups if isinstance(grads, PositionGradients) else [GradientBlock(rows.plan.ids, rows.values)]
-        self.rank_group.arrive(self, blocks)
+        if isinstance(grads, PositionGradients):
+            self.rank_group.arrive(self, grads.lookups)
+            return
+        plan, values = grads.rows.plan, grads.rows.values
+        split = plan.split if isinstance(plan, SharedPlan) else None
+        self.rank_group.arrive(self, [GradientBlock(plan.ids, values, split)])
 
     @property
     def waits(self) -> float | None:
@@ -453,10 +453,6 @@ def known_as(handle: Any) -> str:
     return told if nth == 1 else f"{told}, number {nth}"
 
 
-class EvaluationPlan(Plan):
-    """Plan of rows that get no gradient."""
-
-
 class ShardedExecutor(CpuExecutor):
     """`Executor` that reads rows from their owners. All ranks look up at the same time."""
 
@@ -467,22 +463,19 @@ class ShardedExecutor(CpuExecutor):
     def lookup(self, ids: Tensor) -> Tensor:
         return self.read(self.plan(ids, trains=False))
 
-    def plan(self, ids: Tensor, trains: bool) -> Plan:
+    def plan(self, ids: Tensor, trains: bool) -> SharedPlan:
         try:
-            plan = self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject))
+            return self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject), trains)
         except Exception as error:
             self._sharing.refuse(error, trains)
-        if trains or type(plan) is not Plan:  # the ids of others went ahead
-            return plan
-        return EvaluationPlan(plan.shape, plan.ids, plan.inverse, plan.starts, plan.order)
 
-    def read(self, plan: Plan) -> Tensor:
+    def read(self, plan: Any) -> Tensor:
         out = buffers.empty((len(plan.inverse), self.table.dim), np.float32)
         np.take(self.read_rows(plan), plan.inverse, axis=0, out=out, mode="clip")
         return torch.from_numpy(out.reshape(*plan.shape, self.table.dim))
 
-    def read_rows(self, plan: Plan) -> np.ndarray:
-        return self._sharing.rows(plan)
+    def read_rows(self, plan: Any) -> np.ndarray:
+        return plan.fetch(plan)
 
 
 class ShardedPositionExecutor(PositionExecutor, ShardedExecutor):
