@@ -70,7 +70,7 @@ def test_lookups_through_owners_find_what_one_table_has(wanted: list[tuple[Any, 
     for shard, of_rank in zip(shards, asked, strict=True):
         for both in of_rank:
             assert all(shard.owns(ids).all() for ids in both)
-    sources = [stages.RowSource(table) for table in tables]
+    sources = [stages.RowSource.of(table) for table in tables]
     served = swapped([[stages.serve(both, sources) for both in of_rank] for of_rank in asked])
     for rank, (both, its) in enumerate(zip(wanted, splits, strict=True)):
         found = stages.rows_here(asked[rank][rank], rank, its, sources)

@@ -19,15 +19,13 @@ class MessageRows(NamedTuple):
 
     Attributes:
         shape: shape of the rows, which are float32.
+        nbytes: their size.
         write: writes the rows to an array.
     """
 
     shape: tuple[int, int]
+    nbytes: int
     write: Callable[[np.ndarray], object]
-
-    @property
-    def nbytes(self) -> int:
-        return 4 * self.shape[0] * self.shape[1]
 
 
 Part = np.ndarray | MessageRows
@@ -77,12 +75,14 @@ def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room) -> Mail:
     memory, at = flat.view(np.uint8), 0
     for part in itertools.chain.from_iterable(letters):
         end = at + part.nbytes
-        if isinstance(part, MessageRows):
+        if type(part) is MessageRows:
             part.write(memory[at:end].view(np.float32).reshape(part.shape))
         else:
             memory[at:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        at = end + -end % 4
-        memory[end:at] = 0
+        at = end
+        if end % 4:
+            at = end + -end % 4
+            memory[end:at] = 0
     return Mail(flat, bounds)
 
 
@@ -97,16 +97,12 @@ class MessageReader:
         return self._at == len(self._words)
 
     def ints(self, count: int) -> np.ndarray:
-        """Return the next `count` int64."""
-        return self.words(2 * count).view(np.int64)
+        """Return the next `count` int64, aligned at any offset."""
+        return self.words(2 * count).copy().view(np.int64)
 
     def rows(self, count: int, dim: int) -> np.ndarray:
         """Return the next float32 (count, dim)."""
-        return self._next(count * dim).view(np.float32).reshape(count, dim)  # in words, which are aligned for floats
-
-    def part(self, count: int) -> MessageReader:
-        """Return a reader of the next `count` words."""
-        return MessageReader(self._next(count))
+        return self.words(count * dim).view(np.float32).reshape(count, dim)  # in words, which are aligned for floats
 
     def sent(self, count: int, dim: int, dtype: str) -> np.ndarray:
         """Return the next rows that `as_sent` encoded, float32 (count, dim)."""
@@ -117,9 +113,6 @@ class MessageReader:
 
     def words(self, count: int) -> np.ndarray:
         """Return the next `count` words, int32."""
-        return self._next(count).copy()  # aligned at any offset
-
-    def _next(self, count: int) -> np.ndarray:
         start, self._at = self._at, self._at + count
         return self._words[start : self._at]
 
@@ -150,3 +143,8 @@ def as_sent(rows: np.ndarray, dtype: str) -> np.ndarray:
     kept >>= np.uint32(16)
     kept[np.isnan(rows)] = 0x7FC0  # rounding might turn NaN into a number
     return kept.astype(np.uint16)
+
+
+def as_received(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32 numbers as the receiver of a message gets them, which has them in `dtype`."""
+    return values if dtype == "float32" else decoded(as_sent(values, dtype), dtype)

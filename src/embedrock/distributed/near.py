@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import time
@@ -227,9 +228,8 @@ class NearRanks:
         if mail.flat is not self._room:
             self.room(len(mail.flat))[:] = mail.flat
         self._current = 1 - self._current
-        starts = np.array(mail.bounds, np.int64) * 4
-        starts += TOKEN
-        return np.stack([starts[:-1], starts[1:] - starts[:-1]], axis=1)
+        parts = itertools.pairwise(mail.bounds)
+        return np.array([(TOKEN + 4 * start, 4 * (end - start)) for start, end in parts], np.int64)
 
     def read(self, notes: np.ndarray) -> list[np.ndarray]:
         """Return the message from each rank by its address: int32 (words,), valid until the next exchange."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.distributed.messages import Letter, MessageReader, MessageRows, Part, as_sent, decoded, words_of
+from embedrock.distributed.messages import Letter, MessageReader, MessageRows, Part, as_received, as_sent, words_of
 from embedrock.distributed.owners import Placement, Split
 from embedrock.system.buffers import buffers
 from embedrock.table.table import Table
@@ -27,16 +27,38 @@ class RowSource(NamedTuple):
 
     Attributes:
         table: the table.
+        dim: its number of columns.
+        sent_as: dtype of its rows in messages.
         wire: dtype of float32 numbers in messages.
     """
 
     table: Table
-    wire: str = "float32"
+    dim: int
+    sent_as: str
+    wire: str
 
-    @property
-    def sent_as(self) -> str:
-        dtype = self.table.spec.dtype
-        return self.wire if dtype == "float32" else dtype
+    @staticmethod
+    def of(table: Table, wire: str = "float32") -> RowSource:
+        spec = table.spec
+        return RowSource(table, spec.dim, wire if spec.dtype == "float32" else spec.dtype, wire)
+
+    def words(self, rows: int) -> int:
+        """Return the size of rows in words."""
+        return words_of(rows * self.dim, self.sent_as)
+
+    def serve(self, ids: np.ndarray) -> Part:
+        """Return rows, as they are sent."""
+        if self.sent_as == "float32":
+            shape = len(ids), self.dim
+            return MessageRows(shape, 4 * shape[0] * shape[1], partial(self.table.lookup, ids))
+        return as_sent(self.table.lookup(ids), self.sent_as)
+
+    def write(self, ids: np.ndarray, out: np.ndarray, place: Any) -> None:
+        """Write rows to their places in float32 (n, dim), rounded as if they were sent."""
+        if self.wire == "float32" and isinstance(place, slice):
+            self.table.lookup(ids, out[place])
+        else:
+            out[place] = as_received(self.table.lookup(ids), self.wire)
 
 
 class GradientBlock(NamedTuple):
@@ -51,10 +73,6 @@ class GradientBlock(NamedTuple):
     ids: np.ndarray
     values: np.ndarray
     split: Split | None = None
-
-    def as_received(self, wire: str) -> GradientBlock:
-        """Return the block as the receiver of a message with numbers in dtype `wire` gets it."""
-        return self if wire == "float32" else self._replace(values=decoded(as_sent(self.values, wire), wire))
 
 
 # ---------------------------------------------------------------- lookups
@@ -80,18 +98,7 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
 
 def serve(wanted: Sequence[np.ndarray], sources: Sequence[RowSource]) -> Letter:
     """Return a message with the requested rows, by ids of each table."""
-    return [_served(ids, source) for ids, source in zip(wanted, sources, strict=True)]
-
-
-def _served(ids: np.ndarray, source: RowSource) -> Part:
-    if source.sent_as == "float32":
-        return MessageRows((len(ids), source.table.dim), partial(source.table.lookup, ids))
-    return as_sent(source.table.lookup(ids), source.sent_as)
-
-
-def served_words(counts: Sequence[int], sources: Sequence[RowSource]) -> int:
-    """Return the length in words of a `serve` message, by the number of rows of each table."""
-    return sum(words_of(count * one.table.dim, one.sent_as) for count, one in zip(counts, sources, strict=True))
+    return [source.serve(ids) for ids, source in zip(wanted, sources, strict=True)]
 
 
 def rows_here(
@@ -107,11 +114,8 @@ def rows_here(
     """
     found = []
     for ids, split, source in zip(wanted, splits, sources, strict=True):
-        rows, place = buffers.empty((split.bounds[-1], source.table.dim), np.float32), split.places[rank]
-        if split.order is None and source.wire == "float32":
-            source.table.lookup(ids, rows[place])
-        else:
-            rows[place] = GradientBlock(ids, source.table.lookup(ids)).as_received(source.wire).values
+        rows = buffers.empty((split.bounds[-1], source.dim), np.float32)
+        source.write(ids, rows, split.places[rank])
         found.append(rows)
     return found
 
@@ -127,18 +131,22 @@ def receive(
     for split, source, rows in zip(splits, sources, found, strict=True):
         places, counts = split.places, split.counts
         for rank, reader in readers:
-            rows[places[rank]] = reader.sent(counts[rank], source.table.dim, source.sent_as)
+            rows[places[rank]] = reader.sent(counts[rank], source.dim, source.sent_as)
 
 
 # ---------------------------------------------------------------- gradients
 
 
-def bring(block: GradientBlock, placement: Placement) -> list[GradientBlock]:
-    """Return the part of a block for each rank."""
-    split = block.split or placement.split(block.ids)
+def bring(block: GradientBlock, placement: Placement, wire: str = "float32") -> list[GradientBlock]:
+    """Return the part of a block for each rank. This rank's own is rounded as if it were sent."""
+    split = placement.split(block.ids) if block.split is None else block.split
     if split is None:
         return [block] * placement.ranks
-    return [GradientBlock(block.ids[part], block.values[part]) for part in split.places]
+    parts = [GradientBlock(block.ids[own], block.values[own]) for own in split.places]
+    if wire != "float32":
+        own = parts[placement.rank]
+        parts[placement.rank] = own._replace(values=as_received(own.values, wire))
+    return parts
 
 
 def fold(blocks: Sequence[GradientBlock], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:

@@ -61,17 +61,20 @@ class UnevenRanks:
         self.settle()
         self.is_on = True
 
-    def announce(self, op: Op) -> None:
-        """Announce the next operation of this rank. If this rank has left, wait first until all have left.
+    def announce(self, make: Callable[[], Op]) -> None:
+        """Announce the next operation of this rank, which `make` returns, if operations are announced.
+
+        If this rank has left, wait first until all have left.
 
         Raises:
             OtherRankError: other ranks are at another operation, or one has failed.
         """
-        if threading.current_thread() is self._thread:  # runs what was announced
-            return
-        self.settle()
+        if self._thread is not None:
+            if threading.current_thread() is self._thread:  # runs what was announced
+                return
+            self.settle()
         if self.is_on:
-            self._announced(op)
+            self._announced(make())
 
     def leave(self, take_part: Callable[[Sequence[Op]], None], end: Callable[[], None]) -> None:
         """Take part in the operations that the others announce, in a thread, until all ranks have left.

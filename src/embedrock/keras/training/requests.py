@@ -369,7 +369,7 @@ class WorkerLookup:
         return found
 
     def _sources(self) -> list[stages.RowSource]:
-        return [stages.RowSource(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
+        return [stages.RowSource.of(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
 
     def _splits(self, plans: Sequence[Plan]) -> list[Split]:
         return [self._shard.split(plan.ids) for plan in plans]

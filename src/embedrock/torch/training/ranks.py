@@ -44,7 +44,7 @@ class Ranks:
         sent: bytes sent to other ranks.
         waited_s: seconds in collective operations: waiting for ranks and for bytes.
         rounds: number of collective operations so far.
-        at: current activity of this rank, in words, for errors.
+        at: returns the current activity of this rank, in words, for errors.
     """
 
     def __init__(self, parent: dist.ProcessGroup, is_near: bool = True) -> None:
@@ -52,7 +52,7 @@ class Ranks:
         self.rank, self.ranks = dist.get_rank(parent), len(self.members)
         self.sent = self.rounds = 0
         self.waited_s = 0.0
-        self.at = "the first message"
+        self.at: Callable[[], str] = lambda: "the first message"
         self._lost: EmbedrockError | None = None
         self._group: Any = _group_beside(parent, self._timeout)
         self._store: Any = distributed_c10d._get_process_group_store(self._group)
@@ -128,9 +128,9 @@ class Ranks:
     def _crossed(self) -> OtherRankError:
         """Return the error of a circular wait, and close the groups where others wait for this rank."""
         waiting = [other for other in _near_ones if other._lost is None and other._near and other._near.is_waited_for]
-        after = "".join(f", after {other.at}" for other in waiting)
+        after = "".join(f", after {other.at()}" for other in waiting)
         error = OtherRankError(
-            f"rank {self.rank} is at {self.at}, and waits for another one, which should be, too, but waits for it in "
+            f"rank {self.rank} is at {self.at()}, and waits for another one, which should be, too, but waits for it in "
             f"another group{after}, or for ranks that do: so all would wait for ever. All ranks must do the same in "
             "the same order, in all groups that they are in: a table that a batch does not use is looked up by empty "
             "ids. Start all again."
@@ -144,11 +144,11 @@ class Ranks:
         """Stop communicating: operations of the other ranks with this one raise `WorkerLostError` at once."""
         if self._lost is None:
             self._lost = WorkerLostError(
-                f"rank {self.rank} of {self.ranks} had no memory left for {self.at}, and has left the others. All "
+                f"rank {self.rank} of {self.ranks} had no memory left for {self.at()}, and has left the others. All "
                 "have to end: start them again, with smaller batches or more memory."
             )
             with contextlib.suppress(RuntimeError):  # the others notice anyway, when the connections end
-                self._store.set(_at(self.rank), f"{self.at}, for which it had no memory left")
+                self._store.set(_at(self.rank), f"{self.at()}, for which it had no memory left")
             self._close()
             dist.destroy_process_group(self._group)
             self._group = None
@@ -185,7 +185,7 @@ class Ranks:
 
     def _each_was_at(self) -> str:
         """Return the last activity of each rank, as far as the group's store has it."""
-        activities = {self.rank: self.at}
+        activities = {self.rank: self.at()}
         reader = threading.Thread(target=self._read_each, args=(activities,), name="embedrock-lost", daemon=True)
         reader.start()  # the store of a rank that hangs does not answer
         reader.join(2 * PATIENCE_S)
@@ -197,7 +197,7 @@ class Ranks:
     def _read_each(self, activities: dict[int, str]) -> None:
         until, missing = time.monotonic() + PATIENCE_S, set(range(self.ranks)) - {self.rank}
         try:
-            self._store.set(_at(self.rank), self.at)
+            self._store.set(_at(self.rank), self.at())
             while missing and time.monotonic() < until:
                 for rank in [rank for rank in missing if self._store.check([_at(rank)])]:
                     activities[rank] = self._store.get(_at(rank)).decode()

@@ -214,13 +214,16 @@ class RankGroup:
 
     def announce_steps(self, due: Mapping[SharedTable, OptimizedRows]) -> None:
         """Announce steps of tables to ranks that may have left. They make the same steps."""
-        told = [
-            {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.rule)}
-            for one, part in due.items()
-        ]
-        what = "a step of " + ", ".join(one.label for one in due)
-        mark = f"step {[part['key'] for part in told]}"
-        self.exchange.uneven.announce({"do": "step", "said": f"is at {what}", "mark": mark, "parts": told})
+
+        def step() -> Op:
+            told = [
+                {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.rule)}
+                for one, part in due.items()
+            ]
+            said = "is at a step of " + ", ".join(one.label for one in due)
+            return {"do": "step", "said": said, "mark": f"step {[part['key'] for part in told]}", "parts": told}
+
+        self.exchange.uneven.announce(step)
 
     def _take_part(self, busy: Sequence[Op]) -> None:
         op = busy[0]
@@ -278,8 +281,7 @@ def announce_steps(due: Iterable[tuple[OptimizedRows, StepRequest]]) -> None:
         if (sharing := part.handle.sharing) is not None:
             groups.setdefault(sharing.rank_group, {})[sharing] = part
     for rank_group, parts in groups.items():
-        if rank_group.exchange.uneven.is_on:
-            rank_group.announce_steps(parts)
+        rank_group.announce_steps(parts)
 
 
 def _numbers_of(rule: Any) -> dict[str, Any]:
