@@ -60,6 +60,7 @@ class Plan:
         missing: number of -1 in `slots`.
         epoch: generation of the slots, -1 for none.
         parts: the merged plans, see `merge_plans`; empty if nothing was merged.
+        rows: where the rows of each table begin, and where the last ones end; empty: all are of one table.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +72,22 @@ class Plan:
     missing: int = 0
     epoch: int = -1
     parts: tuple[Plan, ...] = ()
+    rows: Sequence[int] = ()
+
+    @property
+    def bounds(self) -> Sequence[int]:
+        """Return where the rows of each table begin, and where the last ones end."""
+        return self.rows or (0, len(self.ids))
+
+    def of(self, table: int) -> slice:
+        """Return the rows of a table."""
+        return slice(*self.bounds[table : table + 2])
+
+    def with_slots(self, slots: Int64Array, epoch: int) -> Plan:
+        """Return the plan with the slots of an epoch."""
+        if slots is self.slots and epoch == self.epoch:
+            return self
+        return replace(self, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=epoch)
 
     @property
     def nbytes(self) -> int:
@@ -391,7 +408,9 @@ def counting(count: int) -> np.ndarray:
     return known[:count]
 
 
-def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True) -> Plan:
+def plan_of_rows(
+    ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True, rows: Sequence[int] = ()
+) -> Plan:
     """Return a plan with each of `ids` once, in this order; the arrays become read-only.
 
     Without `may_miss`, no slot is -1.
@@ -399,4 +418,4 @@ def plan_of_rows(ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool 
     starts = counting(len(ids) + 1)
     each = starts[:-1]
     missing = int(np.count_nonzero(slots < 0)) if may_miss else 0
-    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch)
+    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch, rows=rows)

@@ -270,7 +270,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 for follower in handle.followers or ():  # rare, and iterating over a WeakSet takes longer
                     follower.note(grads)
                 rows, executor = rows_of(handle.table), handle.executor_of_gradients()
-                due.append((part, StepRequest(rows, rule, grads.clipped(clip), executor=executor)))
+                due.append((part, StepRequest((rows,), rule, grads.clipped(clip), executor=executor)))
         return due
 
     def bound(self) -> list[OptimizedRows]:

@@ -101,7 +101,11 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
         handle.check_rule(optimizer, rule)  # before rows are copied to the GPU
     due = [
         StepRequest(
-            rows_of(handle.table), rule, own_part(handle.table, grads), constraint_on(handle), handle.executor.stepped
+            (rows_of(handle.table),),
+            rule,
+            own_part(handle.table, grads),
+            constraint_on(handle),
+            handle.executor.stepped,
         )
         for handle, rule, grads in zip(handles, made, summed, strict=True)
     ]

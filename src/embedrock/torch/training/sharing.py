@@ -248,7 +248,7 @@ class RankGroup:
             grads = member.handle.pending.grads
             if grads is not None:
                 rows = rows_of(member.handle.table)
-                due.append(StepRequest(rows, rule, grads.clipped(part["clip"]), executor=member.executor))
+                due.append(StepRequest((rows,), rule, grads.clipped(part["clip"]), executor=member.executor))
         step_all(due)
         for member in members:
             member.handle.stepped()
