@@ -14,18 +14,22 @@ WORD = np.int32
 Room = Callable[[int], np.ndarray]  # returns memory for n words, int32 (words,)
 
 
-class MessageRows(NamedTuple):
-    """Rows that are written straight into a message.
+class MessageRows:
+    """Rows float32 (n, dim) that are written straight into a message, once it is packed.
 
     Attributes:
-        shape: shape of the rows, which are float32.
         nbytes: their size.
-        write: writes the rows to an array.
+        out: their memory in the message.
     """
 
-    shape: tuple[int, int]
-    nbytes: int
-    write: Callable[[np.ndarray], object]
+    out: np.ndarray
+
+    def __init__(self, rows: int, dim: int) -> None:
+        self._shape, self.nbytes = (rows, dim), 4 * rows * dim
+
+    def lie_in(self, memory: np.ndarray) -> None:
+        """Take memory in a message, uint8 (nbytes,)."""
+        self.out = memory.view(np.float32).reshape(self._shape)
 
 
 Part = np.ndarray | MessageRows
@@ -76,7 +80,7 @@ def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room) -> Mail:
     for part in itertools.chain.from_iterable(letters):
         end = at + part.nbytes
         if type(part) is MessageRows:
-            part.write(memory[at:end].view(np.float32).reshape(part.shape))
+            part.lie_in(memory[at:end])
         else:
             memory[at:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         at = end

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.distributed.messages import Letter, MessageReader, MessageRows, Part, as_received, as_sent, words_of
+from embedrock.distributed.messages import Letter, MessageReader, MessageRows, as_received, as_sent, words_of
 from embedrock.distributed.owners import Placement, Split
 from embedrock.system.buffers import buffers
 from embedrock.table.table import Table
@@ -46,19 +46,17 @@ class RowSource(NamedTuple):
         """Return the size of rows in words."""
         return words_of(rows * self.dim, self.sent_as)
 
-    def serve(self, ids: np.ndarray) -> Part:
-        """Return rows, as they are sent."""
-        if self.sent_as == "float32":
-            shape = len(ids), self.dim
-            return MessageRows(shape, 4 * shape[0] * shape[1], partial(self.table.lookup, ids))
-        return as_sent(self.table.lookup(ids), self.sent_as)
+    def read(self, plan: Plan, outs: Sequence[MessageRows]) -> None:
+        """Write the rows of a plan's positions, rank by rank."""
+        self.table.read_parts(plan, [rows.out for rows in outs])
 
-    def write(self, ids: np.ndarray, out: np.ndarray, place: Any) -> None:
-        """Write rows to their places in float32 (n, dim), rounded as if they were sent."""
-        if self.wire == "float32" and isinstance(place, slice):
-            self.table.lookup(ids, out[place])
-        else:
-            out[place] = as_received(self.table.lookup(ids), self.wire)
+    def encoded(self, plan: Plan, outs: Sequence[MessageRows], own: int) -> list[np.ndarray]:
+        """Return the rows for each rank in 16 bits. The rank's own go to their place."""
+        rows = [np.empty((out.nbytes // (4 * self.dim), self.dim), np.float32) for out in outs]
+        self.table.read_parts(plan, rows)
+        if own >= 0:
+            outs[own].out[:] = as_received(rows[own], self.wire)
+        return [as_sent(each, self.sent_as) for each in rows]
 
 
 class GradientBlock(NamedTuple):
@@ -96,28 +94,52 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
-def serve(wanted: Sequence[np.ndarray], sources: Sequence[RowSource]) -> Letter:
-    """Return a message with the requested rows, by ids of each table."""
-    return [source.serve(ids) for ids, source in zip(wanted, sources, strict=True)]
+class Reply(NamedTuple):
+    """Rows for all ranks.
+
+    Attributes:
+        letters: the message to each rank.
+        plans: by table, the plan of what all ranks request, in the order of ranks.
+        fill: writes the rows into the packed messages.
+    """
+
+    letters: list[Letter]
+    plans: list[Plan]
+    fill: Callable[[], None]
 
 
-def rows_here(
-    wanted: Sequence[np.ndarray], rank: int, splits: Sequence[Split], sources: Sequence[RowSource]
-) -> list[np.ndarray]:
-    """Return arrays for all requested rows, float32 (n, dim) by table, with this rank's own rows filled in.
+def serve(
+    asked: Sequence[Sequence[np.ndarray]], sources: Sequence[RowSource], own: int = -1, here: Sequence[np.ndarray] = ()
+) -> Reply:
+    """Return the rows that all ranks request.
 
     Args:
-        wanted: this rank's request to itself: ids by table.
-        rank: this rank.
-        splits: the requested ids, split by owner.
+        asked: by rank, ids of each table.
         sources: the tables.
+        own: this rank, which gets no message.
+        here: memory for its rows instead, float32 (n, dim) by table. They are rounded as if they were sent.
     """
-    found = []
-    for ids, split, source in zip(wanted, splits, sources, strict=True):
-        rows = buffers.empty((split.bounds[-1], source.dim), np.float32)
-        source.write(ids, rows, split.places[rank])
-        found.append(rows)
-    return found
+    letters, plans, reads = [Letter() for _ in asked], list[Plan](), list[Callable[[], None]]()
+    for k, source in enumerate(sources):
+        parts = [of_rank[k] for of_rank in asked]
+        plans.append(source.table.plan(np.concatenate(parts)))
+        outs = [MessageRows(len(ids), source.dim) for ids in parts]
+        if own >= 0:
+            outs[own].out = here[k]
+        if source.sent_as == "float32":
+            reads.append(partial(source.read, plans[k], outs))
+            sent = outs
+        else:
+            sent = source.encoded(plans[k], outs, own)
+        for to, part in enumerate(sent):
+            if to != own:
+                letters[to].append(part)
+
+    def fill() -> None:
+        for read in reads:
+            read()
+
+    return Reply(letters, plans, fill)
 
 
 def receive(
@@ -149,20 +171,21 @@ def bring(block: GradientBlock, placement: Placement, wire: str = "float32") -> 
     return parts
 
 
-def fold(blocks: Sequence[GradientBlock], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
+def fold(blocks: Sequence[GradientBlock], plan: Callable[[Sequence[np.ndarray]], Plan] | None = None) -> RowGradients:
     """Return the sum of blocks, added one after the other, in order.
 
     Args:
         blocks: at least one.
-        plan: makes the plan of all their ids.
+        plan: makes the plan of all their ids, one block after the other.
     """
-    ids = np.concatenate([block.ids for block in blocks])
-    values = buffers.empty((len(ids), blocks[0].values.shape[1]), np.float32)
-    return RowGradients.sum(plan(ids), np.concatenate([block.values for block in blocks], out=values))
+    ids = [block.ids for block in blocks]
+    made = make_plan(np.concatenate(ids)) if plan is None else plan(ids)
+    values = buffers.empty((len(made.inverse), blocks[0].values.shape[1]), np.float32)
+    return RowGradients.sum(made, np.concatenate([block.values for block in blocks], out=values))
 
 
 def fold_positions(
-    ranks: Sequence[Sequence[GradientBlock]], plan: Callable[[np.ndarray], Plan] = make_plan
+    ranks: Sequence[Sequence[GradientBlock]], plan: Callable[[Sequence[np.ndarray]], Plan] | None = None
 ) -> RowGradients:
     """Sum gradients of all ranks by position, as one process sums those of one batch.
 

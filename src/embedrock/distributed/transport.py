@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.distributed.messages import Letter, MessageReader, pack
+from embedrock.distributed.messages import Letter, MessageReader, length, pack_all
 from embedrock.errors import (
     MemoryBudgetError,
     NonFiniteGradientError,
@@ -21,8 +21,8 @@ from embedrock.errors import (
 
 def addressed(letters: Sequence[Letter]) -> np.ndarray:
     """Pack the messages to all ranks into one message that all receive. `taken` extracts a rank's own."""
-    parts = [pack(letter) for letter in letters]
-    return pack([np.array([len(part) for part in parts], np.int64), *parts])
+    sizes = np.array([*map(length, letters)], np.int64)
+    return pack_all([[sizes], *letters]).flat
 
 
 def taken(messages: np.ndarray, rank: int, ranks: int) -> list[np.ndarray]:

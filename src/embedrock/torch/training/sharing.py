@@ -21,6 +21,7 @@ from torch.autograd import Variable
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
+from embedrock.batch.plan import Plan
 from embedrock.distributed import stages
 from embedrock.distributed.exchange import Brought, Exchange
 from embedrock.distributed.owners import Placement, Replica, Shard, SharedPlan
@@ -317,6 +318,7 @@ class SharedTable:
         wire: dtype of float32 rows and gradients in messages.
         sums_positions: gradients are sent by position, and owners sum them in the order of all ranks' batch.
         executor: executor of lookups, which reads from the owners or on this process.
+        served: plan of the last requests of all ranks, and their ids, by rank.
     """
 
     def __init__(self, handle: Any, group: dist.ProcessGroup) -> None:
@@ -324,6 +326,7 @@ class SharedTable:
         self.rank_group = RankGroup.of(group)
         self.placement = _placement(handle, self.rank_group.ranks)
         self.wire, self.sums_positions = handle.terms.wire, handle.terms.positions
+        self.served: tuple[Plan, Sequence[np.ndarray]] | None = None
         told = f"{handle.name_for_others()} {self.placement._replace(rank=0)} {self._sent}"
         self.key = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little") >> 1
         self.rank_group.members[self.key] = self
@@ -417,13 +420,20 @@ class SharedTable:
         waits = handle.pending.grads if handle.grad is not None else None
         before = [waits.sums] if isinstance(waits, SharedGradients) else []
         if self.sums_positions:
-            merged = RowGradients.sum_of([*before, stages.fold_positions(ranks, handle.table.plan)])
+            merged = RowGradients.sum_of([*before, stages.fold_positions(ranks, self._planned)])
         else:
             waiting = [GradientBlock(grads.plan.ids, grads.values) for grads in before]
-            merged = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], handle.table.plan)
+            merged = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], self._planned)
         if handle.table.mode == "w":
             handle.table.check_step(merged)  # otherwise only ranks with room would make the step
         return merged
+
+    def _planned(self, ids: Sequence[np.ndarray]) -> Plan:
+        """Return the plan of the ids of blocks, which are usually those of the last lookup."""
+        served, self.served = self.served, None
+        if served is not None and len(served[1]) == len(ids) and all(map(np.array_equal, served[1], ids)):
+            return served[0]
+        return self.handle.table.plan(np.concatenate(ids))
 
 
 def _placement(handle: Any, ranks: Ranks) -> Placement:
