@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import Int64Array, JointPlan, Plan, make_plan, merge_plans, plan_of_rows
+from embedrock.batch.plan import Plan, bounds_of, make_plan, merge_plans, plan_of_rows
 from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 
 
 @spanned("sum")
-def sum_segments(plan: Plan | JointPlan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sum_segments(plan: Plan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence.
 
     Returns:
@@ -33,14 +33,16 @@ class RowGradients:
     """One gradient for each unique row of a plan.
 
     Attributes:
-        plan: plan of the batch; its ``ids`` are the rows.
+        plan: plan of the batch, of one table or of several; its ``ids`` are the rows.
         values: float32 (unique, dim).
         square_norm: sum of squares of all values, in float64; NaN or Inf exactly where a value is.
+        squares: float64 (unique,), sum of squares of each row, if the plan is of several tables.
     """
 
     plan: Plan
     values: np.ndarray
     square_norm: float
+    squares: np.ndarray | None = None
 
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
@@ -107,36 +109,25 @@ class RowGradients:
     def with_values(self, values: np.ndarray) -> RowGradients:
         return RowGradients.of_rows(self.plan, values)
 
+    def of(self, table: int) -> RowGradients:
+        """Return the gradients of one table of the plan."""
+        if self.squares is None:
+            return self
+        return PartGradients(self, table, float(np.add.reduce(self.squares[self.plan.of(table)])))
 
-# -------------------------------------------------------------------- of several tables
-
-
-@dataclass(eq=False)
-class JointGradients:
-    """The gradients of the rows of several tables, one per unique row. Rows of one table are together, in table order.
-
-    Attributes:
-        ids, slots, epoch: of the rows, as in `Plan`.
-        may_miss: whether some slots may be -1.
-        values: float32 (unique, dim).
-        rows: where the rows of each table begin, and where the last ones end.
-    """
-
-    ids: Int64Array
-    slots: Int64Array
-    epoch: int
-    may_miss: bool
-    values: np.ndarray
-    rows: list[int]
-
-    def run_of(self, first: int, last: int) -> JointGradients:
-        """Return the gradients of the tables from `first` to `last`."""
-        start, stop = self.rows[first], self.rows[last]
-        if (start, stop) == (0, len(self.ids)):
+    def run_of(self, first: int, last: int) -> RowGradients:
+        """Return the gradients of the tables from `first` to `last`. The norm is not computed."""
+        plan = self.plan
+        start, stop = plan.rows[[first, last]].tolist()
+        if (start, stop) == (0, len(plan.ids)):
             return self
         own = slice(start, stop)
-        rows = [row - start for row in self.rows[first : last + 1]]
-        return JointGradients(self.ids[own], self.slots[own], self.epoch, self.may_miss, self.values[own], rows)
+        rows = plan.rows[first : last + 1] - start
+        of_rows = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0, rows)
+        return RowGradients(of_rows, self.values[own], math.nan)
+
+
+# -------------------------------------------------------------------- of several tables
 
 
 class PartGradients(RowGradients):
@@ -148,34 +139,50 @@ class PartGradients(RowGradients):
         square_norm: see `RowGradients`.
     """
 
-    joint: JointGradients
+    joint: RowGradients
     number: int
 
-    def __init__(self, joint: JointGradients, number: int, square_norm: float) -> None:
+    def __init__(self, joint: RowGradients, number: int, square_norm: float) -> None:
         vars(self).update(joint=joint, number=number, square_norm=square_norm)  # the dataclass is frozen
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("plan", "values"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        joint, own = self.joint, slice(*self.joint.rows[self.number : self.number + 2])
-        plan = plan_of_rows(joint.ids[own], joint.slots[own], joint.epoch, joint.may_miss)
-        vars(self).update(plan=plan, values=joint.values[own])
+        plan = self.joint.plan
+        own = plan.of(self.number)
+        of_rows = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0)
+        vars(self).update(plan=of_rows, values=self.joint.values[own])
         return vars(self)[name]
 
     def has_width(self, dim: int) -> bool:
         return self.joint.values.shape[1] == dim
 
 
-def run_of(parts: Sequence[RowGradients]) -> JointGradients | None:
-    """Return the gradients of neighbouring tables as they were summed, without a copy; None if the parts do not fit.
+def as_one(parts: Sequence[RowGradients]) -> RowGradients:
+    """Return the gradients of several tables as one, without a copy if they were summed together.
 
     Example:
-        >>> rows = np.arange(4), np.arange(4), 0, False, np.ones((4, 2), np.float32)
-        >>> joint = JointGradients(*rows, [0, 1, 3, 4])
-        >>> parts = [PartGradients(joint, table, 1.0) for table in range(3)]
-        >>> run_of(parts) is joint, run_of(parts[1:]).ids, run_of(parts[::2])
-        (True, array([1, 2, 3]), None)
+        >>> ids = np.arange(4)
+        >>> plan = plan_of_rows(ids, ids, 0, rows=np.array([0, 1, 3, 4]))
+        >>> joint = RowGradients(plan, np.ones((4, 2), np.float32), 8.0, np.full(4, 2.0))
+        >>> parts = [joint.of(table) for table in range(3)]
+        >>> as_one(parts) is joint, as_one(parts[1:]).plan.ids, as_one(parts[::2]).plan.rows
+        (True, array([1, 2, 3]), array([0, 1, 2]))
     """
+    if len(parts) == 1:
+        return parts[0]
+    if (run := _run_of(parts)) is not None:
+        return run
+    plans = [part.plan for part in parts]
+    epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
+    ids, slots = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
+    sizes = np.concatenate([plan.rows[1:] - plan.rows[:-1] for plan in plans])
+    plan = plan_of_rows(ids, slots, epoch, rows=bounds_of(sizes))
+    return RowGradients(plan, np.concatenate([part.values for part in parts]), math.nan)
+
+
+def _run_of(parts: Sequence[RowGradients]) -> RowGradients | None:
+    """Return the gradients of neighbouring tables as they were summed; None if the parts do not fit."""
     first = parts[0]
     if not isinstance(first, PartGradients):
         return None

@@ -20,7 +20,17 @@ from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, needs_gradient
+from embedrock.torch.training.lookup import (
+    FeatureRequest,
+    GroupLookupState,
+    HostInput,
+    Lookup,
+    LookupState,
+    check_ids,
+    host_ids,
+    looked_up,
+    needs_gradient,
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -253,10 +263,19 @@ class Embedding(RowLayer):
                 return jagged_like(ids, self(ids.values()))
             except IdError as error:
                 raise self.outside(error, ids) from None
-        handle = self._usable_handle()
-        if self._trains(handle):
-            return Lookup.of(handle, None, self.reading(handle, input))
-        return self.rows_for_no_gradient(handle, input)
+        layout = self._cpu_layout()
+        if layout is None:
+            handle = self._usable_handle()
+            if self._trains(handle):
+                return Lookup.of(handle, None, self.reading(handle, input))
+            return self.rows_for_no_gradient(handle, input)
+        trained = layout.trained((self,))
+        ids = layout.plain((input,)) or [self.host_input(input).ids]
+        if trained:
+            return looked_up(GroupLookupState(layout, trained, ids))[0]
+        with span("read"):  # without a plan
+            rows = torch.from_numpy(self._table.lookup(ids[0]))
+        return rows if layout.are_as_read else rows.to(layout.handles[0].device, self.dtype)
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
@@ -289,34 +308,40 @@ class Embedding(RowLayer):
     # ------------------------------------------------------------ as a feature of a collection
 
     @staticmethod
-    def feature_input(value: Any) -> tuple[Tensor]:
-        """Return the arguments of the methods below, from the value of a feature in a dict."""
+    def feature_input(value: Any) -> Any:
+        """Return the input of the methods below, from the value of a feature in a dict."""
         if isinstance(value, tuple):
             raise IdTypeError(
                 "ids with offsets are for bags, whose rows are pooled. For rows one by one pass a nested tensor: "
                 "torch.nested.nested_tensor_from_jagged(ids, torch.cat([offsets, offsets.new_tensor([len(ids)])]))."
             )
-        return (value,)
+        return value
 
     @staticmethod
-    def keyed_input(part: BagInput, has_end: bool) -> tuple[Tensor]:
-        """Return the arguments of the methods below, from a part of a `KeyedJaggedTensor`."""
+    def keyed_input(part: BagInput, has_end: bool) -> Any:
+        """Return the input of the methods below, from a part of a `KeyedJaggedTensor`."""
         assert part.offsets is not None
-        return (torch.nested.nested_tensor_from_jagged(part.ids, part.offsets.to(part.ids.device)),)
+        return torch.nested.nested_tensor_from_jagged(part.ids, part.offsets.to(part.ids.device))
 
     @staticmethod
     def called(layer: Any, ids: Tensor) -> Tensor:
         """Return the output of a layer of this kind, which may be PyTorch's."""
         return layer(ids)
 
-    def shaped(self, output: Tensor, ids: Tensor) -> Tensor:
+    @staticmethod
+    def shaped(output: Tensor, ids: Tensor) -> Tensor:
         """Return the output of a joint lookup in the shape of the layer's output."""
         return jagged_like(ids.contiguous(), output) if is_jagged(ids) else output
 
-    def asked(self, ids: Tensor) -> FeatureRequest:
-        """Return the layer's request for a lookup together with other layers."""
+    def host_input(self, ids: Tensor) -> HostInput:
+        """Return the input of a lookup on the CPU together with other layers."""
+        return HostInput(host_ids(flat_ids(ids), self.handle.label))
+
+    def gpu_request(self, ids: Tensor) -> FeatureRequest:
+        """Return the request of a lookup on a GPU together with other layers."""
         handle = self._usable_handle()
-        feature = handle.pending.executor.feature(check_ids(flat_ids(ids), handle.label), self.padding_idx)
+        executor: Any = handle.executor()
+        feature = executor.feature(check_ids(flat_ids(ids), handle.label), self.padding_idx)
         return FeatureRequest(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:

@@ -149,7 +149,8 @@ def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Te
     """Return the handle's gradient, float32 ()."""
     reading = _reading(ticket)
     flat = None if weights is None else _flat(weights, reading)
-    return reading.receive(grads, flat, accumulator(reading.handle)).clone()  # a graph may overwrite its inputs
+    handle, summed = reading.handle, reading.gradients(grads, flat)
+    return handle.receive(summed, accumulator(handle)).clone()  # a graph may overwrite its inputs
 
 
 @lookup_backward.register_fake

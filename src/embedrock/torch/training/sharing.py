@@ -30,6 +30,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
 from embedrock.system.buffers import buffers
+from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
@@ -244,7 +245,7 @@ class RankGroup:
             grads = member.handle.pending.grads
             if grads is not None:
                 rows = rows_of(member.handle.table)
-                due.append(StepRequest(rows, rule, grads.clipped(part["clip"]), executor=member.executor))
+                due.append(StepRequest((rows,), rule, grads.clipped(part["clip"]), executor=member.executor))
         step_all(due)
         for member in members:
             member.handle.stepped()
@@ -257,11 +258,13 @@ class OptimizedRows(NamedTuple):
         handle: handle of the rows.
         rule: current rule of their steps; None: the table is only read.
         clip_value: bound of each element of their gradients; None: no bound.
+        rows: state of the table.
     """
 
     handle: Any
     rule: Rule | None
     clip_value: float | None
+    rows: TableState
 
 
 def fall_behind(handles: Iterable[Any], error: Exception) -> None:
@@ -270,10 +273,10 @@ def fall_behind(handles: Iterable[Any], error: Exception) -> None:
         exchange.fall_behind(error)
 
 
-def announce_steps(due: Iterable[tuple[OptimizedRows, StepRequest]]) -> None:
+def announce_steps(due: Iterable[OptimizedRows]) -> None:
     """Announce steps to ranks without batches left. They make the same steps: see `ert.uneven`."""
     groups: dict[RankGroup, dict[SharedTable, OptimizedRows]] = {}
-    for part, _ in due:
+    for part in due:
         if (sharing := part.handle.sharing) is not None:
             groups.setdefault(sharing.rank_group, {})[sharing] = part
     for rank_group, parts in groups.items():
