@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Task, add_several_rows, compare_implementations
-from benchmarks.implementations import LEARNING_RATE, Implementation, Step, fbgemm_tables, import_torch
+from benchmarks.fbgemm import fbgemm_tables
+from benchmarks.implementations import LEARNING_RATE, Implementation, Step, import_torch, training_step
 from benchmarks.options import BenchmarkOptions
 from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
@@ -24,17 +25,8 @@ ROWS = (1_000_000, 4_000_000, 100_000_000, 1_000_000_000)
 
 
 def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
-    """Return the loop body that users write, the same for `nn.Embedding` and for ours."""
-    torch = import_torch()
-    ids = [torch.from_numpy(batch) for batch in workload.ids()]
-    gradient = torch.from_numpy(workload.gradient())
-
-    def step(index: int) -> None:
-        optimizer.zero_grad()
-        table(ids[index]).backward(gradient)
-        optimizer.step()
-
-    return step
+    batches = list(map(import_torch().from_numpy, workload.ids()))
+    return training_step(table, batches, optimizer, workload.gradient())
 
 
 def our_step(workload: Workload, optimizer: str, **options: Any) -> Step:
