@@ -95,9 +95,11 @@ def located(tables: Tables, plan: Plan) -> Plan:
 def source_of(tables: Tables, plan: Plan) -> PooledSource:
     """Return the rows of a plan, in their records if possible."""
     here = _brought(tables, plan)
-    if here is not None and not any(rows.lags for rows in tables):
-        return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here))
-    return PooledSource.of(_values(tables, plan, here))
+    for rows in tables:
+        if here is None or (rows.history is not None and rows.lags):
+            return PooledSource.of(_values(tables, plan, here))
+    assert here is not None  # there is a table
+    return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here))
 
 
 def read_unique(tables: Tables, plan: Plan) -> np.ndarray:
