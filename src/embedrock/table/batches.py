@@ -5,22 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from embedrock.batch import pooling, wrong_ids
-from embedrock.batch.gradients import JointGradients, PartGradients, RowGradients, rejoined, sum_segments
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids, check_range
 from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
-from embedrock.batch.pooling import Bags, PooledSource, RowSources
+from embedrock.batch.pooling import ALONE, ONES, Bags, PooledSource, places_of
 from embedrock.errors import CacheTooSmallError, check_choice
 from embedrock.storage.backend import Backend
 from embedrock.storage.record_pools import RecordRange
 from embedrock.storage.records import Records
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
+from embedrock.system.spans import span
 from embedrock.table.reading import unrecorded
 from embedrock.table.rows import TableState, part_of
 from embedrock.table.stepping import keys_of
@@ -139,6 +140,7 @@ class FeatureLayout:
         tables: int64 (tables + 1,), bounds of each table's positions.
         bags: int64 (features + 1,), bounds of each feature's bags; empty without bags.
         offsets: int64 (bags + 1,), bounds of each bag's positions.
+        items: bounds of each feature's bags; without bags, of its positions.
     """
 
     shapes: list[tuple[int, ...]]
@@ -148,17 +150,16 @@ class FeatureLayout:
     bags: np.ndarray
     offsets: np.ndarray
 
-    @forks.cached_property
-    def in_order(self) -> RowSources:
-        """The places of bags, feature after feature."""
-        return RowSources(np.arange(len(self.offsets) - 1, dtype=np.int32), self.offsets)
+    @property
+    def items(self) -> np.ndarray:
+        return self.bags if len(self.bags) else self.positions
 
     @forks.cached_property
-    def side_by_side(self) -> RowSources:
-        """The places of bags, sample after sample. All features have the same number of bags."""
-        columns, count = np.argsort(self.numbers).argsort(), len(self.offsets) - 1
-        samples = np.arange(count // len(columns)) * len(columns)
-        return RowSources((samples + columns[:, None]).astype(np.int32).ravel(), self.offsets)
+    def of_positions(self) -> np.ndarray:
+        """The bag of each position: see `Bags`."""
+        if not len(self.bags) or (self.shapes and np.array_equal(self.bags, self.positions)):
+            return ALONE
+        return pooling.bag_of_position(self.offsets)
 
 
 @dataclass(eq=False)
@@ -182,10 +183,34 @@ class PoolPlan:
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
 
+    @property
+    def current(self) -> Plan:
+        """Return the plan with the present slots."""
+        if self.slots is self.plan.slots:
+            return self.plan
+        return replace(self.plan, slots=self.slots, missing=int(np.count_nonzero(self.slots < 0)), epoch=self.epoch)
+
     def keys(self) -> np.ndarray:
         """Return the pool's keys of the rows."""
         rows = self.plan.rows
         return self.plan.ids + self.route.bases.repeat(rows[1:] - rows[:-1])
+
+    def places(self, array: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
+        """Return where the rows of its features are: see `pooling.places_of`.
+
+        Args:
+            array: float32, of all features one after the other, or side by side.
+            columns: where those of each feature of the batch begin, if they are side by side.
+        """
+        start, stride = places_of([array])[0].tolist()
+        places = np.empty((len(self.route.numbers), 2), np.int64)
+        if columns is None:
+            np.multiply(self.layout.items[:-1], stride, out=places[:, 0])
+        else:
+            np.multiply(columns[self.route.numbers], array.itemsize, out=places[:, 0])
+        places[:, 0] += start
+        places[:, 1] = stride
+        return places
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number and the bounds of each feature."""
@@ -211,6 +236,11 @@ class GroupPlan:
     def tables(self) -> list[Table]:
         return list(dict.fromkeys(feature.table for feature in self.features))
 
+    @forks.cached_property
+    def columns(self) -> np.ndarray:
+        """Where the columns of each feature begin if all are side by side: int64 (features + 1,)."""
+        return bounds_of([feature.table.dim for feature in self.features])
+
 
 @dataclass(eq=False)
 class PoolLookup:
@@ -219,16 +249,14 @@ class PoolLookup:
     Attributes:
         batch: its plan.
         arrays: output of each pool plan, float32 (positions, dim) or (bags, dim).
-        places: of each pool plan's bags there; None without bags.
-        traces: input of `pooling.unpool`, for each pool plan.
+        traces: of `pooling.sum_bags`, for each pool plan.
         values: rows of each pool plan, float32 (unique, dim), if weights get gradients.
-        side_by_side: the only array has the bags of a sample one after the other.
+        side_by_side: the only array has the bags of a sample one after the other, float32 (bags, sum of dims).
     """
 
     batch: GroupPlan
     arrays: list[np.ndarray] = field(default_factory=list)
-    places: list[RowSources | None] = field(default_factory=list)
-    traces: list[np.ndarray | None] = field(default_factory=list)
+    traces: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
 
@@ -239,18 +267,21 @@ class PoolLookup:
     @property
     def outputs(self) -> list[np.ndarray]:
         """Output of each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
+        if self.side_by_side:
+            return np.split(self.arrays[0], self.batch.columns[1:-1], axis=1)
         found = dict[int, np.ndarray]()
-        for share, array, places in zip(self.batch.shares, self.arrays, self.places, strict=True):
-            if places is None:
-                for number, start, stop in share.spans(share.layout.positions):
-                    found[number] = array[start:stop].reshape(
-                        *self.batch.features[number].ids.shape, share.route.pool.spec.dim
-                    )
-                continue
-            for number, start, stop in share.spans(share.layout.bags):
-                first, step = (places.of_bags[start], len(share.route.numbers)) if self.side_by_side else (start, 1)
-                found[number] = array[first : None if self.side_by_side else stop : step]
+        for share, array in zip(self.batch.shares, self.arrays, strict=True):
+            for number, start, stop in share.spans(share.layout.items):
+                own = array[start:stop]
+                if share.route.kind == "rows":
+                    own = own.reshape(*self.batch.features[number].ids.shape, share.route.pool.spec.dim)
+                found[number] = own
         return [found[number] for number in range(len(found))]
+
+    def places(self, number: int) -> np.ndarray:
+        """Return where the outputs of a pool plan are: see `pooling.places_of`."""
+        share, array = self.batch.shares[number], self.arrays[0 if self.side_by_side else number]
+        return share.places(array, self.batch.columns if self.side_by_side else None)
 
 
 # -------------------------------------------------------------------- plans
@@ -405,12 +436,7 @@ def _absent(pool: Backend, tables: Sequence[Table], ids: Sequence[np.ndarray], r
 
 def unread(batch: GroupPlan) -> PoolLookup:
     """Return the lookup of a batch that is only stepped: of rows, and of sums of them without weights."""
-    reading = PoolLookup(batch)
-    for share in batch.shares:
-        is_summed = share.route.kind != "rows"
-        reading.places.append(share.layout.in_order if is_summed else None)
-        reading.traces.append(pooling.ONES if is_summed else None)
-    return reading
+    return PoolLookup(batch, traces=[ONES] * len(batch.shares))
 
 
 def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> PoolLookup:
@@ -419,27 +445,29 @@ def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> Poo
     Args:
         batch: its plan.
         for_weights: `weight_gradients` will be called.
-        side_by_side: the only array is (batch, features, dim). The batch must be `may_be_side_by_side`.
+        side_by_side: the only array is (batch, sum of dims). The batch must be `may_be_side_by_side`.
     """
     if not all(share.route.is_current for share in batch.shares):
         batch = plan(batch.features, batch.routes)  # records have moved to other key ranges
-    reading = PoolLookup(batch, side_by_side=side_by_side)
     for share in batch.shares:
         for rows in share.route.rows:
             rows.check()
-    for share in batch.shares:
+    reading = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
+    for number, share in enumerate(batch.shares):
         values = _values(share) if for_weights or share.route.lags else None
-        trace = places = None
-        if share.route.kind == "rows":
-            found = _positions_of(share, values)
-        else:
-            places = share.layout.side_by_side if side_by_side else share.layout.in_order
-            found, trace = _pooled(share, _source(share) if values is None else PooledSource.of(values), places)
-        reading.arrays.append(found)
-        reading.places.append(places)
-        reading.traces.append(trace)
+        source = _source(share) if values is None else PooledSource.of(values)
+        reading.traces.append(_pool(share, source, reading.places(number)))
         reading.values.append(values if for_weights else None)
     return reading
+
+
+def _room(batch: GroupPlan, side_by_side: bool) -> list[np.ndarray]:
+    """Return memory for the arrays of a lookup."""
+    if side_by_side:
+        count = batch.shares[0].layout.bags[1]
+        return [buffers.empty((int(count), int(batch.columns[-1])), np.float32)]
+    shapes = [(int(share.layout.items[-1]), share.route.pool.spec.dim) for share in batch.shares]
+    return [buffers.empty(shape, np.float32) for shape in shapes]
 
 
 def _located(share: PoolPlan) -> np.ndarray:
@@ -485,17 +513,6 @@ def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return slots, fresh
 
 
-def _positions_of(share: PoolPlan, values: np.ndarray | None) -> np.ndarray:
-    out = buffers.empty((len(share.plan.inverse), share.route.pool.spec.dim), np.float32)
-    if values is None:
-        records, slots = _found(share)
-        slots, fresh = _fresh(share, slots)
-        records.read(slots, share.plan.inverse, fresh, out)
-    else:
-        np.take(values, share.plan.inverse, axis=0, out=out, mode="clip")
-    return out
-
-
 def _values(share: PoolPlan) -> np.ndarray:
     """Return each row once, caught up: float32 (unique, dim)."""
     records, found = _found(share)
@@ -515,24 +532,28 @@ def _source(share: PoolPlan) -> PooledSource:
     return PooledSource(records.weights, *_fresh(share, slots))
 
 
-def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
-    """Return all bags of a pool plan in their places, float32 (bags, dim), and their trace."""
-    modes = {mode for mode, _, _ in share.route.modes}
-    out, trace = pooling.pooled_like(len(places.of_bags), share.route.pool.spec.dim, modes)
-    for mode, first, last in share.route.modes:
-        assert mode is not None  # of bags
-        start, stop = share.layout.bags[[first, last]].tolist()
-        bags = Bags(share.plan, share.layout.offsets[start : stop + 1], -1, mode, places.part(start, stop))
-        pooling.pool_into(source, share.weights, bags, out, trace)
-    return out, trace
+def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarray:
+    """Write the rows and bags of a pool plan to their places, and return their trace."""
+    layout, modes = share.layout, share.route.modes
+    if layout.of_positions is ALONE and share.weights is None and share.route.kind != "max":
+        with span("gather"):
+            pooling.pool_into(source, None, _bags(share), places, ONES)
+        return ONES
+    trace = pooling.trace_of(int(layout.items[-1]), share.route.pool.spec.dim, {mode for mode, _, _ in modes})
+    for mode, first, last in modes:
+        bounds = layout.bags[first : last + 1]
+        start, stop = bounds[[0, -1]].tolist()
+        bags = Bags(share.plan, layout.offsets[start : stop + 1], -1, mode, bounds - start)
+        pooling.pool_into(source, share.weights, bags, places[first:last], trace[start:stop])
+    return trace
 
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
-    """Return whether `read` can give all outputs side by side: bags in one pool, equally many for each feature."""
-    if len(batch.shares) != 1 or batch.shares[0].route.kind == "rows":
+    """Return whether `read` can give all outputs side by side: bags, equally many for each feature."""
+    if any(share.route.kind == "rows" for share in batch.shares):
         return False
-    bags = batch.shares[0].layout.bags
-    return len(set((bags[1:] - bags[:-1]).tolist())) == 1
+    sizes = [bags[1:] - bags[:-1] for bags in [share.layout.bags for share in batch.shares]]
+    return len({count for each in sizes for count in each.tolist()}) == 1
 
 
 # -------------------------------------------------------------------- gradients
@@ -545,10 +566,11 @@ def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> li
         reading: lookup of the batch.
         grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
     """
-    joined = [_joined_grads(reading, k, grads) for k in range(len(reading.batch.shares))]
-    if all(given is not None for given in grads):
-        return sum_arrays(reading, joined)
-    return sum_arrays(reading, joined, [_touched(share, grads) for share in reading.batch.shares])
+    places, _kept = _places(reading, grads)
+    touched = None
+    if any(given is None for given in grads):
+        touched = [_touched(share, grads) for share in reading.batch.shares]
+    return sum_places(reading, places, touched)
 
 
 def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -560,60 +582,62 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     return touched
 
 
-def sum_arrays(
-    reading: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
+def sum_array(reading: PoolLookup, grads: np.ndarray) -> list[tuple[Table, RowGradients]]:
+    """Return the result of `sum_gradients` from that of an output side by side, float32 with contiguous rows."""
+    places = np.empty((len(reading.batch.features), 2), np.int64)
+    for share in reading.batch.shares:
+        places[share.route.numbers] = share.places(grads, reading.batch.columns)
+    return sum_places(reading, places)
+
+
+def sum_places(
+    reading: PoolLookup, places: np.ndarray, touched: Sequence[np.ndarray] | None = None
 ) -> list[tuple[Table, RowGradients]]:
-    """Return the result of `sum_gradients` from the gradients of ``reading.arrays``: C-contiguous, of their shapes.
+    """Return the result of `sum_gradients` from where the gradients of each feature are: see `pooling.places_of`.
 
     `touched` has the result's rows of each pool plan, bool (unique,); None: all.
     """
     found: dict[Table, list[RowGradients]] = {}
-    for number, (share, given) in enumerate(zip(reading.batch.shares, grads, strict=True)):
-        trace = reading.traces[number]
-        if trace is None:
-            values, squares = sum_segments(share.plan, given)
-        else:
-            values, squares = pooling.sum_bags(given, share.weights, _bags(reading, number), trace)
-        may_miss, cuts = bool((share.slots < 0).any()), share.plan.rows.tolist()
-        joint = JointGradients(share.plan.ids, share.slots, share.epoch, may_miss, values, cuts)
+    for number, (share, trace) in enumerate(zip(reading.batch.shares, reading.traces, strict=True)):
+        dim, own = share.route.pool.spec.dim, places[share.route.numbers]
+        values, squares = pooling.sum_bags(own, dim, share.weights, _bags(share), trace)
+        norms = squares.tolist()
+        whole = RowGradients(share.current, values, sum(norms), norms)
         for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
-            start, stop = cuts[k], cuts[k + 1]
-            summed: RowGradients = PartGradients(joint, k, float(np.add.reduce(squares[start:stop])))
+            summed = whole.of(k)
             if touched is not None:
-                summed = summed.kept(touched[number][start:stop])
+                summed = summed.kept(touched[number][share.plan.of(k)])
             found.setdefault(table, []).append(summed if padding is None else summed.kept(summed.plan.ids != padding))
     return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 
-def _bags(reading: PoolLookup, number: int) -> Bags:
-    share = reading.batch.shares[number]
-    return Bags(share.plan, share.layout.offsets, -1, share.route.kind, reading.places[number])
+def _bags(share: PoolPlan) -> Bags:
+    layout, route = share.layout, share.route
+    mode = None if route.kind == "rows" else route.kind
+    return Bags(share.plan, layout.offsets, -1, mode, layout.items, route.own, layout.of_positions)
 
 
-def _joined_grads(reading: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Return the gradients of a pool plan's array from those of its outputs: float32 (positions or bags, dim)."""
-    share, places = reading.batch.shares[number], reading.places[number]
-    dim = share.route.pool.spec.dim
-    parts = []
-    for feature, start, stop in share.spans(share.layout.positions if places is None else share.layout.bags):
-        given = grads[feature]
-        parts.append(np.zeros((stop - start, dim), np.float32) if given is None else given.reshape(-1, dim))
-    joined = np.ascontiguousarray(rejoined(parts))
-    if not reading.side_by_side or places is None:
-        return joined
-    placed = np.empty_like(joined)
-    placed[places.of_bags] = joined
-    return placed
+def _places(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
+    given = list[np.ndarray]()
+    for feature, own in zip(reading.batch.features, grads, strict=True):
+        dim = feature.table.dim
+        rows = np.zeros((1, dim), np.float32) if own is None else own.reshape(-1, dim)
+        given.append(rows if rows.strides[1] == rows.itemsize else np.ascontiguousarray(rows))
+    places = places_of(given)
+    places[[own is None for own in grads], 1] = 0
+    return places, given
 
 
 def weight_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Return the gradients of positions' weights, float32 (n,), for each feature with weights; else None."""
     found: list[np.ndarray | None] = [None] * len(reading.batch.features)
-    for k, (share, values) in enumerate(zip(reading.batch.shares, reading.values, strict=True)):
+    places, _kept = _places(reading, grads)
+    for share, values in zip(reading.batch.shares, reading.values, strict=True):
         if share.weights is None:
             continue
         assert values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(_joined_grads(reading, k, grads), values, _bags(reading, k))
+        of_all = pooling.weight_grads(places[share.route.numbers], values, _bags(share))
         for (number, start, stop), kept in zip(share.spans(share.layout.positions), share.kept, strict=True):
             weights = reading.batch.features[number].weights
             if weights is not None:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.gradients import JointGradients, RowGradients, run_of
+from embedrock.batch.gradients import RowGradients, run_of
 from embedrock.batch.ids import check_range
-from embedrock.batch.plan import Plan, counting
+from embedrock.batch.plan import Plan, bounds_of, counting, plan_of_rows
 from embedrock.errors import ArgumentError, CacheTooSmallError, counted
 from embedrock.optimizers import SGD, Rule
 from embedrock.storage.backend import Backend
@@ -479,17 +479,17 @@ def _more(pools: Sequence[_PoolStep]) -> list[NewRows]:
     return [each for pool in pools for each in pool.more]
 
 
-def _as_one(parts: Sequence[RowGradients]) -> JointGradients:
+def _as_one(parts: Sequence[RowGradients]) -> RowGradients:
     """Return the gradients of several tables as one, without a copy if they were summed together."""
-    run = run_of(parts)
+    run = parts[0] if len(parts) == 1 else run_of(parts)
     if run is not None:
         return run
     plans = [part.plan for part in parts]
     epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
-    rows = [0, *itertools.accumulate(len(plan.ids) for plan in plans)]
-    ids, slots = (_one_after_another([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
-    may_miss = any(plan.missing for plan in plans)
-    return JointGradients(ids, slots, epoch, may_miss, _one_after_another([part.values for part in parts]), rows)
+    ids, slots = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
+    rows, may_miss = bounds_of([len(plan.ids) for plan in plans]), any(plan.missing for plan in plans)
+    plan, values = plan_of_rows(ids, slots, epoch, rows, may_miss), np.concatenate([part.values for part in parts])
+    return RowGradients(plan, values, sum(part.square_norm for part in parts))
 
 
 def _one_after_another(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -523,16 +523,17 @@ class _PoolStep:
         if not (tier.evicts and tier.goes_on_with(self._keys())):
             tier.begin_batch()
         self._take([each.grads for each in self._requests])
-        is_current = self._grads.epoch == self._epoch
+        plan = self._grads.plan
+        is_current = plan.epoch == self._epoch
         for each in () if is_current else self._requests:
             check_range(each.grads.plan.ids, each.rows.spec.rows, each.rows.subject)
-        self._is_found = is_current and not self._grads.may_miss
-        self._slots = self._grads.slots if self._is_found else tier.find(self._keys())
+        self._is_found = is_current and not plan.missing
+        self._slots = plan.slots if self._is_found else tier.find(self._keys())
         self._count_new()
 
     def _take(self, grads: Sequence[RowGradients]) -> None:
         self._epoch, self._grads = self._pool.epoch, _as_one(grads)
-        self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.rows)]
+        self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.plan.rows.tolist())]
 
     def decide_admission(self) -> None:
         rows = self._requests[0].rows
@@ -656,7 +657,7 @@ class _PoolStep:
             of = list(alike)
             (first, part, own, room), last = members[of[0]], members[of[-1]][2]
             own = slice(own.start, last.stop)
-            rows = self._grads.ids[own], self._slots[own], self._grads.values[own]
+            rows = self._grads.plan.ids[own], self._slots[own], self._grads.values[own]
             made.append(functools.partial(part.records.step, *rows, numbers[first.rows], first.rows.steps, room))
         return made
 

@@ -273,8 +273,7 @@ class GroupLookupState(JointLookupState):
         with span("read"):
             self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
-            width = len(self.requests) * found.arrays[0].shape[1]
-            return [_delivered(self.requests[0], found.arrays[0].reshape(-1, width))]
+            return [_delivered(self.requests[0], found.arrays[0])]
         return [_delivered(one, out) for one, out in zip(self.requests, found.outputs, strict=True)]
 
     def trains(self) -> list[bool]:
@@ -283,7 +282,7 @@ class GroupLookupState(JointLookupState):
 
     def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
         if self.side_by_side:
-            found = batches.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
+            found = batches.sum_array(self._found, grads[0])
             handles = {one.handle for one in self.requests if one.trains}
         else:
             found = batches.sum_gradients(self._found, grads)
