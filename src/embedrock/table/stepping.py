@@ -561,8 +561,8 @@ def prepare_each(due: Sequence[tuple[Sequence[TableState], Plan]], elsewhere: Se
 
 def _without_values(tables: Sequence[TableState], plan: Plan) -> StepRequest:
     """Return a request whose gradients are not known here."""
-    nothing = np.empty((len(plan.ids), 0), np.float32)
-    return StepRequest(tables, NO_RULE, RowGradients(plan, nothing, 0.0, np.zeros(len(plan.ids))))
+    nothing, squares = np.empty((len(plan.ids), 0), np.float32), [0.0] * len(tables) if len(tables) > 1 else ()
+    return StepRequest(tables, NO_RULE, RowGradients(plan, nothing, 0.0, squares))
 
 
 def _more(pools: Sequence[PoolStep]) -> list[NewRows]:
