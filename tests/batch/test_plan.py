@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import reference
 from embedrock import kernels
 from embedrock.batch import plan as planning
-from embedrock.batch.plan import Plan, make_plan, plan_by_owner
+from embedrock.batch.plan import NO_BITS, NO_ENTRIES, NO_INDEX, Plan, SlotIndex, make_plan, plan_by_owner, sources_of
 from embedrock.distributed.owners import owners
 from embedrock.errors import ArgumentError
 
@@ -157,7 +157,7 @@ def plan_whole(module, ids, memory, seed=0):
     n = ids.size
     table = memory.array(planning.table_size(n), np.int32)
     unique, inverse, order = (memory.array(n, dtype) for dtype in (np.int64, np.int32, np.int32))
-    count = module.dedupe(memory.copy(ids), seed, table, unique, inverse)
+    count = module.dedupe(sources_of([memory.copy(ids)]), seed, table, unique, inverse)
     starts = memory.array(count + 1, np.int32)
     module.segments(inverse, count, starts, order)
     memory.check()
@@ -166,19 +166,22 @@ def plan_whole(module, ids, memory, seed=0):
 
 def plan_by_partitions(call, ids, memory, chunks, partitions, workers):
     """The steps of the plan of a large batch, with any number of chunks, partitions and workers."""
-    n, ids_ = ids.size, memory.copy(ids)
+    n, copied = ids.size, memory.copy(ids)
+    sources = sources_of(np.split(copied, [n // 3, n // 3, n // 2]))  # of a table of several features
     counts = memory.array(chunks * partitions, np.int64).reshape(chunks, partitions)
-    call("count_partitions", chunks, ids_, counts)
+    call("count_partitions", chunks, sources, counts)
     ends = np.cumsum(counts.T).reshape(partitions, chunks).T
     bounds = np.append(0, ends[-1])
     keys, positions = memory.array(n, np.int64), memory.array(n, np.int32)
-    call("partition", chunks, ids_, ends - counts, keys, positions)
+    call("partition", chunks, sources, ends - counts, keys, positions)
 
     size = planning.table_size(int(np.diff(bounds).max()))
     tables = memory.array(workers * size, np.int32).reshape(workers, size)
     local, starts = memory.array(n, np.int32), memory.array(n + partitions, np.int32)
     order, uniques = memory.array(n, np.int32), memory.array(partitions, np.int64)
-    call("group", workers, keys, positions, bounds, 7, tables, local, starts, order, uniques)
+    parts = np.array([[p, p + 1, INT64.min, INT64.max, 0] for p in range(partitions)])
+    sources = sources_of(np.split(keys, bounds[1:-1]))
+    call("group", workers, sources, parts, positions, bounds, 7, tables, keys, local, starts, order, uniques)
 
     bases = np.append(0, np.cumsum(uniques))
     unique, inverse = memory.array(bases[-1], np.int64), memory.array(n, np.int32)
@@ -234,10 +237,61 @@ def test_partition_kernels_equal_their_reference(ids, chunks, log_partitions, wo
     assert_same(fast, plain)
 
 
+def planned_at_once(module, ids, tables, index, poison, seed=3):
+    """Call `plan_tables` on poisoned memory; return its result, and the block that it wrote as arrays."""
+    memory, n = Memory(poison), sum(map(len, ids))
+    block, begin = memory.array(len(tables) + 1 + 2 * n + (3 * n + 2) // 2, np.int64), len(tables) + 1
+    hashes = memory.array(planning.table_size(n), np.int32)
+    copies = [memory.copy(each) for each in ids]
+    count, missing = module.plan_tables(sources_of(copies), tables, *index, seed, hashes, block)
+    memory.check()
+    if count < 0:
+        return count, missing
+    found, small = (
+        np.split(block[:-1], [begin, begin + count, begin + n, begin + n + count])[:4],
+        block[begin + 2 * n :],
+    )
+    rows, unique, _, slots = (each.tolist() for each in found)
+    small = small.view(np.int32)[: 2 * n + count + 1].tolist()
+    return count, missing, rows, unique, slots if index is not NO_INDEX else None, small
+
+
+@given(st.lists(batches, max_size=5), st.integers(0, 3), st.booleans(), st.integers(0, 2**32))
+def test_batches_of_tables_planned_at_once_equal_their_reference(ids, kind, are_bounded, poison):
+    """Tables of one or two sources each, with and without an index, and with ids outside of their range."""
+    low, high = (-20, 2**32) if are_bounded else (INT64.min, INT64.max)
+    firsts = [*range(0, len(ids), 2), len(ids)]
+    tables = np.array([[*pair, low, high, 0] for pair in itertools.pairwise(firsts)], np.int64)
+    tables = tables.reshape(-1, 5)
+    index = [NO_INDEX, index_of(np.arange(-20, 31)), (np.frombuffer(bytes(range(8)), np.uint8).copy(), NO_ENTRIES)][
+        kind % 3
+    ]
+    if kind % 3 == 2:  # a bitmap has ids in its range only
+        ids, tables[:, 2:4] = [each % 32 for each in ids], (0, 31)
+    fast = planned_at_once(kernels.cpu.plan, ids, tables, index, poison)
+    assert fast == planned_at_once(reference.plan, ids, tables, index, poison + 1, seed=4)
+    assert (fast[0] < 0) == any(((each < low) | (each > high)).any() for each in ids)
+
+
+def test_slots_are_found_by_parts():
+    rng, tables = np.random.default_rng(0), np.array([[0, 1, 0, 99, 0], [1, 2, 0, 99, 0], [2, 3, 0, 99, 1000]])
+    keys, entries = np.array([*range(0, 100, 3), *range(1000, 1100, 7)]), np.zeros((128, 2), np.int64)
+    reference.directory.set_values(entries, keys, keys + 5)
+    ids, rows, grain = rng.integers(0, 100, 9000), np.array([0, 5000, 5000, 9000]), kernels.cpu.plan.FIND_GRAIN
+    slots, fast = np.full(9000, -9), np.full(9000, -9)
+    missing, counted = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    reference.plan.find(tables, rows, ids, NO_BITS, entries, slots, missing)
+    for lo, hi in ((grain, 9000), (0, grain)):
+        kernels.cpu.plan.find(tables, rows, ids, NO_BITS, entries, fast, counted, lo, hi)
+    np.testing.assert_array_equal(fast, slots)
+    assert counted.sum() == missing.sum() == np.count_nonzero(slots < 0)
+    assert counted[:2].min() > 0
+
+
 def test_dedupe_in_place():
     ids = zipf(3_000)
     keys, inverse, table = ids.copy(), np.empty(ids.size, np.int32), np.empty(8_192, np.int32)
-    count = kernels.cpu.plan.dedupe(keys, 1, table, keys, inverse)
+    count = kernels.cpu.plan.dedupe(sources_of([keys]), 1, table, keys, inverse)
     assert_plan_of(dataclasses.replace(make_plan(ids), ids=keys[:count], inverse=inverse), ids)
 
 
@@ -251,7 +305,7 @@ def longest_cluster(ids, seed):
     """Return the longest run of taken entries that `dedupe` leaves in its table: a bound on its probes."""
     n = ids.size
     table = np.empty(planning.table_size(n), np.int32)
-    kernels.cpu.plan.dedupe(ids, seed, table, np.empty(n, np.int64), np.empty(n, np.int32))
+    kernels.cpu.plan.dedupe(sources_of([ids]), seed, table, np.empty(n, np.int64), np.empty(n, np.int32))
     free = np.flatnonzero(table < 0)
     return int(np.diff(free, prepend=-1, append=table.size).max()) - 1
 
@@ -322,7 +376,7 @@ def test_scratch_is_kept_up_to_a_bound(monkeypatch):
     monkeypatch.setattr(planning, "KEEP_BYTES", 8 * LARGE - 1)
     assert_plan_of(make_plan(zipf(LARGE)), zipf(LARGE))
     assert "keys" not in planning._scratch._kept
-    assert planning._scratch._kept["positions"].size == LARGE
+    assert planning._scratch._kept["local"].size == LARGE
 
 
 @pytest.mark.parametrize("n", [100, LARGE])
@@ -391,9 +445,16 @@ def find_slots(ids: np.ndarray) -> np.ndarray:
     return np.where(ids % 3 == 0, -1, ids + 100)
 
 
+def index_of(ids: np.ndarray) -> SlotIndex:
+    """An index that has the slots of `find_slots`, of some ids."""
+    entries, known = np.zeros((256, 2), np.int64), ids[ids % 3 != 0]
+    reference.directory.set_values(entries, known, find_slots(known))
+    return NO_BITS, entries
+
+
 def draw_plans(count: int, epoch: int = 5) -> list[planning.Plan]:
-    rng = np.random.default_rng(count)
-    return [make_plan(rng.integers(0, 50, 40), find_slots, epoch) for _ in range(count)]
+    rng, index = np.random.default_rng(count), index_of(np.arange(50))
+    return [make_plan(rng.integers(0, 50, 40), index, epoch) for _ in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, planning.MAX_PARTS + 1])
@@ -427,16 +488,3 @@ def test_many_merges_do_not_keep_all_batches():
     for plan in draw_plans(3 * planning.MAX_PARTS):
         merged = planning.merge_plans([merged, plan])
     assert planning._count(merged) <= planning.MAX_PARTS
-
-
-def test_extremes_equal_their_reference():
-    rng, bounds = np.random.default_rng(0), np.array([0, 0, 1, 60, 60, 200])
-    ids = rng.integers(-(2**63), 2**63 - 1, 200, endpoint=True)
-    found = []
-    fast = functools.partial(kernels.cpu.launch, kernels.cpu.plan.extremes)
-    for call in (reference.plan.extremes, fast):
-        lowest, highest = np.full(5, 7), np.full(5, 7)
-        call(ids, bounds, lowest, highest)
-        found.append((lowest.tolist(), highest.tolist()))
-    assert found[0] == found[1]
-    assert (found[1][0][0], found[1][1][0], found[1][0][4]) == (2**63 - 1, -(2**63), ids[60:].min())

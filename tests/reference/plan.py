@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import numpy.typing as npt
+
+from reference import directory
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
 
-def dedupe(ids: Int64Array, seed: int, table: Int32Array, unique: Int64Array, inverse: Int32Array) -> int:
+def ids_of(sources: Int64Array) -> Int64Array:
+    """Return the ids of all sources, int64 (sources, 2): the address and the number of the ids of each."""
+    parts = [np.ctypeslib.as_array((ctypes.c_int64 * n).from_address(start)) for start, n in sources.tolist() if n]
+    return np.concatenate([*parts, np.empty(0, np.int64)])
+
+
+def dedupe(sources: Int64Array, seed: int, table: Int32Array, unique: Int64Array, inverse: Int32Array) -> int:
     """Write the unique ids in order of first occurrence, and for each position the index of its id.
 
     Args:
-        ids: int64 (n,).
+        sources: of n ids, see `ids_of`.
         seed, table: how the fast kernel finds an id; the results do not depend on them.
-        unique: int64 (n,), may be `ids` itself; only the first `count` entries mean anything afterwards.
+        unique: int64 (n,), may be the only source itself; only the first `count` entries mean anything afterwards.
         inverse: int32 (n,).
 
     Returns:
         count: how many ids are unique.
     """
+    ids = ids_of(sources)
     values, first, index = np.unique(ids, return_index=True, return_inverse=True)
     by_occurrence = np.argsort(first)
     rank = np.empty_like(by_occurrence)
@@ -65,17 +76,81 @@ def by_owner(
     inverse[:] = places[inverse]
 
 
-def extremes(ids: Int64Array, bounds: Int64Array, lowest: Int64Array, highest: Int64Array) -> None:
-    """Write the lowest and the highest id of each table, which for a table without ids are those of int64 in turn.
+def are_outside(sources: Int64Array, table: Int64Array) -> bool:
+    """Return whether an id lies outside its table, a row of `tables`, see `plan_tables`."""
+    ids = ids_of(sources)
+    return bool(((ids < table[2]) | (ids > table[3])).any())
+
+
+def plan_tables(
+    sources: Int64Array,
+    tables: Int64Array,
+    bits: npt.NDArray[np.uint8],
+    entries: Int64Array,
+    seed: int,
+    hashes: Int32Array,
+    block: Int64Array,
+) -> tuple[int, int]:
+    """Plan the batch of all tables.
 
     Args:
-        ids: int64 (n,), those of each table, one after the other.
-        bounds: int64 (tables + 1,), where those of each table begin.
-        lowest, highest: int64 (tables,).
+        sources: see `ids_of`, those of one table after the other; n ids in all.
+        tables: int64 (tables, 5): the first source, one past the last one, the lowest and the highest id, and the key
+            of id 0 in the index.
+        bits, entries: the index, as in `directory.find_direct` and `directory.find_hashed`; the other one is empty. If
+            both are, no slots are written.
+        seed, hashes: as in `dedupe`.
+        block: int64, receives where the unique rows of each table begin, (tables + 1,); the ids and slots of all rows,
+            each (n,), of which the first `count` mean something; and as int32 the inverse (n,), the order (n,) and
+            the starts (count + 1,) of `Plan`.
+
+    Returns:
+        count: how many rows are unique, -1 if an id lies outside its table; and how many of them have no slot.
     """
-    for t in range(lowest.size):
-        own = ids[bounds[t] : bounds[t + 1]]
-        lowest[t], highest[t] = own.min(initial=2**63 - 1), own.max(initial=-(2**63))
+    n, begin = len(ids_of(sources)), len(tables) + 1
+    rows, ids, slots, words = np.split(block, [begin, begin + n, begin + 2 * n])
+    inverse, order, starts = np.split(words.view(np.int32), [n, 2 * n])
+    rows[0] = starts[0] = position = 0
+    for t, table in enumerate(tables):
+        own = sources[table[0] : table[1]]
+        if are_outside(own, table):
+            return -1, 0
+        first, mine = rows[t], slice(position, position + len(ids_of(own)))
+        count = dedupe(own, seed, hashes, ids[first:], inverse[mine])
+        segments(inverse[mine], count, starts[first:], order[mine])
+        starts[first : first + count + 1] += position
+        inverse[mine] += first
+        order[mine] += position
+        position, rows[t + 1] = mine.stop, first + count
+    missing = np.zeros(1, np.int64)
+    if bits.size or entries.size:
+        find(tables, rows, ids[: rows[-1]], bits, entries, slots[: rows[-1]], missing)
+    return int(rows[-1]), int(missing[0])
+
+
+def find(
+    tables: Int64Array,
+    rows: Int64Array,
+    ids: Int64Array,
+    bits: npt.NDArray[np.uint8],
+    entries: Int64Array,
+    slots: Int64Array,
+    missing: Int64Array,
+) -> None:
+    """Write the slots of unique rows, and how many have none, all of them to ``missing[0]``.
+
+    Args:
+        tables, bits, entries: as in `plan_tables`.
+        rows: int64 (tables + 1,), where the rows of each table begin.
+        ids, slots: int64 (rows,).
+        missing: int64, at least one entry for every 4,096 rows.
+    """
+    keys = ids + np.repeat(tables[:, 4], np.diff(rows))
+    if entries.size:
+        directory.find_hashed(entries, keys, slots)
+    else:
+        directory.find_direct(bits, keys, slots)
+    missing[0] = np.count_nonzero(slots < 0)
 
 
 def _partition_of(ids: Int64Array, partitions: int) -> Int64Array:
@@ -88,27 +163,27 @@ def _chunks(n: int, chunks: int) -> list[slice]:
     return [slice(n * c // chunks, n * (c + 1) // chunks) for c in range(chunks)]
 
 
-def count_partitions(ids: Int64Array, counts: Int64Array) -> None:
+def count_partitions(sources: Int64Array, counts: Int64Array) -> None:
     """Count how many ids of each chunk fall into each partition.
 
     Args:
-        ids: int64 (n,), cut into as many near-equal chunks as `counts` has rows.
+        sources: see `ids_of`; the ids are cut into as many near-equal chunks as `counts` has rows.
         counts: int64 (chunks, partitions); the number of partitions is a power of two, at least 2.
     """
-    chunks, partitions = counts.shape
+    ids, (chunks, partitions) = ids_of(sources), counts.shape
     for c, chunk in enumerate(_chunks(ids.size, chunks)):
         counts[c] = np.bincount(_partition_of(ids[chunk], partitions), minlength=partitions)
 
 
-def partition(ids: Int64Array, cursors: Int64Array, keys: Int64Array, positions: Int32Array) -> None:
+def partition(sources: Int64Array, cursors: Int64Array, keys: Int64Array, positions: Int32Array) -> None:
     """Move the ids of each chunk, with their positions, to where their partitions lie; stable.
 
     Args:
-        ids: int64 (n,), cut into chunks as in `count_partitions`.
+        sources: of ids that are cut into chunks as in `count_partitions`.
         cursors: int64 (chunks, partitions), where the next id of a chunk and partition goes; advanced.
         keys, positions: int64 and int32 (n,).
     """
-    chunks, partitions = cursors.shape
+    ids, (chunks, partitions) = ids_of(sources), cursors.shape
     for c, chunk in enumerate(_chunks(ids.size, chunks)):
         of = _partition_of(ids[chunk], partitions)
         for p in range(partitions):
@@ -119,31 +194,38 @@ def partition(ids: Int64Array, cursors: Int64Array, keys: Int64Array, positions:
 
 
 def group(
-    keys: Int64Array,
+    sources: Int64Array,
+    parts: Int64Array,
     positions: Int32Array,
     bounds: Int64Array,
     seed: int,
-    tables: Int32Array,
+    hashes: Int32Array,
+    keys: Int64Array,
     local: Int32Array,
     starts: Int32Array,
     order: Int32Array,
     counts: Int64Array,
 ) -> None:
-    """Dedupe each partition, in place, and group its positions.
+    """Dedupe each part of the ids, and group its positions.
 
     Args:
-        keys: int64 (n,); on return partition p's unique ids lead ``keys[bounds[p] : bounds[p + 1]]``.
-        positions: int32 (n,), of the keys.
-        bounds: int64 (partitions + 1,).
-        seed, tables: as in `dedupe`; each worker of the fast kernel has a row of `tables`.
-        local: int32 (n,), each key's index among its partition's unique ids.
-        starts: int32 (n + partitions,); partition p's lie from ``bounds[p] + p``, counted from its bound.
+        sources, parts: as `sources` and `tables` in `plan_tables`. The source of a part may be its place in `keys`.
+        positions: int32 (n,), of the ids of one part after the other; (0,) if they are in order.
+        bounds: int64 (parts + 1,), where the ids of each part begin.
+        seed, hashes: as in `dedupe`; each worker of the fast kernel has a row of `hashes`.
+        keys: int64 (n,); on return part p's unique ids lead ``keys[bounds[p] : bounds[p + 1]]``.
+        local: int32 (n,), each id's index among its part's unique ids.
+        starts: int32 (n + parts,); part p's lie from ``bounds[p] + p``, counted from its bound.
         order: int32 (n,).
-        counts: int64 (partitions,), unique ids in each.
+        counts: int64 (parts,), unique ids in each; -1 if an id lies outside its table.
     """
-    for p in range(counts.size):
-        mine = slice(bounds[p], bounds[p + 1])
-        counts[p] = dedupe(keys[mine], seed, tables[0], keys[mine], local[mine])
+    positions = positions if positions.size else np.arange(len(keys), dtype=np.int32)
+    for p, part in enumerate(parts):
+        own, mine = sources[part[0] : part[1]], slice(bounds[p], bounds[p + 1])
+        if are_outside(own, part):
+            counts[p] = -1
+            continue
+        counts[p] = dedupe(own, seed, hashes[0], keys[mine], local[mine])
         segments(local[mine], int(counts[p]), starts[mine.start + p : mine.stop + p + 1], order[mine])
         order[mine] = positions[mine][order[mine]]
 
@@ -164,11 +246,12 @@ def collect(
 
     Args:
         keys, positions, bounds, counts, local, starts: as `group` left them.
-        bases: int64 (at least partitions,), the index of each partition's first unique id.
+        bases: int64 (at least partitions,), the index of each part's first unique id.
         unique: int64 (count,).
         inverse: int32 (n,).
         all_starts: int32 (count + 1,); the last is left alone.
     """
+    positions = positions if positions.size else np.arange(len(keys), dtype=np.int32)
     for p in range(counts.size):
         first, last, base, count = bounds[p], bounds[p + 1], bases[p], counts[p]
         unique[base : base + count] = keys[first : first + count]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import JointPlan, Plan, make_plan, merge_plans, plan_of_rows
+from embedrock.batch.plan import Plan, bounds_of, make_plan, merge_plans, plan_of_rows
 from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 
 
 @spanned("sum")
-def sum_segments(plan: Plan | JointPlan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sum_segments(plan: Plan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence.
 
     Returns:
@@ -119,12 +118,12 @@ class RowGradients:
     def run_of(self, first: int, last: int) -> RowGradients:
         """Return the gradients of the tables from `first` to `last`. The norm is not computed."""
         plan = self.plan
-        start, stop = plan.bounds[first], plan.bounds[last]
+        start, stop = plan.rows[[first, last]].tolist()
         if (start, stop) == (0, len(plan.ids)):
             return self
         own = slice(start, stop)
-        bounds = [bound - start for bound in plan.bounds[first : last + 1]]
-        of_rows = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0, bounds)
+        rows = plan.rows[first : last + 1] - start
+        of_rows = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0, rows)
         return RowGradients(of_rows, self.values[own], math.nan)
 
 
@@ -164,11 +163,11 @@ def as_one(parts: Sequence[RowGradients]) -> RowGradients:
 
     Example:
         >>> ids = np.arange(4)
-        >>> plan = plan_of_rows(ids, ids, 0, rows=[0, 1, 3, 4])
+        >>> plan = plan_of_rows(ids, ids, 0, rows=np.array([0, 1, 3, 4]))
         >>> joint = RowGradients(plan, np.ones((4, 2), np.float32), 8.0, np.full(4, 2.0))
         >>> parts = [joint.of(table) for table in range(3)]
-        >>> as_one(parts) is joint, as_one(parts[1:]).plan.ids, as_one(parts[::2]).plan.bounds
-        (True, array([1, 2, 3]), [0, 1, 2])
+        >>> as_one(parts) is joint, as_one(parts[1:]).plan.ids, as_one(parts[::2]).plan.rows
+        (True, array([1, 2, 3]), array([0, 1, 2]))
     """
     if len(parts) == 1:
         return parts[0]
@@ -177,13 +176,9 @@ def as_one(parts: Sequence[RowGradients]) -> RowGradients:
     plans = [part.plan for part in parts]
     epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
     ids, slots = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
-    starts = (start + bound for plan, start in zip(plans, _starts(plans), strict=True) for bound in plan.bounds[:-1])
-    plan = plan_of_rows(ids, slots, epoch, rows=[*starts, len(ids)])
+    sizes = np.concatenate([plan.rows[1:] - plan.rows[:-1] for plan in plans])
+    plan = plan_of_rows(ids, slots, epoch, rows=bounds_of(sizes))
     return RowGradients(plan, np.concatenate([part.values for part in parts]), math.nan)
-
-
-def _starts(plans: Sequence[Plan]) -> list[int]:
-    return [0, *itertools.accumulate(len(plan.ids) for plan in plans[:-1])]
 
 
 def _run_of(parts: Sequence[RowGradients]) -> RowGradients | None:

@@ -28,12 +28,13 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
     """
     array = _array(ids, subject)
     check_range(array, rows, subject)
-    return np.ascontiguousarray(array, np.int64).reshape(array.shape)
+    whole = np.ascontiguousarray(array, np.int64).reshape(array.shape)
+    return whole if whole.flags.aligned else whole.copy()
 
 
 def are_ids(ids: npt.ArrayLike) -> TypeGuard[np.ndarray]:
     """Return whether ids need no conversion by `check_ids`, except for their range."""
-    return type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous
+    return type(ids) is np.ndarray and ids.dtype is _INT64 and ids.flags.c_contiguous and ids.flags.aligned
 
 
 def _array(ids: npt.ArrayLike, subject: str) -> np.ndarray:

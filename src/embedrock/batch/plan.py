@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError
-from embedrock.system.buffers import buffers
+from embedrock.system.buffers import address_of, buffers
 from embedrock.system.spans import spanned
 
 MAX_IDS = 2**31 - 1
@@ -39,20 +41,29 @@ SEED = secrets.randbits(63)
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
-Arrays = tuple[Int64Array, Int32Array, Int32Array, Int32Array]
+# A bitmap, uint8 (bytes,), or a hash table, int64 (entries, 2), of `embedrock.storage.slot_index`; the other one is
+# empty. Without an index both are.
+SlotIndex = tuple[np.ndarray, np.ndarray]
+NO_BITS, NO_ENTRIES = np.empty(0, np.uint8), np.empty((0, 2), np.int64)
+NO_INDEX: SlotIndex = NO_BITS, NO_ENTRIES
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+_ANY = np.array([[0, 1, LOWEST, HIGHEST, 0]])  # a table of one source of any ids
+_NONE, _IN_ORDER = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """The plan of a batch, an immutable value. All arrays become read-only.
+    """The plan of a batch of one table or several, an immutable value. All arrays become read-only.
 
-    The segments always exist although only a step needs them. They take a quarter of a plan's time (0.03 of 0.10 ms at
-    16,384 ids). A plan takes a tenth of a step's time. A value with lazy fields would not be immutable.
+    Rows and positions of a table are contiguous. The segments always exist although only a step needs them. They take a
+    quarter of a plan's time (0.03 of 0.10 ms at 16,384 ids). A plan takes a tenth of a step's time. A value with lazy
+    fields would not be immutable.
 
     Attributes:
-        shape: shape of the given ids.
-        ids: int64 (unique,), no id twice. In order of first occurrence in batches of up to `SMALL_BATCH` ids. Larger
-            batches are ordered by partition (top bits of a fixed hash), and by first occurrence inside each.
+        shape: shape of the given ids; of several tables (n,).
+        ids: int64 (unique,), no id twice in a table. In order of first occurrence in batches of up to `SMALL_BATCH` ids
+            of a table. Larger ones are ordered by partition (top bits of a fixed hash), and by first occurrence inside
+            each.
         inverse: int32 (n,); ``ids[inverse]`` are the given ids, flattened.
         starts: int32 (unique + 1,); positions ``order[starts[k] : starts[k + 1]]`` hold ``ids[k]``.
         order: int32 (n,), all positions, grouped by id, in order of occurrence inside a segment.
@@ -60,7 +71,8 @@ class Plan:
         missing: number of -1 in `slots`.
         epoch: generation of the slots, -1 for none.
         parts: the merged plans, see `merge_plans`; empty if nothing was merged.
-        rows: where the rows of each table begin, and where the last ones end; empty: all are of one table.
+        rows: int64 (tables + 1,), where the unique rows of each table begin.
+        positions: int64 (tables + 1,), where its positions begin.
     """
 
     shape: tuple[int, ...]
@@ -68,26 +80,12 @@ class Plan:
     inverse: Int32Array
     starts: Int32Array
     order: Int32Array
-    slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    slots: Int64Array = field(default_factory=lambda: _NONE)
     missing: int = 0
     epoch: int = -1
     parts: tuple[Plan, ...] = ()
-    rows: Sequence[int] = ()
-
-    @property
-    def bounds(self) -> Sequence[int]:
-        """Return where the rows of each table begin, and where the last ones end."""
-        return self.rows or (0, len(self.ids))
-
-    def of(self, table: int) -> slice:
-        """Return the rows of a table."""
-        return slice(*self.bounds[table : table + 2])
-
-    def with_slots(self, slots: Int64Array, epoch: int) -> Plan:
-        """Return the plan with the slots of an epoch."""
-        if slots is self.slots and epoch == self.epoch:
-            return self
-        return replace(self, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=epoch)
+    rows: Int64Array = field(default_factory=lambda: _NONE)
+    positions: Int64Array = field(default_factory=lambda: _NONE)
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +94,28 @@ class Plan:
     def __post_init__(self) -> None:
         for array in (self.ids, self.inverse, self.starts, self.order, self.slots):
             array.setflags(write=False)  # quicker than array.flags
+        if not len(self.rows):  # of one table
+            vars(self).update(rows=np.array([0, len(self.ids)]), positions=np.array([0, len(self.inverse)]))
+
+    @staticmethod
+    def made(**fields: Any) -> Plan:
+        """Return a plan of arrays that are read-only already, in a fifth of the time; `fields` are all but `parts`."""
+        plan = object.__new__(Plan)
+        vars(plan).update(fields)  # `parts` is the class's
+        return plan
+
+    def of(self, table: int) -> slice:
+        """Return where the rows of a table are."""
+        return slice(int(self.rows[table]), int(self.rows[table + 1]))
+
+    def with_slots(self, slots: Int64Array, epoch: int) -> Plan:
+        """Return the plan with the slots of an epoch."""
+        if slots is self.slots and epoch == self.epoch:
+            return self
+        slots.setflags(write=False)
+        plan = Plan.made(**vars(self))
+        vars(plan).update(slots=slots, missing=int((slots < 0).sum()), epoch=epoch)
+        return plan
 
     def of_rows(self, rows: Int64Array) -> Plan:
         """Return a plan for a step of some rows, positions in `ids`, without the positions of the batch."""
@@ -114,14 +134,14 @@ class Plan:
             start = end
 
 
-@spanned("plan")
-def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None = None, epoch: int = -1) -> Plan:
-    """Plan a batch of ids. The result is a pure function of the ids: the number of threads changes no bit.
+def make_plan(ids: Int64Array, index: SlotIndex = NO_INDEX, epoch: int = -1, base: int = 0) -> Plan:
+    """Plan a batch of one table. The result is a pure function of the ids: the number of threads changes no bit.
 
     Args:
         ids: int64, any shape, any values, at most 2**31 - 1 of them, with repeats.
-        find: lookup of a slot index, which fills in the slots of the unique ids.
+        index: slot index, which fills in the slots of the unique ids.
         epoch: generation of the slots.
+        base: the index's key of id 0.
 
     Returns:
         The plan; no caller's array is shared.
@@ -136,16 +156,57 @@ def make_plan(ids: Int64Array, find: Callable[[Int64Array], Int64Array] | None =
         >>> plan.starts.tolist(), plan.order.tolist()
         ([0, 3, 4], [0, 2, 3, 1])
     """
-    flat = _flat(ids)
-    if flat.size <= SMALL_BATCH:
-        unique, inverse = _deduped(flat)
-        arrays = unique, inverse, *_segmented(inverse, unique.size)
-    else:
-        arrays = _plan_by_partitions(flat)
-    if find is None:
-        return Plan(ids.shape, *arrays)
-    slots = find(arrays[0])
-    return Plan(ids.shape, *arrays, slots, int(np.count_nonzero(slots < 0)), epoch)
+    check_count(ids.size, ids.shape)
+    return _plan_one([as_source(ids)], ids.shape, index, epoch, base)
+
+
+def _plan_one(
+    ids: Sequence[Int64Array], shape: tuple[int, ...], index: SlotIndex = NO_INDEX, epoch: int = -1, base: int = 0
+) -> Plan:
+    table = _ANY if len(ids) == 1 and not base else np.array([[0, len(ids), LOWEST, HIGHEST, base]])
+    plan = plan_tables(sources_of(ids), table, np.array([0, math.prod(shape)]), index, epoch, shape)
+    assert plan is not None  # all int64 are in range
+    return plan
+
+
+@spanned("plan")
+def plan_tables(
+    sources: Int64Array,
+    tables: Int64Array,
+    positions: Int64Array,
+    index: SlotIndex = NO_INDEX,
+    epoch: int = -1,
+    shape: tuple[int, ...] | None = None,
+) -> Plan | None:
+    """Plan one batch of several tables; return None if an id lies outside its table.
+
+    Args:
+        sources: int64 (features, 2), address and number of the ids of each feature, of one table after the other: see
+            `sources_of`.
+        tables: int64 (tables, 5), of each table its first source, one past its last one, its lowest and its highest id,
+            and the index's key of id 0.
+        positions: int64 (tables + 1,), where the ids of each table begin.
+        index: slot index, which fills in the slots of the unique ids.
+        epoch: generation of the slots.
+        shape: of the ids; None: (n,).
+
+    Raises:
+        ArgumentError: too many ids for one batch.
+
+    Example:
+        >>> ids = [np.array([7, 3, 7]), np.array([7])]
+        >>> tables = np.array([[0, 1, 0, 9, 0], [1, 2, 0, 9, 0]])
+        >>> plan = plan_tables(sources_of(ids), tables, np.array([0, 3, 4]))
+        >>> plan.ids.tolist(), plan.inverse.tolist(), plan.rows.tolist()
+        ([7, 3, 7], [0, 1, 0, 2], [0, 2, 3])
+    """
+    n, workers = int(positions[-1]), kernels.cpu.threads.get_threads()
+    shape = (n,) if shape is None else shape
+    check_count(n, shape)
+    fits = n <= SMALL_BATCH or int((positions[1:] - positions[:-1]).max()) <= SMALL_BATCH
+    if fits and (workers == 1 or n < 2 * WORKER_IDS or len(tables) == 1):
+        return _planned_at_once(sources, tables, positions, index, epoch, shape)
+    return _planned_by_parts(sources, tables, positions, index, epoch, shape)
 
 
 @spanned("plan")
@@ -157,10 +218,12 @@ def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
         >>> plan.ids.tolist(), plan.inverse.tolist()
         ([4, 5, 1], [0, 2, 1, 2])
     """
-    flat = _flat(ids)
-    unique, inverse = _deduped(flat) if flat.size <= SMALL_BATCH else _plan_by_partitions(flat)[:2]
-    _, moved, _ = by_owner(unique, inverse, ranks)
-    return Plan(ids.shape, moved, inverse, *_segmented(inverse, moved.size))
+    plan = make_plan(ids)
+    inverse = plan.inverse.copy()
+    _, moved, _ = by_owner(plan.ids, inverse, ranks)
+    starts, order = np.empty(len(moved) + 1, np.int32), np.empty(len(inverse), np.int32)
+    kernels.cpu.plan.segments(inverse, len(moved), starts, order)
+    return Plan(ids.shape, moved, inverse, starts, order)
 
 
 def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Array, Int64Array, Int64Array]:
@@ -174,30 +237,26 @@ def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Arr
     """
     places, moved = _scratch.take("places", ids.size, np.int32), np.empty(ids.size, np.int64)
     bounds = np.empty(ranks + 1, np.int64)
-    kernels.cpu.plan.by_owner(np.require(ids, np.int64, ("C", "A", "W")), inverse, ranks, places, moved, bounds)
+    kernels.cpu.launch(kernels.cpu.plan.by_owner, as_source(ids), inverse, ranks, places, moved, bounds)
     return places, moved, bounds
 
 
 def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
     """Return which ids, int64 (n,), a rank owns: see `embedrock.distributed.owners`."""
     here = np.empty(ids.size, np.bool_)
-    kernels.cpu.plan.owned(_flat(ids), rank, ranks, here)
+    kernels.cpu.launch(kernels.cpu.plan.owned, as_source(ids), rank, ranks, here)
     return here
 
 
-def _flat(ids: Int64Array) -> Int64Array:
-    """Return ids as a 1-D array, always contiguous, aligned and read-only.
+def sources_of(ids: Sequence[Int64Array]) -> Int64Array:
+    """Return the addresses and numbers of ids, each int64, C-contiguous and aligned. The caller keeps them alive."""
+    return np.array([(address_of(each), each.size) for each in ids], np.int64).reshape(-1, 2)
 
-    So the kernels are compiled once, not for every kind of array.
-    """
-    if ids.size > MAX_IDS:
-        check_count(ids.size, ids.shape)
+
+def as_source(ids: Int64Array) -> Int64Array:
+    """Return ids as kernels read them, by their address: a copy, if they are not C-contiguous and aligned."""
     flat = np.ascontiguousarray(ids, np.int64)
-    if not flat.flags.aligned:
-        flat = flat.copy()
-    flat = flat.reshape(-1)
-    flat.flags.writeable = False
-    return flat
+    return flat if flat.flags.aligned else flat.copy()
 
 
 def check_count(n: int, shape: tuple[int, ...]) -> None:
@@ -217,7 +276,8 @@ def merge_plans(plans: Sequence[Plan]) -> Plan:
         >>> merged.ids.tolist(), merged.inverse.tolist()
         ([7, 3, 5], [0, 1, 1, 2])
     """
-    merged, epoch = make_plan(np.concatenate([plan.ids for plan in plans])), plans[0].epoch
+    ids, epoch = [plan.ids for plan in plans], plans[0].epoch
+    merged = _plan_one(ids, (sum(map(len, ids)),))
     if sum(_count(plan) for plan in plans) <= MAX_PARTS:
         merged = replace(merged, parts=tuple(plans))
     if epoch < 0 or any(plan.epoch != epoch for plan in plans):
@@ -254,61 +314,122 @@ def table_size(ids: int) -> int:
     return 1 << max(1, (2 * ids - 1).bit_length())
 
 
-def _deduped(ids: Int64Array) -> tuple[Int64Array, Int32Array]:
-    n, inverse = ids.size, np.empty(ids.size, np.int32)
-    unique, table = _scratch.take("keys", n, np.int64), _scratch.take("tables", table_size(n), np.int32)
-    count = kernels.cpu.plan.dedupe(ids, SEED, table, unique, inverse)
-    return unique[:count].copy(), inverse
+def _planned_at_once(
+    sources: Int64Array,
+    tables: Int64Array,
+    positions: Int64Array,
+    index: SlotIndex,
+    epoch: int,
+    shape: tuple[int, ...],
+) -> Plan | None:
+    """Do `plan_tables` by one call, on this thread, into one block of memory."""
+    n, begin, cpu = int(positions[-1]), len(tables) + 1, kernels.cpu
+    # Many rows are found on all threads.
+    here = index if n < 2 * WORKER_IDS or cpu.threads.get_threads() == 1 else NO_INDEX
+    block = buffers.empty((begin + 2 * n + (3 * n + 2) // 2,), np.int64)
+    hashes = _scratch.take("hashes", table_size(n), np.int32)
+    count, missing = cpu.launch(cpu.plan.plan_tables, sources, tables, *here, SEED, hashes, block)
+    if count < 0:
+        return None
+    known = None if here is index else find_slots(tables, block[:begin], block[begin : begin + count], index)
+    block.setflags(write=False)
+    small = block[begin + 2 * n :].view(np.int32)
+    slots, missing = known or (block[begin + n : begin + n + count], missing)
+    return Plan.made(
+        shape=shape,
+        ids=block[begin : begin + count],
+        inverse=small[:n],
+        starts=small[2 * n : 2 * n + count + 1],
+        order=small[n : 2 * n],
+        slots=_NONE if index is NO_INDEX else slots,
+        missing=missing,
+        epoch=epoch,
+        rows=block[:begin],
+        positions=positions,
+    )
 
 
-def _segmented(inverse: Int32Array, count: int) -> tuple[Int32Array, Int32Array]:
-    starts, order = np.empty(count + 1, np.int32), np.empty(inverse.size, np.int32)
-    kernels.cpu.plan.segments(inverse, count, starts, order)
-    return starts, order
-
-
-def _plan_by_partitions(ids: Int64Array) -> Arrays:
-    workers = kernels.cpu.threads.get_threads()
-    return plan_parts(*partition(ids, workers), workers)[0]
-
-
-def plan_parts(keys: Int64Array, positions: Int32Array, bounds: Int64Array, workers: int) -> tuple[Arrays, Int64Array]:
-    """Plan each part of the ids alone; return the joined plan, and where the unique ids of each part begin.
-
-    Args:
-        keys: the ids, part after part.
-        positions: positions of the ids in the batch.
-        bounds: int64 (parts + 1,), where the parts begin.
-        workers: maximum number of threads.
-    """
-    n, parts, cpu, launch = keys.size, bounds.size - 1, kernels.cpu.plan, kernels.cpu.launch
-    size = table_size(int((bounds[1:] - bounds[:-1]).max(initial=1)))
-    shares = min(parts, workers * SHARES) if workers > 1 else 1
-    tables = _scratch.take("tables", shares * size, np.int32).reshape(shares, size)
-    local, starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + parts, np.int32)
-    counts, order = np.empty(parts, np.int64), buffers.empty((n,), np.int32)
-    launch(cpu.group, keys, positions, bounds, SEED, tables, local, starts, order, counts)
+def _planned_by_parts(
+    sources: Int64Array,
+    tables: Int64Array,
+    positions: Int64Array,
+    index: SlotIndex,
+    epoch: int,
+    shape: tuple[int, ...],
+) -> Plan | None:
+    """Do `plan_tables` by parts, on all threads. A part is a table's batch, or a partition of a large one."""
+    n, cpu, launch = int(positions[-1]), kernels.cpu.plan, kernels.cpu.launch
+    keys = _scratch.take("keys", n, np.int64)
+    sources, parts, moved, bounds = _cut(sources, tables, positions, keys)
+    workers = max(1, min(kernels.cpu.threads.get_threads(), n // WORKER_IDS, len(parts)))
+    size = table_size(int((bounds[1:] - bounds[:-1]).max()))
+    shares = min(len(parts), workers * SHARES) if workers > 1 else 1
+    hashes = _scratch.take("hashes", shares * size, np.int32).reshape(shares, size)
+    local, all_starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + len(parts), np.int32)
+    counts, order = np.empty(len(parts), np.int64), buffers.empty((n,), np.int32)
+    launch(cpu.group, sources, parts, moved, bounds, SEED, hashes, keys, local, all_starts, order, counts)
+    if np.minimum.reduce(counts) < 0:
+        return None
 
     bases = bounds_of(counts)
-    unique, inverse = buffers.empty((int(bases[-1]),), np.int64), buffers.empty((n,), np.int32)
-    all_starts = buffers.empty((unique.size + 1,), np.int32)
-    all_starts[-1] = n
-    grouped = (keys, positions, bounds, counts, bases, local, starts)
-    launch(cpu.collect, *grouped, unique, inverse, all_starts)
-    return (unique, inverse, all_starts, order), bases
+    ids, inverse = buffers.empty((int(bases[-1]),), np.int64), buffers.empty((n,), np.int32)
+    starts = buffers.empty((len(ids) + 1,), np.int32)
+    starts[-1] = n
+    launch(cpu.collect, keys, moved, bounds, counts, bases, local, all_starts, ids, inverse, starts)
+    rows = bases[bounds.searchsorted(positions)]
+    slots, missing = find_slots(tables, rows, ids, index)
+    return Plan(shape, ids, inverse, starts, order, slots, missing, epoch, (), rows, positions)
 
 
-def partition(ids: Int64Array, workers: int) -> tuple[Int64Array, Int32Array, Int64Array]:
-    """Return the ids in the order of their partitions, their positions, and the partitions' bounds."""
-    n, cpu, launch = ids.size, kernels.cpu.plan, kernels.cpu.launch
+def find_slots(tables: Int64Array, rows: Int64Array, ids: Int64Array, index: SlotIndex) -> tuple[Int64Array, int]:
+    """Return the slots of ids, and how many are -1: see `plan_tables` and `Plan`."""
+    if index is NO_INDEX:
+        return _NONE, 0
+    grain, slots = kernels.cpu.plan.FIND_GRAIN, buffers.empty((len(ids),), np.int64)
+    missing = np.zeros(len(ids) // grain + 1, np.int64)
+    kernels.cpu.launch(kernels.cpu.plan.find, tables, rows, ids, *index, slots, missing)
+    slots.setflags(write=False)
+    return slots, int(np.add.reduce(missing))
+
+
+def _cut(
+    sources: Int64Array, tables: Int64Array, bounds: Int64Array, keys: Int64Array
+) -> tuple[Int64Array, Int64Array, Int32Array, Int64Array]:
+    """Return the sources, the parts to plan alone, the positions of the ids if they move, and the bounds of the parts.
+
+    A part is a row of `tables`. A batch that its own plan would partition by hash has a part for each partition, whose
+    ids move to `keys`.
+    """
+    sizes, cuts = bounds[1:] - bounds[:-1], [bounds]
+    if not (sizes > SMALL_BATCH).any():
+        return sources, tables, _IN_ORDER, bounds
+    moved = _scratch.take("positions", len(keys), np.int32)
+    for table, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+        if stop - start > SMALL_BATCH:
+            own = sources[tables[table, 0] : tables[table, 1]]
+            cuts.append(_partition(own, keys[start:stop], moved[start:stop]) + start)
+            moved[start:stop] += start
+        else:
+            moved[start:stop] = np.arange(start, stop)
+    ends = np.unique(np.concatenate(cuts))
+    of = bounds.searchsorted(ends[:-1], side="right") - 1
+    parts, is_cut = tables[of], sizes[of] > SMALL_BATCH
+    made = np.stack([address_of(keys) + ends[:-1] * keys.itemsize, np.diff(ends)], axis=1)[is_cut]
+    parts[is_cut, 0] = len(sources) + np.arange(len(made))
+    parts[is_cut, 1] = parts[is_cut, 0] + 1
+    return np.concatenate([sources, made]), parts, moved, ends
+
+
+def _partition(sources: Int64Array, keys: Int64Array, positions: Int32Array) -> Int64Array:
+    """Write the ids in the order of their partitions, and their positions; return the partitions' bounds."""
+    n, cpu, launch, workers = len(keys), kernels.cpu.plan, kernels.cpu.launch, kernels.cpu.threads.get_threads()
     # A function of n alone: partitions are visible in the plan, but chunks (one for each worker) are not.
     partitions = min(1 << (n // PARTITION_IDS).bit_length(), MAX_PARTITIONS)
     counts = np.empty((workers, partitions), np.int64)
-    launch(cpu.count_partitions, ids, counts)
+    launch(cpu.count_partitions, sources, counts)
     cursors = np.ascontiguousarray(bounds_of(counts.T)[:-1].reshape(partitions, workers).T)
-    keys, positions = _scratch.take("keys", n, np.int64), _scratch.take("positions", n, np.int32)
-    launch(cpu.partition, ids, cursors, keys, positions)
-    return keys, positions, bounds_of(counts.sum(axis=0))
+    launch(cpu.partition, sources, cursors, keys, positions)
+    return bounds_of(counts.sum(axis=0))
 
 
 def bounds_of(sizes: Sequence[int] | np.ndarray) -> Int64Array:
@@ -317,81 +438,6 @@ def bounds_of(sizes: Sequence[int] | np.ndarray) -> Int64Array:
     bounds = np.zeros(parts.size + 1, np.int64)
     np.add.accumulate(parts, out=bounds[1:])
     return bounds
-
-
-# -------------------------------------------------------------------- batches of several tables
-
-
-class JointPlan(NamedTuple):
-    """The plan of one batch of several tables. Rows and positions of a table are contiguous.
-
-    Attributes:
-        ids, inverse, starts, order: as in `Plan`, over all tables; `ids` are those of each table.
-        positions: int64 (tables + 1,), where the positions of each table begin.
-        rows: int64 (tables + 1,), where its unique rows begin.
-    """
-
-    ids: Int64Array
-    inverse: np.ndarray
-    starts: np.ndarray
-    order: np.ndarray
-    positions: Int64Array
-    rows: Int64Array
-
-    def of(self, table: int) -> slice:
-        return slice(int(self.rows[table]), int(self.rows[table + 1]))
-
-
-def joined_ids(ids: Sequence[np.ndarray]) -> Int64Array:
-    """Concatenate int64 ids of any shapes into a new array, which `make_joint_plan` may overwrite."""
-    out = buffers.empty((sum([each.size for each in ids]),), np.int64)
-    return np.concatenate([each.reshape(-1) for each in ids], out=out) if ids else out
-
-
-@spanned("plan")
-def make_joint_plan(ids: Int64Array, bounds: Int64Array) -> JointPlan:
-    """Plan one batch of several tables.
-
-    Args:
-        ids: int64 (n,), the ids of each table, one table after the other. They are overwritten.
-        bounds: int64 (tables + 1,), where the ids of each table begin.
-
-    Returns:
-        A plan in which the ids of each table are in the order of its own `make_plan`.
-
-    Raises:
-        ArgumentError: too many ids for one batch.
-
-    Example:
-        >>> plan = make_joint_plan(np.array([7, 3, 7, 7]), np.array([0, 3, 4]))
-        >>> plan.ids.tolist(), plan.inverse.tolist(), plan.rows.tolist()
-        ([7, 3, 7], [0, 1, 0, 2], [0, 2, 3])
-    """
-    n = len(ids)
-    check_count(n, (n,))
-    positions, cuts = _cut(ids, bounds)
-    workers = max(1, min(kernels.cpu.threads.get_threads(), n // WORKER_IDS, len(cuts) - 1))
-    arrays, begins = plan_parts(ids, positions, cuts, workers)
-    return JointPlan(*arrays, bounds, begins[cuts.searchsorted(bounds)])
-
-
-def _cut(ids: Int64Array, bounds: Int64Array) -> tuple[np.ndarray, Int64Array]:
-    """Return the positions of all ids, and the bounds of the parts to plan alone.
-
-    A part is a table's batch. A batch that its own plan would partition by hash has a part for each partition: its ids
-    are moved.
-    """
-    positions, cuts = counting(len(ids)), bounds
-    for table in (bounds[1:] - bounds[:-1] > SMALL_BATCH).nonzero()[0].tolist():
-        start, stop = bounds[table : table + 2].tolist()
-        if not positions.flags.writeable:
-            positions = buffers.copy(positions)
-        own = ids[start:stop].view()
-        own.flags.writeable = False  # as other batches are: kernels are compiled once
-        part = partition(own, kernels.cpu.threads.get_threads())
-        ids[start:stop], positions[start:stop] = part[0], part[1] + start
-        cuts = np.union1d(cuts, part[2] + start)
-    return positions, cuts
 
 
 _counting = np.arange(1 << 12, dtype=np.int32)
@@ -409,7 +455,7 @@ def counting(count: int) -> np.ndarray:
 
 
 def plan_of_rows(
-    ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True, rows: Sequence[int] = ()
+    ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True, rows: Int64Array = _NONE
 ) -> Plan:
     """Return a plan with each of `ids` once, in this order; the arrays become read-only.
 

@@ -11,7 +11,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import JointPlan, Plan
+from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, IdTypeError, with_article
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
@@ -51,7 +51,7 @@ class Bags(NamedTuple):
         places: places of the bags among pooled rows, and among their gradients; None: in order.
     """
 
-    plan: Plan | JointPlan
+    plan: Plan
     offsets: np.ndarray
     skip: int
     mode: str
@@ -133,10 +133,8 @@ def pool_into(source: PooledSource, weights: np.ndarray | None, bags: Bags, out:
 
 def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
     """Return the gradients of a table's rows from those of the bags, float32 (bags, dim)."""
-    plan = bags.plan
-    assert isinstance(plan, Plan)  # a plan of one table
     values, squares = sum_bags(grads, weights, bags, trace)
-    return RowGradients(plan, values, float(squares.sum()))
+    return RowGradients(bags.plan, values, float(squares.sum()))
 
 
 @spanned("sum")

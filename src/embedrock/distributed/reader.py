@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 
 import numpy as np
 
+from embedrock.batch.plan import NO_BITS, SlotIndex
 from embedrock.distributed.commits import CommonCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
 from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, CacheTooSmallError, CorruptTableError, TableFileError, UnsupportedError
@@ -64,6 +65,10 @@ class ShardedBackend(Backend):
     @property
     def bytes_used(self) -> int:
         return sum(part.tier.bytes_used for part in self._parts)
+
+    @property
+    def index(self) -> SlotIndex:
+        return NO_BITS, np.zeros((1, 2), np.int64)  # a free entry: no id is here
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return np.full(len(ids), -1, np.int64)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embedrock.batch.plan import SlotIndex
 from embedrock.optimizers import StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.listeners import EvictionListener
@@ -80,15 +81,18 @@ class Backend(ABC):
         epoch: number that changes when slots do.
         evicts: records may leave their slots for files. So a row without a slot may have a record.
         base: key of id 0 in `pool`.
+        number: of its range of keys there.
         is_shared: it is a pool, of all tables with the same record layout. Each has a range of its keys.
         parts: key ranges of a group's tables, by number; None for a table alone.
         batch_rows: rows that fit the backend at once.
+        base: key of id 0, in a pool.
     """
 
     evicts = is_shared = False
-    base = 0
+    base = number = 0
     parts: dict[int, Any] | None = None
     batch_rows = sys.maxsize
+    base = 0
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
@@ -126,6 +130,11 @@ class Backend(ABC):
     @abstractmethod
     def count(self) -> int:
         """Number of rows that have records."""
+
+    @property
+    @abstractmethod
+    def index(self) -> SlotIndex:
+        """The slot index, for kernels that plan a batch. Its key of id k is ``base + k``."""
 
     @abstractmethod
     def find(self, ids: np.ndarray) -> np.ndarray:

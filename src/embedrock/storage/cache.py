@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from embedrock import kernels
+from embedrock.batch.plan import NO_BITS, SlotIndex
 from embedrock.errors import check_choice
 from embedrock.storage.slot_index import (
     ENTRY_BYTES,
@@ -152,6 +153,10 @@ class SlotCache:
     def ids_in(self, slots: np.ndarray) -> np.ndarray:
         """Return the ids of the rows in slots; meaningless for free ones."""
         return self._ids[slots]
+
+    @property
+    def index(self) -> SlotIndex:
+        return NO_BITS, self._entries
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, int64; -1 where it has none. Ids may repeat."""
@@ -383,6 +388,10 @@ class FullCache:
     def free(self) -> int:
         """The number of slots without a row."""
         return self.capacity - self.count
+
+    @property
+    def index(self) -> SlotIndex:
+        return self._rows.index
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return self._rows.find(ids)

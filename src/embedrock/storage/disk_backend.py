@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from embedrock.batch.plan import make_plan
+from embedrock.batch.plan import SlotIndex, make_plan
 from embedrock.errors import CacheTooSmallError, counted
 from embedrock.spec.spec import Spec
 from embedrock.storage.advice import Cached, consider
@@ -113,6 +113,10 @@ class DiskBackend(Backend):
             return 0
         cache = self.record_bytes_in(self.cache.used_slots) + self.cache.bytes_used
         return cache + self.store.log_index.nbytes + self.store.base.nbytes
+
+    @property
+    def index(self) -> SlotIndex:
+        return self.cache.index
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return self.cache.find(ids)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from embedrock.batch.plan import SlotIndex
 from embedrock.errors import ArgumentError, MemoryBudgetError, check_choice, counted
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend, RamLayout
@@ -117,6 +118,10 @@ class RamBackend(Backend):
     @property
     def count(self) -> int:
         return self.directory.count
+
+    @property
+    def index(self) -> SlotIndex:
+        return self.directory.index
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return self.directory.find(ids)

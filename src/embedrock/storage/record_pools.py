@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embedrock.batch.plan import SlotIndex
 from embedrock.errors import MemoryBudgetError, counted
 from embedrock.initializers import Zeros
 from embedrock.spec.spec import Spec
@@ -185,6 +186,10 @@ class RecordRange(Backend):
 
     def admitted(self, rows: int) -> None:
         self._count += rows
+
+    @property
+    def index(self) -> SlotIndex:
+        return self.pool.index
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return self.pool.find(self.keys(ids))

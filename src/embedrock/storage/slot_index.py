@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from embedrock import kernels
+from embedrock.batch.plan import NO_BITS, NO_ENTRIES, SlotIndex
 from embedrock.system.arena import reserve
 from embedrock.system.spans import spanned
 
@@ -33,6 +34,10 @@ class DenseIndex:
     def bytes_for(rows: int) -> int:
         """Return the bytes of an index of `rows` rows."""
         return (rows + 7) // 8
+
+    @property
+    def index(self) -> SlotIndex:
+        return self.bits, NO_ENTRIES
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return _find(kernels.cpu.directory.find_direct, self.bits, ids)
@@ -79,6 +84,11 @@ class HashIndex:
         self._free, self._free_count = np.empty(0, np.int64), 0  # a stack
         self._entries = new_entries(FIRST_ENTRIES)
         self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
+
+    @property
+    def index(self) -> SlotIndex:
+        """The memory that `find` reads, until ids are inserted or removed."""
+        return NO_BITS, self._entries
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each id, int64; -1 where it has no record. Ids may repeat."""

@@ -80,3 +80,8 @@ def _size_class(nbytes: int) -> int:
 
 
 buffers = Buffers()
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Return where the first item of an array is. The caller keeps the array alive while a kernel uses the address."""
+    return array.__array_interface__["data"][0]

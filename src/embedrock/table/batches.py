@@ -7,15 +7,14 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from embedrock import kernels
 from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import RowGradients, rejoined, sum_segments
 from embedrock.batch.ids import are_ids, check_ids, check_range
-from embedrock.batch.plan import Plan, bounds_of, joined_ids
+from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
 from embedrock.batch.pooling import Bags, PooledSource, RowSources
 from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
@@ -23,7 +22,6 @@ from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
 from embedrock.table import reading
-from embedrock.table.reading import joint_plan
 from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
 
@@ -89,15 +87,17 @@ class PoolLayout:
     skips: bool
     has_padding: bool
     _layout: FeatureLayout | None = None
-    _limits: tuple[list[int | None], np.ndarray, np.ndarray] | None = None
+    _described: tuple[list[int | None], np.ndarray] | None = None
 
-    def limits(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lowest and the highest id of each table: int64 (tables,)."""
+    def described(self) -> np.ndarray:
+        """Return the tables as `plan_tables` takes them."""
         rows = [rows.spec.rows for rows in self.rows]
-        if self._limits is None or self._limits[0] != rows:
-            bounds = [wrong_ids.bounds(each) for each in rows]
-            self._limits = rows, np.array([low for low, _ in bounds]), np.array([end - 1 for _, end in bounds])
-        return self._limits[1:]
+        if self._described is None or self._described[0] != rows:
+            bases = [each.tier.base for each in self.rows]
+            low, end = zip(*map(wrong_ids.bounds, rows), strict=True)
+            columns = self.own[:-1], self.own[1:], low, [each - 1 for each in end], bases
+            self._described = rows, np.array(columns, np.int64).T.copy()
+        return self._described[1]
 
     @property
     def is_current(self) -> bool:
@@ -367,21 +367,22 @@ def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
     if route.skips:
         left = [_without_padding(feature) for feature in own]
         own, kept = [feature for feature, _ in left], [each for _, each in left]
-    layout, ids = route.layout(own), joined_ids([feature.ids for feature in own])
-    _check_range(ids, layout, route, own)
-    return PoolPlan(route, layout, joint_plan(route.rows, ids, layout.tables), _weights(own), kept)
+    layout, tier = route.layout(own), route.rows[0].tier
+    ids = [feature.ids for feature in own]
+    made = plan_tables(sources_of(ids), route.described(), layout.tables, tier.index, tier.epoch)
+    if made is None:
+        _refuse(own)
+    return PoolPlan(route, layout, made, _weights(own), kept)
 
 
 _NONE = np.empty(0, np.int64)
 
 
-def _check_range(ids: np.ndarray, layout: FeatureLayout, route: PoolLayout, features: Sequence[BatchFeature]) -> None:
-    lowest, highest = np.empty((2, len(route.tables)), np.int64)
-    kernels.cpu.launch(kernels.cpu.plan.extremes, ids, layout.tables, lowest, highest)
-    low, high = route.limits()
-    for k in ((lowest < low) | (highest > high)).nonzero()[0].tolist():
-        for feature in features[route.own[k] : route.own[k + 1]]:
-            check_range(feature.ids, feature.table.rows, feature.table.subject)
+def _refuse(features: Sequence[BatchFeature]) -> NoReturn:
+    """Raise the error of the first ids outside their table, which the plan has found."""
+    for feature in features:
+        check_range(feature.ids, feature.table.rows, feature.table.subject)
+    raise AssertionError("all ids are inside")
 
 
 def _begins(ids: np.ndarray) -> np.ndarray:

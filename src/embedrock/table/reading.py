@@ -13,8 +13,9 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.batch.ids import check_range
-from embedrock.batch.plan import Plan, bounds_of, counting, joined_ids, make_joint_plan, make_plan, plan_of_rows
+from embedrock.batch.plan import Plan, bounds_of, counting, plan_of_rows, plan_tables, sources_of
 from embedrock.batch.pooling import PooledSource
+from embedrock.batch.wrong_ids import bounds
 from embedrock.errors import CacheTooSmallError
 from embedrock.storage.backend import Backend
 from embedrock.storage.records import Records
@@ -40,17 +41,17 @@ def pool_of(tables: Tables) -> Backend:
     return pool
 
 
-def keys_of(tables: Tables, ids: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
-    """Return the pool's keys of the ids of tables, one table after the other."""
-    if len(tables) == 1:
-        return tables[0].tier.keys(ids)
-    bases, counts = np.array([rows.tier.base for rows in tables]), np.diff(bounds)
-    return ids + bases.repeat(counts)
+def keys_of(tables: Tables, plan: Plan) -> np.ndarray:
+    """Return the pool's keys of a plan's rows."""
+    bases = [tier.base for rows in tables if (tier := rows.backend) is not None]
+    if len(bases) == 1:
+        return plan.ids + bases[0] if bases[0] else plan.ids
+    return plan.ids + np.array(bases).repeat(plan.rows[1:] - plan.rows[:-1])
 
 
 def own_parts(tables: Tables, plan: Plan) -> Iterator[tuple[TableState, slice]]:
     """Iterate over tables, each with its rows of the plan."""
-    return zip(tables, itertools.starmap(slice, itertools.pairwise(plan.bounds)), strict=True)
+    return zip(tables, itertools.starmap(slice, itertools.pairwise(plan.rows.tolist())), strict=True)
 
 
 def is_reading(tables: Tables, plan: Plan) -> bool:
@@ -59,9 +60,8 @@ def is_reading(tables: Tables, plan: Plan) -> bool:
     return last is not None and last[0]() is plan.ids
 
 
-def present_slots(tables: Tables, plan: Plan, keys: np.ndarray) -> np.ndarray:
-    """Return the slots of a plan's rows now. Slots never move within an epoch."""
-    pool = pool_of(tables)
+def present_slots(pool: Backend, tables: Tables, plan: Plan, keys: np.ndarray) -> np.ndarray:
+    """Return the slots of a plan's rows in a pool now. Slots never move within an epoch."""
     if plan.epoch != pool.epoch:
         for rows, own in own_parts(tables, plan):
             check_range(plan.ids[own], rows.spec.rows, rows.subject)
@@ -79,13 +79,13 @@ def located(tables: Tables, plan: Plan) -> Plan:
     Raises:
         CacheTooSmallError: they do not fit the cache.
     """
-    pool, keys = pool_of(tables), keys_of(tables, plan.ids, plan.bounds)
+    pool, keys = pool_of(tables), keys_of(tables, plan)
     if not is_reading(tables, plan):
         ids = weakref.ref(plan.ids)
         for rows, own in own_parts(tables, plan):
             rows.last_read = ids, own
         pool.begin_batch()  # may begin an epoch
-    slots = pool.bring(keys, present_slots(tables, plan, keys))
+    slots = pool.bring(keys, present_slots(pool, tables, plan, keys))
     return plan.with_slots(slots, pool.epoch)
 
 
@@ -175,7 +175,7 @@ def _with_fresh(tables: Tables, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 def missing_ids(tables: Tables, plan: Plan, missing: np.ndarray) -> Iterator[tuple[TableState, np.ndarray]]:
     """Iterate over the tables that have some of the `missing` rows of a plan, each with their ids."""
-    cuts = missing.searchsorted(plan.bounds).tolist()
+    cuts = missing.searchsorted(plan.rows).tolist()
     for rows, start, stop in zip(tables, cuts[:-1], cuts[1:], strict=True):
         if start < stop:
             yield rows, plan.ids[missing[start:stop]]
@@ -191,37 +191,45 @@ def unrecorded(rows: TableState, ids: np.ndarray) -> np.ndarray:
 
 
 def planned(tables: Tables, ids: Sequence[np.ndarray]) -> Plan:
-    """Return the plan of a batch of ids, int64 (n,) for each table. A step that moves no record may still run."""
-    pool = pool_of(tables)
-    if len(tables) == 1:
-        return make_plan(ids[0], tables[0].tier.find, pool.epoch)
-    return joint_plan(tables, joined_ids(ids), bounds_of([len(own) for own in ids]))
+    """Return the plan of a batch of ids of each table, int64 of any shape, C-contiguous. The last step may still run.
 
-
-def joint_plan(tables: Tables, ids: np.ndarray, bounds: np.ndarray) -> Plan:
-    """Return the plan of the ids of several tables, one table after the other. The ids are overwritten."""
-    pool, made = pool_of(tables), make_joint_plan(ids, bounds)
-    rows = made.rows.tolist()
-    slots = pool.find(keys_of(tables, made.ids, rows))
-    missing = int(np.count_nonzero(slots < 0))
-    arrays = made.ids, made.inverse, made.starts, made.order, slots
-    return Plan((len(ids),), *arrays, missing, pool.epoch, rows=rows)
+    Raises:
+        IdError: an id lies outside its table.
+    """
+    pool, each, n = pool_of(tables), [], [0]
+    for number, (rows, own) in enumerate(zip(tables, ids, strict=True)):
+        if rows.owns is not None:
+            check_owned(own, rows.owns, rows.subject)
+        low, end = bounds(rows.spec.rows)
+        each.append((number, number + 1, low, end - 1, 0 if rows.backend is None else rows.backend.base))
+        n.append(n[-1] + own.size)
+    shape = ids[0].shape if len(ids) == 1 else None
+    plan = plan_tables(sources_of(ids), np.array(each), np.array(n), pool.index, pool.epoch, shape)
+    if plan is not None:
+        return plan
+    for rows, own in zip(tables, ids, strict=True):
+        check_range(own, rows.spec.rows, rows.subject)
+    raise AssertionError("all ids are inside")
 
 
 def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
     """Write the weights of the ids (n,) of each table, one table after the other, to `out`: float32 (n, dim)."""
+    pool, keys = pool_of(tables), []
     for rows, own in zip(tables, ids, strict=True):
         if rows.owns is not None:
             check_owned(own, rows.owns, rows.subject)
-    pool = pool_of(tables)
-    if any(rows.lags for rows in tables):
-        return _look_up_all(tables, ids, out)
-    flat, bounds = ids[0] if len(ids) == 1 else np.concatenate(ids), [0, *itertools.accumulate(map(len, ids))]
-    missing = (pool.look_up(keys_of(tables, flat, bounds), counting(len(flat)), out) < 0).nonzero()[0]
+        if rows.history is not None and rows.lags:
+            return _look_up_all(tables, ids, out)
+        base = 0 if rows.backend is None else rows.backend.base
+        keys.append(own + base if base else own)
+    joined = keys[0] if len(keys) == 1 else np.concatenate(keys)
+    missing = (pool.look_up(joined, counting(len(joined)), out) < 0).nonzero()[0]
     if not len(missing):
         return None
-    cuts = missing.searchsorted(bounds).tolist()
-    absent = [flat[missing[start:stop]] for start, stop in itertools.pairwise(cuts)]
+    starts = bounds_of([len(own) for own in ids])
+    cuts = missing.searchsorted(starts).tolist()
+    parts = zip(ids, starts.tolist(), itertools.pairwise(cuts), strict=False)
+    absent = [own[missing[lo:hi] - start] for own, start, (lo, hi) in parts]
     values = np.empty((len(missing), out.shape[1]), np.float32)
     if pool.evicts:
         _look_up_all(tables, absent, values)

@@ -475,7 +475,8 @@ class TableState:
     def count(self, draft: Any) -> Any:
         """Count a drafted step, and return its kernel's arguments."""
         self.steps += 1
-        self.version.advance()
+        self.version.now += 1
+        self.version.of_rows += 1
         if self.history is None:
             return draft
         self.history.append()

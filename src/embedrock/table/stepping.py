@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +101,8 @@ class CheckedStep(ABC):
         table_locks: locks of the tables.
     """
 
+    __slots__ = ("rows", "table_locks")
+
     rows: Sequence[TableState]
     table_locks: Sequence[TableLock]
 
@@ -158,7 +160,10 @@ def judge(requests: Sequence[StepRequest]) -> list[CheckedStep]:
 
 def _by_finiteness(requests: Sequence[StepRequest]) -> tuple[Sequence[StepRequest], Sequence[StepRequest]]:
     """Return requests with finite gradients, and others with NaN or Inf: of one table each."""
-    if all(each.grads.is_finite for each in requests):
+    for each in requests:
+        if not each.grads.is_finite:
+            break
+    else:
         return requests, ()
     each_table = [own for each in requests for own in each.split()]
     finite = [each for each in each_table if each.grads.is_finite]
@@ -244,13 +249,15 @@ def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) ->
         return True
 
 
-def tell(tables: Iterable[TableState]) -> None:
+def tell(tables: Sequence[TableState]) -> None:
     """Report the evicted rows of all tables. An error in one report is raised after all of them."""
-    come_and_go = [rows for rows in tables if rows.lifecycle is not None]
-    if not come_and_go:  # the usual case, checked because making a stack takes longer
+    for rows in tables:
+        if rows.lifecycle is not None:
+            break
+    else:  # the usual case, checked because making a stack takes longer
         return
     with ExitStack() as told:
-        for rows in reversed(come_and_go):
+        for rows in reversed(tables):
             told.callback(rows.tell)
 
 
@@ -303,6 +310,8 @@ class HostStep(CheckedStep):
         is_step: the rule steps the rows, and admits some of them. False: all of them get records.
     """
 
+    __slots__ = ("_beside", "_requests", "_table_lock", "_versions", "is_step", "pools")
+
     def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = (), is_step: bool = True) -> None:
         self._requests, self._beside, self.is_step = requests, beside, is_step
         self.rows = tables_of(requests)
@@ -335,11 +344,8 @@ class HostStep(CheckedStep):
     def _is_current(self) -> bool:
         if self._versions != [rows.version.now for rows in self.rows]:
             return False
-        return all(pool.is_current for pool in self.pools) and self._pools_of_all.has_room(_more(self.pools))
-
-    @property
-    def _pools_of_all(self) -> Any:
-        return self.rows[0].location.pools
+        is_found = all(pool.is_current for pool in self.pools)
+        return is_found and self.rows[0].location.pools.has_room(_more(self.pools))
 
     def prepare(self) -> None:
         self._table_lock.wait_for_step()
@@ -354,15 +360,20 @@ class HostStep(CheckedStep):
         known = self.rows[0].location.prepared
         if known is None or not known.goes_on_as(self):
             self.pools = []  # the previous result is no longer valid
-            pools = [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests).items()]
-            self._make_room(pools)
+            self._make_room(pools := self._found())
             self.pools = pools
             self._versions = [rows.version.now for rows in self.rows]
         for pool in self.pools:
-            pool.copy_before_write()
+            if pool.pool.evicts:
+                pool.copy_before_write()
         for rows in self.rows:
             if rows.history is not None:
                 rows.history.make_room()
+
+    def _found(self) -> list[PoolStep]:
+        if len(self.rows) == 1:
+            return [PoolStep(self.rows[0].tier.pool, self._requests, self.is_step)]
+        return [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests).items()]
 
     def goes_on_as(self, other: HostStep) -> bool:
         """Give another step of the same batch what was found for this one, if that is still valid."""
@@ -386,7 +397,7 @@ class HostStep(CheckedStep):
             if part is not None:
                 number = self.rows.index(rows)
                 is_current = pool.is_current and self._versions[number] == rows.version.now
-                return part if is_current and self._pools_of_all.has_room(part.more) else None
+                return part if is_current and rows.location.pools.has_room(part.more) else None
         return None
 
     def _make_room(self, pools: Sequence[PoolStep]) -> None:
@@ -395,19 +406,23 @@ class HostStep(CheckedStep):
         A pool that needs more than its share of the budget borrows from others. Their rows may then move or leave. So
         it repeats until all are loaded; other pools never take room reserved for the batch.
         """
+        location = self.rows[0].location
         try:
             for pool in pools:
-                pool.decide_admission()
-            self._pools_of_all.check_room([*_more(pools), *self._beside])
-            for pool in pools:
+                if pool.tables[0].lifecycle is not None:
+                    pool.decide_admission()
+            if more := [*_more(pools), *self._beside]:
+                location.pools.check_room(more)
+            late = [pool for pool in pools if pool.pool.evicts]
+            for pool in late:
                 pool.make_room()
-            while not all(pool.is_current for pool in pools):
-                for pool in pools:
+            while late and not all(pool.is_current for pool in late):
+                for pool in late:
                     if not pool.is_current:
                         pool.find_again()
                         pool.make_room()
         except CacheTooSmallError as error:
-            if self.rows[0].location.is_alone:
+            if location.is_alone:
                 raise
             raise self._explained(error, pools) from error
 
@@ -429,20 +444,26 @@ class HostStep(CheckedStep):
     def step(self) -> None:
         """Make the prepared step, in the background. All work that can fail is done before any change."""
         self.prepare()
-        pools = self.pools
-        for pool in pools:
+        for pool in self.pools:
             pool.copy_before_write()  # for a commit that has begun since
+        self.make()
+
+    def make(self) -> None:
+        """Make the step. Nothing has changed since it was found."""
+        pools, calls, nbytes, catches_up = self.pools, [], 0, False
+        for pool in pools:
             pool.draft()
         _admit(pools)
         self.rows[0].location.prepared = None  # it does not have the records that are made now
         for pool in pools:
-            pool.count()
-        calls = [call for pool in pools for call in pool.calls()]
-        has_history = any(rows.history is not None for rows in self.rows)
-        is_small = sum(pool.nbytes for pool in pools) <= STEP_HERE_BYTES
-        self._table_lock.start(_call_all, calls, here=is_small and not has_history)
+            calls += pool.count()
+            nbytes += pool.nbytes
+        for rows in self.rows:
+            catches_up |= rows.history is not None
+        self._table_lock.start(_call_all, calls, here=nbytes <= STEP_HERE_BYTES and not catches_up)
         for pool in pools:  # runs while the rows are stepped
-            pool.note()
+            if pool.decision is not None:
+                pool.note()
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
@@ -469,15 +490,17 @@ def _by_pool(requests: Sequence[StepRequest]) -> dict[Backend, list[StepRequest]
 
 
 def step_checked(requests: Sequence[StepRequest]) -> None:
-    """Step tables that share a lock, each once, or skip NaN and Inf. Caller holds the table lock exclusively."""
+    """Step tables that share a lock, each once, or skip NaN and Inf. Caller holds the table lock."""
     finite, others = _by_finiteness(requests)
     with held_back():
+        requests[0].tables[0].table_lock.wait_for_step()
         step = HostStep(finite) if finite else None
         if step is not None:
             step.find_checked()
-        refuse_nonfinite(others)
+        if others:
+            refuse_nonfinite(others)
         if step is not None:
-            step.step()
+            step.make()
             tell(step.rows)
             look(step.rows)
 
@@ -539,10 +562,12 @@ def _without_values(tables: Sequence[TableState], plan: Plan) -> StepRequest:
 
 
 def _more(pools: Sequence[PoolStep]) -> list[NewRows]:
-    return [each for pool in pools for each in pool.more]
+    return [each for pool in pools if pool.new for each in pool.more]
 
 
 def _admit(pools: Sequence[PoolStep]) -> None:
+    if len(pools) == 1:
+        return pools[0].admit()
     done: list[PoolStep] = []
     try:
         for pool in sorted(pools, key=lambda pool: pool.decision is not None):  # reversible ones first
@@ -552,6 +577,30 @@ def _admit(pools: Sequence[PoolStep]) -> None:
         for pool in done:
             pool.undo_steps()
         raise
+
+
+@dataclass(slots=True)
+class StepRun:
+    """Consecutive tables of a pool with equal step constants, which one call steps.
+
+    Attributes:
+        tables: states of the tables.
+        start, stop: bounds of their rows.
+        draft: from `TableState.draft`.
+        scratch: from `Records.scratch`.
+    """
+
+    tables: list[TableState]
+    start: int
+    stop: int
+    draft: Any
+    scratch: Any
+
+    def takes(self, draft: Any) -> bool:
+        """Return whether a table with such constants may be the next one."""
+        if draft is self.draft:
+            return self.scratch is None and self.tables[0].history is None
+        return type(draft) is type(self.draft) and draft == self.draft and self.scratch is None
 
 
 class PoolStep:
@@ -571,23 +620,27 @@ class PoolStep:
         left: ids of the rows that are evicted for it.
     """
 
-    fresh: np.ndarray
+    __slots__ = (
+        "_grads", "_is_step", "_of_others", "_runs", "_slots", "decision", "fresh", "keys", "left", "new", "plan",
+        "pool", "requests", "tables",
+    )  # fmt: skip
 
     def __init__(self, pool: Backend, requests: Sequence[StepRequest], is_step: bool) -> None:
         self.pool, self._is_step = pool, is_step
         self.decision: AdmissionDecision | None = None
-        self.left, self.new = NOBODY, list[NewRows]()
+        self.left = NOBODY
+        self.new: list[NewRows] = []
         self.take(requests)
         self.plan = self._grads.plan
-        self.keys = keys_of(self.tables, self.plan.ids, self.plan.bounds)
+        self.keys = keys_of(self.tables, self.plan)
         if not (is_reading(self.tables, self.plan) or (pool.is_shared and pool.goes_on_with(self.keys))):
             pool.begin_batch()
-        self._found(present_slots(self.tables, self.plan, self.keys))
+        self._found(present_slots(pool, self.tables, self.plan, self.keys))
 
     def take(self, requests: Sequence[StepRequest]) -> None:
         """Take the gradients of requests of the same batch."""
         self.requests, self.tables = requests, tables_of(requests)
-        self._grads = as_one([each.grads for each in requests])
+        self._grads = requests[0].grads if len(requests) == 1 else as_one([each.grads for each in requests])
 
     def part(self, rows: TableState, plan: Plan) -> PoolStep | None:
         """Return the part of one table, if the batch is of this plan."""
@@ -625,16 +678,15 @@ class PoolStep:
     # ---------------------------------------------------------------- rows that come and go
 
     def decide_admission(self) -> None:
-        rows = self.tables[0]
-        if rows.lifecycle is None:
-            return
-        pool = self.pool  # a pool of dynamic rows has one table
+        """Decide which rows of a table with dynamic rows get records, and which other ones leave."""
+        rows, pool = self.tables[0], self.pool  # a pool of dynamic rows has one table
+        assert rows.lifecycle is not None
         plan = self.plan.with_slots(pool.bring(self.keys, self.plan.slots), pool.epoch)
         self.decision = rows.lifecycle.vote(plan.ids, plan.slots < 0, rows.tier.count, self._is_step)
         self.left = rows.lifecycle.victims(self.decision)
         if self.decision.rows is not None:
             plan = plan.of_rows(np.flatnonzero(self.decision.rows))
-            self.keys = keys_of(self.tables, plan.ids, plan.bounds)
+            self.keys = keys_of(self.tables, plan)
         self.plan = plan
         self._count_new()
 
@@ -671,9 +723,8 @@ class PoolStep:
         self._found(self.pool.find(self.keys))
 
     def make_room(self) -> None:
+        """Load the rows, and free slots for new ones."""
         pool = self.pool
-        if not pool.evicts:
-            return
         if not self.is_current:  # another pool took some of its room
             self.find_again()
         self._found(pool.make_room(self.keys, self.plan.slots))
@@ -712,27 +763,25 @@ class PoolStep:
         return self._slots
 
     def draft(self) -> None:
-        """Do all work of counting a step that can fail, and reserve its buffers."""
-        known: dict[tuple[int, int], Any] = {}
-        self._drafts: list[Any] = []
+        """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
+        known: dict[tuple[int, int], Any] = {}  # tables of one rule have the same constants
+        last, bounds, number = None, self.plan.rows.tolist(), 0
+        self._runs: list[StepRun] = []
+        is_exact = self.pool.spec.dtype == "float32"
         for each in self.requests:
             for rows in each.tables:
-                key = id(each.rule), rows.steps
-                if rows.history is not None:
-                    self._drafts.append(rows.draft(each.rule))
-                elif key in known:  # tables of one rule have the same constants
-                    self._drafts.append(known[key])
+                start, stop, key = bounds[number], bounds[number + 1], (id(each.rule), rows.steps)
+                is_alone = rows.history is not None or not is_exact  # histories and rounding are per table
+                draft = rows.draft(each.rule) if is_alone or key not in known else known[key]
+                known[key], number = draft, number + 1
+                if last is not None and not is_alone and last.takes(draft):
+                    last.tables.append(rows)
+                    last.stop = stop
                 else:
-                    self._drafts.append(known.setdefault(key, rows.draft(each.rule)))
+                    scratch = None if is_exact else rows.tier.records.scratch(stop - start)
+                    last = StepRun([rows], start, stop, draft, scratch)
+                    self._runs.append(last)
         self._of_others = None if self.decision is None else self._gradient_of_others()
-        is_exact = self.pool.spec.dtype == "float32"
-        self._scratch = [
-            None if is_exact else rows.tier.records.scratch(own.stop - own.start) for rows, own in self._own()
-        ]
-
-    def _own(self) -> list[tuple[TableState, slice]]:
-        bounds = self.plan.bounds
-        return [(rows, slice(bounds[k], bounds[k + 1])) for k, rows in enumerate(self.tables)]
 
     def admit(self) -> None:
         """Evict rows, then make the missing records."""
@@ -754,36 +803,24 @@ class PoolStep:
             for part, count in self.new:
                 part.admitted(-count)
 
-    def count(self) -> None:
-        """Count the drafted step of each table."""
-        self._refreshed = [self._taken(rows) for rows in self.tables]
-        self._numbers = [rows.count(draft) for rows, draft in zip(self.tables, self._drafts, strict=True)]
+    def count(self) -> list[Callable[[], None]]:
+        """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
+        made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
+        for run in self._runs:
+            rows, own = run.tables[0], slice(run.start, run.stop)
+            refreshed = () if rows.history is None else self._taken(rows)
+            for each in run.tables:
+                numbers = each.count(run.draft)
+            of_rows = self.plan.ids[own], self._slots[own], values[own], numbers, rows.steps
+            made.append(functools.partial(rows.tier.records.step, *of_rows, run.scratch, refreshed))
         rows = self.tables[0]
         if self._of_others is not None and (shared := rows.shared) is not None:
-            shared.step(self._of_others, self._numbers[0], rows.steps)
+            shared.step(self._of_others, numbers, rows.steps)
+        return made
 
     def _taken(self, rows: TableState) -> Sequence[Any]:
         """Return rows that a read caught up, and that the step takes over: see `CaughtUpReads.take`."""
-        if rows.history is None:
-            return ()
         if len(self.tables) > 1:
             rows.reads.clear()
             return ()
         return rows.reads.take(self._grads.plan, self.plan.slots, rows.version.now)
-
-    def calls(self) -> list[Callable[[], None]]:
-        """Return the calls that step the records: one for consecutive tables with equal step constants."""
-        values, made, own = self._values(), list[Callable[[], None]](), self._own()
-        for _, alike in itertools.groupby(range(len(own)), self._cohort):
-            first, *others = alike
-            rows, part = own[first]
-            part = slice(part.start, own[others[-1]][1].stop) if others else part
-            of_rows = self.plan.ids[part], self._slots[part], values[part], self._numbers[first], rows.steps
-            step = rows.tier.records.step
-            made.append(functools.partial(step, *of_rows, self._scratch[first], self._refreshed[first]))
-        return made
-
-    def _cohort(self, number: int) -> Any:
-        """Return a key that is equal for tables that one call can step."""
-        is_alone = self._scratch[number] is not None or self.tables[number].history is not None
-        return number if is_alone else (type(self._numbers[number]), *self._numbers[number])

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import Plan, make_plan
+from embedrock.batch.ids import are_ids, check_ids
+from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.initializers import FromArray
 from embedrock.optimizers import Rule
@@ -29,7 +29,7 @@ from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.reading import EXPORT_BATCH_ROWS
-from embedrock.table.rows import ChangeCounter, TableState, check_owned
+from embedrock.table.rows import ChangeCounter, TableState
 from embedrock.table.stepping import StepRequest, prepare, step_checked
 from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
@@ -266,13 +266,11 @@ class Table(StoredVerbs):
 
     def _planned(self, ids: npt.ArrayLike) -> Plan:
         rows = self._rows
-        checked = check_ids(ids, rows.spec.rows, rows.subject)
+        if not are_ids(ids):
+            ids = check_ids(ids, rows.spec.rows, rows.subject)
         if rows.executor is not None:
             rows.check()
-        if rows.owns is not None:
-            check_owned(checked, rows.owns, rows.subject)
-        tier = rows.tier
-        return make_plan(checked, tier.find, tier.epoch)
+        return reading.planned((rows,), [ids])
 
     @exclusive
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
@@ -342,14 +340,12 @@ class Table(StoredVerbs):
             lr: learning rate of this step; None: the rule's.
             changes: other hyperparameters of this step, by name.
         """
-        rows = self._checked_rows()
-        rows.check_commit()
+        rows = self._rows
         rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
         step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value))])
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
-        rows.check_commit()
         rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
         try:
             step_checked([StepRequest((rows,), rule, summed)])

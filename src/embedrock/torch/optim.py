@@ -265,7 +265,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _find_due(self, group: dict[str, Any], due: list[StepRequest], parts: list[OptimizedRows]) -> None:
         """Add the steps of a param group to `due`, and its rows with gradients to `parts`."""
         bound, joints = self._bound(group), dict[tuple[RowGradients, Rule], dict[int, OptimizedRows]]()
-        check_untouched(part.handle for part in bound if part.rule is not None)
+        check_untouched([part.handle for part in bound if part.rule is not None])
         last, own = (None, None), dict[int, OptimizedRows]()
         for part in bound:
             handle, rule, clip, rows = part
@@ -347,7 +347,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
 def _of_joint(joint: RowGradients, rule: Rule, parts: Mapping[int, OptimizedRows]) -> list[StepRequest]:
     """Return the steps of tables whose gradients were summed together: one, if it is of all of them."""
-    count, executor = len(joint.plan.bounds) - 1, next(iter(parts.values())).handle.pending.executor
+    count, executor = len(joint.plan.rows) - 1, next(iter(parts.values())).handle.pending.executor
     if len(parts) == count:
         return [StepRequest([parts[number].rows for number in range(count)], rule, joint, executor=executor)]
     each = ((part.rows, joint.of(number)) for number, part in parts.items())

@@ -335,16 +335,12 @@ class WorkerLookup:
         self._lookups = lookups
         self._shard = shard_of(lookups[0].handle.table) or Shard(0, 1)
 
-    def fetch(self, values: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tf.Tensor]:
-        """Return, in a program, the argument `served` of `rows`.
-
-        Args:
-            values: values of the handles, which order the lookup among the steps.
-            ids: the message of `ask`.
-        """
+    def fetch(self, ids: tf.Tensor) -> list[tf.Tensor]:
+        """Return, in a program, the argument `served` of `rows`, given the message of `ask`."""
         asked = gather(ids)
         functions = functions_of(one.handle for one in self._lookups)
-        served = host_calls.call(self.serve, [asked, *values], [tf.int32], functions=functions, stateful=False)
+        with tf.control_dependencies(host_calls.after_earlier_steps()):
+            served = host_calls.call(self.serve, [asked], [tf.int32], functions=functions, stateful=False)
         return [gather(served[0])]
 
     def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:
@@ -355,7 +351,7 @@ class WorkerLookup:
         plans = self.plans(requests)
         return addressed(stages.ask([plan.ids for plan in plans], self._splits(plans)))
 
-    def serve(self, asked: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def serve(self, asked: np.ndarray) -> np.ndarray:
         """Return a message with this worker's rows for the requests of all workers."""
         sources = self._sources()
         return addressed([stages.serve(message, sources) for message in self._taken(asked)])

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,10 @@ class BackwardPass:
         gradients: row gradients that autograd will accumulate, by the id of their handle.
         brought: row gradients of tables that were summed together, with their handles. They become pending when the
             backward ends. None: these gradients are dropped, or in `gradients`.
+        has_eager: autograd has accumulated row gradients in this process.
     """
+
+    has_eager: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.gradients: dict[int, Gradients] = {}

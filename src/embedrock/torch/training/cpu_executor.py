@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import JointPlan, Plan
+from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
 from embedrock.distributed.exchange import Exchange, ExchangeVerdict
 from embedrock.distributed.owners import Placement, Replica
@@ -139,6 +140,16 @@ def host_floats(grads: Tensor) -> np.ndarray:
     return grads.to("cpu", torch.float32).contiguous().numpy()
 
 
+def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
+    """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
+    if all(own is None or (own.dtype is torch.float32 and own.is_cpu) for own in grads):
+        try:
+            return [None if own is None else own.numpy() for own in grads]
+        except RuntimeError:  # a negating view
+            pass
+    return [None if own is None else host_floats(own.resolve_neg()) for own in grads]
+
+
 def host_weights(weights: Tensor | None) -> np.ndarray | None:
     """Return the positions' weights, of any dtype and on any device, as float32; None means ones."""
     return None if weights is None else host_floats(weights.detach())
@@ -255,5 +266,5 @@ class PositionExecutor(CpuExecutor):
         return PositionGradients(sums.rows, sums.shown, earlier.lookups + later.lookups)
 
 
-def _ids_of(plan: Plan | JointPlan) -> np.ndarray:
+def _ids_of(plan: Plan) -> np.ndarray:
     return plan.ids[plan.inverse]

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo import decorators
 from torch.utils._mode_utils import no_dispatch
 
 from embedrock.batch.gradients import RowGradients
@@ -103,7 +104,7 @@ class Handle(HandleValue, nn.Parameter):
         self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)  # a constant zero
         self._placed_on = self._stays_on_cpu = None
         self.is_applied = False
-        self.register_post_accumulate_grad_hook(_show_pending)
+        self.register_post_accumulate_grad_hook(_accumulated)
         self.is_watched = False
 
     # ------------------------------------------------------------ forward and backward
@@ -131,6 +132,7 @@ class Handle(HandleValue, nn.Parameter):
         both = grads if earlier is None else self.pending.executor.merge(earlier, grads)
         run.gradients[id(self)] = both
         if accumulates(node):
+            BackwardPass.has_eager = True
             own = grads.nothing()  # autograd keeps this tensor without a copy
             if own is not None and own.device == self.device:
                 return own
@@ -590,9 +592,15 @@ def note_steps(handles: Iterable[Handle]) -> None:
             handle.stepped()
 
 
+@decorators.skip
+def _accumulated(handle: Tensor) -> None:
+    """Hook of all handles. PyTorch calls it without a gradient, too: see `BackwardPass.brought`."""
+    if BackwardPass.has_eager:
+        _accumulate(handle)
+
+
 @as_it_is
-def _show_pending(handle: Tensor) -> None:
-    assert isinstance(handle, Handle)  # only handles have this hook
+def _accumulate(handle: Any) -> None:
     handle.accumulate()
 
 

@@ -22,7 +22,7 @@ from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import BackwardPass, Block, as_it_is, bring
-from embedrock.torch.training.cpu_executor import HostGradients, host_floats, host_weights
+from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
@@ -261,15 +261,15 @@ class LookupState(ABC):
         return [out for out, trains, weights in parts if not (trains or _weights_train(weights))]
 
     @staticmethod
-    def taken(grads: Tensor) -> Any:
-        """Return the gradient of an output in the form that `bring` and `weight_grads` take."""
-        return grads
+    def taken(grads: Sequence[Tensor | None]) -> Sequence[Any]:
+        """Return the gradients of all outputs in the form that `bring` and `weight_grads` take."""
+        return [None if own is None else own.resolve_neg() for own in grads]
 
     def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
         """Sum the gradients of the outputs by row. Return what autograd adds for each handle of `trained`.
 
         Args:
-            grads: what `taken` returned for each output; None without gradients.
+            grads: what `taken` returned.
             nodes: for each handle, autograd's node that accumulates its gradient, and 0.
         """
         found, run = self.sums(grads), BackwardPass.current()
@@ -333,6 +333,12 @@ class ExecutorLookup(LookupState):
             summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, self._by_frequency)
         return {self.handles[0]: summed}
 
+    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+        ((handle, summed),) = self.sums(grads).items()
+        if type(summed) is HostGradients:
+            return bring([(summed.rows, [handle])], [handle], nodes[:1])
+        return [handle.receive(summed, nodes[0][0])]
+
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return [self._executor.weight_grads(grads[0], self._rows, self._bags)]
 
@@ -374,7 +380,7 @@ class HostLookup(LookupState):
         side_by_side: the output is one tensor of all bags, if possible.
     """
 
-    taken = staticmethod(host_floats)
+    taken = staticmethod(host_grads)
 
     def __init__(
         self,
@@ -419,14 +425,13 @@ class HostLookup(LookupState):
         return super().without_gradients(outputs)
 
     def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
-        if self.side_by_side:
-            blocks = batches.sum_arrays(self._found, [grads[0].reshape(self._found.arrays[0].shape)])
-        else:
-            blocks = batches.sum_blocks(self._found, grads)
         of = {handle.table: handle for handle in self.trained}
-        if not self.side_by_side and any(own is None for own in grads):
-            parts = zip(self.handles, grads, strict=True)
-            given = {handle.table for handle, own in parts if own is not None}
+        if self.side_by_side:
+            whole = np.ascontiguousarray(grads[0]).reshape(self._found.arrays[0].shape)
+            return bring(_by_handle(batches.sum_arrays(self._found, [whole]), of), self.trained, nodes)
+        blocks = batches.sum_blocks(self._found, grads)
+        if any(own is None for own in grads):
+            given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
             of = {table: handle for table, handle in of.items() if table in given}
         return bring(_by_handle(blocks, of), self.trained, nodes)
 
@@ -489,7 +494,7 @@ class Lookup(torch.autograd.Function):
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
-        given = [None if grads is None else reading.taken(grads.resolve_neg()) for grads in grad_outputs]
+        given = reading.taken(grad_outputs)
         of_handles = reading.bring(given, ctx.next_functions) if count else []
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
         return None, None, *of_handles, *of_weights
