@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -21,7 +21,7 @@ from embedrock.system.spans import span, spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import BackwardPass, Block, as_it_is, bring
+from embedrock.torch.training.backward import BackwardPass, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
@@ -137,7 +137,7 @@ class LayerLayout:
         handles: of the features.
         owners: parameters of each layer, with its handle.
         distinct: each handle once.
-        forms: table, mode and padding of the features.
+        forms: tables, modes and paddings of the features.
         routes: see `batches.plan`.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
@@ -148,12 +148,13 @@ class LayerLayout:
         self.generation, self.table_lock, self.handles = now, table_lock, [layer.handle for layer in layers]
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
-        self.forms = [(layer.table, getattr(layer, "mode", None), layer.padding_idx) for layer in layers]
+        tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
+        self.forms = tables, modes, [layer.padding_idx for layer in layers]
         self.dtypes, self.routes = [layer.dtype for layer in layers], dict[tuple[Any, ...], Any]()
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
-        self.most_dims = 64 if self.forms[0][1] is None else 2  # bags are the rows of ids
+        self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         self.none = [None] * len(layers)
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
@@ -393,8 +394,8 @@ class HostLookup(LookupState):
     ) -> None:
         self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
         values = [host_weights(own) for own in weights] if weights else layout.none
-        parts = zip(layout.forms, ids, bounds or layout.none, values, strict=True)
-        features = [BatchFeature(form[0], array, cuts, own, *form[1:]) for form, array, cuts, own in parts]
+        tables, modes, paddings = layout.forms
+        features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
         self._batch = batches.plan(features, layout.routes, layout.table_lock)
         is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
@@ -425,15 +426,18 @@ class HostLookup(LookupState):
         return super().without_gradients(outputs)
 
     def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
-        of = {handle.table: handle for handle in self.trained}
+        handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
             whole = np.ascontiguousarray(grads[0]).reshape(self._found.arrays[0].shape)
-            return bring(_by_handle(batches.sum_arrays(self._found, [whole]), of), self.trained, nodes)
-        blocks = batches.sum_blocks(self._found, grads)
-        if any(own is None for own in grads):
-            given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
-            of = {table: handle for table, handle in of.items() if table in given}
-        return bring(_by_handle(blocks, of), self.trained, nodes)
+            blocks = batches.sum_arrays(self._found, [whole])
+        else:
+            blocks = batches.sum_blocks(self._found, grads)
+            if type(None) in set(map(type, grads)):
+                given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
+                handles = {table: handle for table, handle in handles.items() if table in given}
+        if len(blocks) > 1:
+            blocks = _each_once(blocks)
+        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, nodes)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
         found = batches.sum_gradients(self._found, grads)
@@ -444,16 +448,16 @@ class HostLookup(LookupState):
         return batches.weight_gradients(self._found, grads)
 
 
-def _by_handle(blocks: Sequence[batches.Block], of: Mapping[Table, Handle]) -> list[Block]:
-    """Return the gradients of tables with the tables' handles, each in one block. Other tables have None."""
-    seen: dict[Table, list[RowGradients]] = {}
-    if len(blocks) > 1:
-        for tables, grads in blocks:
-            for number, table in enumerate(tables):
-                seen.setdefault(table, []).append(grads.of(number))
-    if all(len(parts) == 1 for parts in seen.values()):
-        return [(grads, list(map(of.get, tables))) for tables, grads in blocks]
-    return [(RowGradients.sum_of(parts), [of[table]]) for table, parts in seen.items() if table in of]
+def _each_once(blocks: list[batches.Block]) -> list[batches.Block]:
+    """Return the gradients of tables that have each table in one block."""
+    tables = [table for several, _ in blocks for table in several]
+    if len(set(tables)) == len(tables):
+        return blocks
+    parts: dict[Table, list[RowGradients]] = {}
+    for several, grads in blocks:
+        for number, table in enumerate(several):
+            parts.setdefault(table, []).append(grads.of(number))
+    return [([table], RowGradients.sum_of(own)) for table, own in parts.items()]
 
 
 def look_up_on_gpu(family: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
