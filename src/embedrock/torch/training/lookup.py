@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -193,7 +193,7 @@ class LayerLayout:
             if ids.layout is not STRIDED or ids.is_nested or not ids.is_cpu:
                 return None
         try:
-            return [ids.numpy() for ids in given]
+            return list(map(_AS_ARRAY, given))
         except RuntimeError:  # a negating view
             return None
 
@@ -203,6 +203,7 @@ def _are_training(layers: Iterable[Any], handle: Handle) -> bool:
 
 
 INT64, STRIDED = torch.int64, torch.strided
+_AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 
 
 class HostInput(NamedTuple):
