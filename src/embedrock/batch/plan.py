@@ -249,7 +249,7 @@ def moved(plan: Plan, moves: Int32Array) -> tuple[Int64Array, Int32Array, Int32A
 
 def sources_of(ids: Sequence[Int64Array]) -> Int64Array:
     """Return the addresses and numbers of ids, each int64, C-contiguous and aligned. The caller keeps them alive."""
-    return np.array([(address_of(each), each.size) for each in ids], np.int64).reshape(-1, 2)
+    return np.array([(each.__array_interface__["data"][0], each.size) for each in ids], np.int64).reshape(-1, 2)
 
 
 def as_source(ids: Int64Array) -> Int64Array:

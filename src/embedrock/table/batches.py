@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,6 +27,7 @@ from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
 
+_INT64 = np.dtype(np.int64)
 MODES = ("sum", "mean", "max")
 MOST_ROUTES = 64  # of batches with different features
 
@@ -49,12 +51,18 @@ class BatchFeature(NamedTuple):
     mode: str | None = None
     padding: int | None = None
 
+    @staticmethod
+    def each(*columns: Iterable[Any]) -> list[BatchFeature]:
+        """Return features of columns, in the order above, without a call of Python for each."""
+        return list(map(_new_feature, zip(*columns, strict=True)))
+
     @property
     def kind(self) -> str:
         """Way to read it: "rows", or bags by "sum" (used for means too) or "max"."""
         return _KINDS[self.mode]
 
 
+_new_feature = functools.partial(tuple.__new__, BatchFeature)
 _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
 
 
@@ -108,15 +116,14 @@ class PoolLayout:
                 return [rows.tier for rows in self.rows] == [part() for part in self.parts]
         return self.rows[0].tier is not None  # or it raises why no table can be used
 
-    @property
-    def lags(self) -> bool:
-        return any(rows.lags for rows in self.rows)
-
     def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""
         shapes = [feature.ids.shape for feature in features]
-        is_even = all(feature.offsets is None for feature in features)
-        known = self._layout
+        is_even, known = True, self._layout
+        for feature in features:
+            if feature.offsets is not None:
+                is_even = False
+                break
         if known is not None and is_even and known.shapes == shapes:
             return known
         positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
@@ -325,7 +332,7 @@ def plan(features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tabl
         IdError, IdTypeError: as for `Table.lookup`.
     """
     with table_lock.lock:  # not exclusively: a step moves no record
-        return _planned([_given(feature) for feature in features], routes, table_lock)
+        return _planned(_given(features), routes, table_lock)
 
 
 def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
@@ -336,12 +343,17 @@ def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tab
             routes.clear()
         found = routes[key] = _routes(given)
     for route in found:
+        _check(route.rows)
         for rows in route.rows:
-            if rows.executor is not None:
-                rows.check()
             if rows.owns is not None:
                 _check_owned(rows, given)
     return GroupPlan(given, [_share(route, given) for route in found], routes, table_lock)
+
+
+def _check(tables: Iterable[TableState]) -> None:
+    for rows in tables:
+        if rows.executor is not None:
+            rows.check()
 
 
 def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
@@ -351,8 +363,21 @@ def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
             check_owned(feature.ids, rows.owns, rows.subject)
 
 
-def _given(feature: BatchFeature) -> BatchFeature:
-    """Return a feature with ids as an array of int64, whose range is not checked yet."""
+def _given(features: Sequence[BatchFeature]) -> Sequence[BatchFeature]:
+    """Return features with ids as arrays of int64, whose range is not checked yet."""
+    for feature in features:
+        ids = feature.ids
+        if type(ids) is not np.ndarray or ids.dtype is not _INT64 or feature.mode not in _KINDS:
+            break
+        flags = ids.flags
+        if not (flags.c_contiguous and flags.aligned):
+            break
+    else:
+        return features
+    return [_converted(feature) for feature in features]
+
+
+def _converted(feature: BatchFeature) -> BatchFeature:
     if feature.mode not in _KINDS:
         check_choice("mode", feature.mode, MODES)
     if are_ids(feature.ids):
@@ -431,7 +456,10 @@ def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | 
 
 def _weights(features: Sequence[BatchFeature]) -> np.ndarray | None:
     """Return the weights of all positions: 1 for features without weights."""
-    if all(feature.weights is None for feature in features):
+    for feature in features:
+        if feature.weights is not None:
+            break
+    else:
         return None
     ones = (np.ones(f.ids.size, np.float32) if f.weights is None else f.weights for f in features)
     return np.concatenate(list(ones))
@@ -491,9 +519,7 @@ def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool) -> PoolLookup
     if not all(share.route.is_current for share in batch.shares):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
-        for rows in share.route.rows:
-            if rows.executor is not None:
-                rows.check()
+        _check(share.route.rows)
     lookup = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
     for number, share in enumerate(batch.shares):
         source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -137,7 +137,7 @@ class LayerLayout:
         handles: of the features.
         owners: parameters of each layer, with its handle.
         distinct: each handle once.
-        forms: table, mode and padding of the features.
+        forms: tables, modes and paddings of the features.
         routes: see `batches.plan`.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
@@ -148,12 +148,13 @@ class LayerLayout:
         self.generation, self.table_lock, self.handles = now, table_lock, [layer.handle for layer in layers]
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
-        self.forms = [(layer.table, getattr(layer, "mode", None), layer.padding_idx) for layer in layers]
+        tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
+        self.forms = tables, modes, [layer.padding_idx for layer in layers]
         self.dtypes, self.routes = [layer.dtype for layer in layers], dict[tuple[Any, ...], Any]()
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
-        self.most_dims = 64 if self.forms[0][1] is None else 2  # bags are the rows of ids
+        self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         self.none = [None] * len(layers)
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
@@ -192,7 +193,7 @@ class LayerLayout:
             if ids.layout is not STRIDED or ids.is_nested or not ids.is_cpu:
                 return None
         try:
-            return [ids.numpy() for ids in given]
+            return list(map(_AS_ARRAY, given))
         except RuntimeError:  # a negating view
             return None
 
@@ -202,6 +203,7 @@ def _are_training(layers: Iterable[Any], handle: Handle) -> bool:
 
 
 INT64, STRIDED = torch.int64, torch.strided
+_AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 
 
 class HostInput(NamedTuple):
@@ -333,6 +335,12 @@ class ExecutorLookup(LookupState):
             summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, self._by_frequency)
         return {self.handles[0]: summed}
 
+    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+        ((handle, summed),) = self.sums(grads).items()
+        if type(summed) is HostGradients:
+            return bring([(summed.rows, [handle])], [handle], nodes[:1])
+        return [handle.receive(summed, nodes[0][0])]
+
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return [self._executor.weight_grads(grads[0], self._rows, self._bags)]
 
@@ -387,8 +395,8 @@ class HostLookup(LookupState):
     ) -> None:
         self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
         values = [host_weights(own) for own in weights] if weights else layout.none
-        parts = zip(layout.forms, ids, bounds or layout.none, values, strict=True)
-        features = [BatchFeature(form[0], array, cuts, own, *form[1:]) for form, array, cuts, own in parts]
+        tables, modes, paddings = layout.forms
+        features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
         self._batch = batches.plan(features, layout.routes, layout.table_lock)
         is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
