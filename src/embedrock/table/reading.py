@@ -92,17 +92,14 @@ def located(tables: Tables, plan: Plan) -> Plan:
 # -------------------------------------------------------------------- weights
 
 
-def may_lag(tables: Tables) -> bool:
-    """Return whether weights in records of some table may be stale."""
-    return bool([rows for rows in tables if rows.history is not None and rows.history.moves_weights])
-
-
 def source_of(tables: Tables, plan: Plan) -> PooledSource:
     """Return the rows of a plan, in their records if possible."""
     here = _brought(tables, plan)
-    if here is not None and not may_lag(tables):
-        return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here))
-    return PooledSource.of(_values(tables, plan, here))
+    for rows in tables:
+        if here is None or (rows.history is not None and rows.lags):
+            return PooledSource.of(_values(tables, plan, here))
+    assert here is not None  # there is a table
+    return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here))
 
 
 def read_unique(tables: Tables, plan: Plan) -> np.ndarray:

@@ -354,7 +354,10 @@ class WorkerLookup:
     def serve(self, asked: np.ndarray) -> np.ndarray:
         """Return a message with this worker's rows for the requests of all workers."""
         sources = self._sources()
-        return addressed([stages.serve(message, sources) for message in self._taken(asked)])
+        reply = stages.serve([stages.asked(message, len(sources)) for message in self._taken(asked)], sources)
+        message = addressed(reply.letters)
+        reply.fill()
+        return message
 
     def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
         """Return the unique rows of each lookup from the messages of all workers."""
@@ -364,7 +367,7 @@ class WorkerLookup:
         return found
 
     def _sources(self) -> list[stages.RowSource]:
-        return [stages.RowSource(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
+        return [stages.RowSource.of(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
 
     def _splits(self, plans: Sequence[Plan]) -> list[Split]:
         return [self._shard.split(plan.ids) for plan in plans]
