@@ -111,7 +111,7 @@ class RowGradients:
 
     def of(self, table: int) -> RowGradients:
         """Return the gradients of one table of the plan."""
-        if self.squares is None:
+        if self.squares is None or len(self.plan.rows) == 2:
             return self
         return PartGradients(self, table, float(np.add.reduce(self.squares[self.plan.of(table)])))
 

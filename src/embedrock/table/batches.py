@@ -233,6 +233,10 @@ class GroupPlan:
     def tables(self) -> list[Table]:
         return list(dict.fromkeys(feature.table for feature in self.features))
 
+    @property
+    def nbytes(self) -> int:
+        return sum(share.plan.nbytes for share in self.shares)
+
 
 @dataclass(eq=False)
 class PoolLookup:
@@ -253,10 +257,6 @@ class PoolLookup:
     traces: list[np.ndarray | None] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(share.plan.nbytes for share in self.batch.shares)
 
     def parts(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
         """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
@@ -450,23 +450,26 @@ def unread(batch: GroupPlan) -> PoolLookup:
     return lookup
 
 
-def read(batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
+def read(
+    batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False, values: np.ndarray | None = None
+) -> PoolLookup:
     """Return the rows and bags of a batch.
 
     Args:
         batch: its plan.
         for_weights: `weight_gradients` will be called.
         side_by_side: the only array is (batch, features, dim). The batch must be `may_be_side_by_side`.
+        values: of a batch of one table and kind, its rows, float32 (unique, dim), if they are known.
     """
     table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
     table_lock.queue()
     with table_lock.lock:
         if table_lock.running:
             table_lock.wait_for_step()
-        return _read(batch, for_weights, side_by_side)
+        return _read(batch, for_weights, side_by_side, values)
 
 
-def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool) -> PoolLookup:
+def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.ndarray | None) -> PoolLookup:
     if not all(share.route.is_current for share in batch.shares):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     lookup = PoolLookup(batch, side_by_side=side_by_side)
@@ -475,7 +478,7 @@ def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool) -> PoolLookup
             rows.check()
     for share in batch.shares:
         of = share.route.rows, share.plan
-        values = reading.read_unique(*of) if for_weights else None
+        values = reading.read_unique(*of) if for_weights and known is None else known
         source = reading.source_of(*of) if values is None else PooledSource.of(values)
         trace = places = None
         if share.route.kind == "rows":
