@@ -536,7 +536,7 @@ def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> lis
 def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
     """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
     joined = [_joined_grads(lookup, k, grads) for k in range(len(lookup.batch.shares))]
-    if all(given is not None for given in grads):
+    if type(None) not in set(map(type, grads)):
         return sum_arrays(lookup, joined)
     return sum_arrays(lookup, joined, [_touched(share, grads) for share in lookup.batch.shares])
 

@@ -284,6 +284,14 @@ class Table(StoredVerbs):
         return reading.read(self._checked_rows(), plan, out)
 
     @exclusive
+    def read_parts(self, plan: Plan, outs: Sequence[np.ndarray]) -> None:
+        """Write the weights of a plan's positions to several arrays, one after the other: float32 (n, dim)."""
+        source, at = reading.source_of((self._checked_rows(),), plan), 0
+        for out in outs:
+            reading.gather(source, plan.inverse[at : at + len(out)], out)
+            at += len(out)
+
+    @exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return the weights of a plan's unique rows: float32 (unique, dim)."""
         return reading.read_unique((self._checked_rows(),), plan)

@@ -264,16 +264,16 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _find_due(self, group: dict[str, Any], due: list[StepRequest], parts: list[OptimizedRows]) -> None:
         """Add the steps of a param group to `due`, and its rows with gradients to `parts`."""
-        bound, joints = self._bound(group), dict[tuple[RowGradients, Rule], dict[int, OptimizedRows]]()
+        bound, runs = self._bound(group), list[tuple[RowGradients, dict[int, OptimizedRows]]]()
         check_untouched([part.handle for part in bound if part.rule is not None])
-        last, own = (None, None), dict[int, OptimizedRows]()
+        last, same, own = None, None, dict[int, OptimizedRows]()
         for part in bound:
             handle, rule, clip, rows = part
             joint = handle.pending.joint
             if joint is not None and rule is not None and clip is None and not handle.followers:
-                if joint is not last[0] or rule is not last[1]:
-                    last = joint, rule
-                    own = joints.setdefault(last, {})
+                if joint is not last or rule is not same:
+                    last, same, own = joint, rule, {}
+                    runs.append((joint, own))
                 own[handle.pending.number] = part
             elif (grads := handle.gradients()) is not None:
                 if rule is None:
@@ -284,8 +284,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 executor = handle.executor_of_gradients()
                 due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
                 parts.append(part)
-        for (joint, rule), own in joints.items():
-            due += _of_joint(joint, rule, own)
+        for joint, own in runs:
+            due += _of_joint(joint, own)
             parts += own.values()
 
     def bound(self) -> list[OptimizedRows]:
@@ -345,13 +345,15 @@ class RowOptimizer(torch.optim.Optimizer):
             drop_gradients(group["params"], set_to_none)
 
 
-def _of_joint(joint: RowGradients, rule: Rule, parts: Mapping[int, OptimizedRows]) -> list[StepRequest]:
-    """Return the steps of tables whose gradients were summed together: one, if it is of all of them."""
-    count, executor = len(joint.plan.rows) - 1, next(iter(parts.values())).handle.pending.executor
+def _of_joint(joint: RowGradients, parts: Mapping[int, OptimizedRows]) -> list[StepRequest]:
+    """Return the steps of tables by one rule, whose gradients were summed together: one, if it is of all of them."""
+    count, (handle, rule, *_) = len(joint.plan.rows) - 1, next(iter(parts.values()))
+    assert rule is not None
+    executor = handle.pending.executor
     if len(parts) == count:
-        return [StepRequest([parts[number].rows for number in range(count)], rule, joint, executor=executor)]
+        return [StepRequest([parts[number].rows for number in range(count)], rule, joint, None, executor)]
     each = ((part.rows, joint.of(number)) for number, part in parts.items())
-    return [StepRequest((rows,), rule, own, executor=executor) for rows, own in each]
+    return [StepRequest((rows,), rule, own, None, executor) for rows, own in each]
 
 
 class _CheckedGroup(NamedTuple):

@@ -261,7 +261,10 @@ class WorkerLookup:
     def serve(self, asked: np.ndarray) -> np.ndarray:
         """Return a message with this worker's rows for the requests of all workers."""
         sources = self._sources()
-        return addressed([stages.serve(message, sources) for message in self._taken(asked)])
+        reply = stages.serve([stages.asked(message, len(sources)) for message in self._taken(asked)], sources)
+        message = addressed(reply.letters)
+        reply.fill()
+        return message
 
     def rows(self, inputs: Sequence[Any], served: np.ndarray) -> list[tuple[GroupPlan, np.ndarray]]:
         """Return the plan of each lookup, and its unique rows from the messages of all workers."""
@@ -278,7 +281,7 @@ class WorkerLookup:
         return [plan.shares[0].plan.ids for plan in plans]
 
     def _sources(self) -> list[stages.RowSource]:
-        return [stages.RowSource(handle.table, wire_of(handle.table)) for handle in self._handles]
+        return [stages.RowSource.of(handle.table, wire_of(handle.table)) for handle in self._handles]
 
     def _splits(self, ids: Sequence[np.ndarray]) -> list[Split]:
         return [self._shard.split(own) for own in ids]

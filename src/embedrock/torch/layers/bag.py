@@ -18,16 +18,15 @@ from embedrock.torch.layers.features import BagInput, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
+    ExecutorLookup,
     FeatureRequest,
-    GroupLookupState,
     HostInput,
+    HostLookup,
     LayerLayout,
-    Lookup,
     LookupState,
     check_ids,
     host_ids,
     looked_up,
-    needs_gradient,
 )
 
 MODES = ("sum", "mean", "max")
@@ -123,29 +122,8 @@ class EmbeddingBag(RowLayer):
             Otherwise as `Embedding.forward`.
         """
         layout = self._cpu_layout()
-        if layout is not None:
-            return self._pooled(layout, BagInput(input, offsets, per_sample_weights))
-        handle = self._usable_handle()
-        trains = self._trains(handle)
-        reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
-        if trains or needs_gradient(weights):
-            return Lookup.of(handle, weights, reading)
-        return reading.read(weights)
-
-    def _pooled(self, layout: LayerLayout, value: BagInput) -> Tensor:
-        trained, (ids, offsets, weights, _) = layout.trained((self,)), value
-        is_plain = offsets is None and weights is None and getattr(ids, "ndim", 0) == 2
-        arrays, bounds, values = layout.plain((ids,)) if is_plain else None, None, ()
-        if arrays is None:
-            if offsets is None and getattr(ids, "ndim", 0) == 1:
-                self._flat(ids, offsets, self.handle)  # an error: only a collection takes an id for each sample
-            given = self.host_input(value)
-            arrays, bounds, values = [given.ids], [given.bounds], [given.weights]
-        try:
-            state = GroupLookupState(layout, trained, arrays, False, bounds, values)
-        except IdError as error:
-            raise self.outside(error, value) from None
-        return looked_up(state)[0]
+        value = BagInput(input, offsets, per_sample_weights)
+        return looked_up(self._planned_lookup(layout, self._trained(layout), value))[0]
 
     def in_graph(
         self,
@@ -160,29 +138,38 @@ class EmbeddingBag(RowLayer):
         return self._by_operator(input, offsets, per_sample_weights, self.include_last_offset)
 
     def looked_up(
-        self, handle: Handle, ids: Tensor, offsets: Any, weights: Any, trains: bool, weights_train: bool
+        self, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any, weights_train: bool
     ) -> tuple[Tensor, LookupState]:
-        reading, flat = self.reading(handle, ids, offsets, weights, trains)
-        return reading.read(flat, weights_train), reading
+        lookup = self._planned_lookup(self._cpu_layout(), trained, BagInput(ids, offsets, weights))
+        return lookup.read(weights_train)[0], lookup
 
-    def reading(
-        self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
-    ) -> tuple[LookupState, Tensor | None]:
-        """Plan a lookup. Return it with the weights (n,) of its positions."""
+    def _planned_lookup(self, layout: LayerLayout | None, trained: list[Handle], value: BagInput) -> LookupState:
+        try:
+            if layout is None:
+                return self._planned_by_executor(trained, *value[:3])
+            arrays = layout.plain((value.ids,)) if value.offsets is None else None
+            if arrays is not None and arrays[0].ndim == 2:
+                weights = self._flat_weights(value.ids, value.weights, arrays[0].size)
+                return HostLookup(layout, trained, arrays, weights=() if weights is None else [weights])
+            given = self._flat_input(*value[:3])
+            return HostLookup(layout, trained, [given.ids], False, [given.bounds], [given.weights])
+        except IdError as error:
+            raise self.outside(error, value) from None
+
+    def _planned_by_executor(
+        self, trained: list[Handle], ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> LookupState:
+        handle = self.handle
         executor = handle.executor()
         try:
             flat, bounds = self._flat(ids, offsets, handle)
             weights = self._flat_weights(ids, weights, len(flat))
             bounds = executor.bounds(bounds, len(flat))
         except EmbedrockError as error:
-            handle.refuse(error, trains)
-        try:
-            plan = self._planned(executor, flat, trains)
-        except IdError as error:
-            raise self.outside(error, BagInput(ids, offsets)) from None
+            handle.refuse(error, bool(trained))
+        plan = self._planned(executor, flat, bool(trained))
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        state = LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq, bags)
-        return state, weights
+        return ExecutorLookup(self, executor, plan, trained, weights, bags)
 
     # ------------------------------------------------------------ as a feature of a collection
 
@@ -207,15 +194,16 @@ class EmbeddingBag(RowLayer):
 
     def host_input(self, value: Any) -> HostInput:
         ids, offsets, weights, host = BagInput.of(value)
-        handle, bounds = self.handle, None
         if host is not None:
-            array, bounds = host
-        elif offsets is None and getattr(ids, "ndim", 0) in (1, 2) and not is_jagged(ids):  # bags of one size
-            array = host_ids(ids, handle.label)
-        else:
-            flat, cuts = self._flat(ids, offsets, handle)
-            array, bounds = flat.cpu().numpy(), cuts.cpu().numpy()
-        return HostInput(array, bounds, self._flat_weights(ids, weights, array.size))
+            return HostInput(*host, self._flat_weights(ids, weights, host[0].size))
+        if offsets is None and getattr(ids, "ndim", 0) in (1, 2) and not is_jagged(ids):  # bags of one size
+            array = host_ids(ids, self.handle.label)
+            return HostInput(array, None, self._flat_weights(ids, weights, array.size))
+        return self._flat_input(ids, offsets, weights)
+
+    def _flat_input(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> HostInput:
+        flat, cuts = self._flat(ids, offsets, self.handle)
+        return HostInput(flat.cpu().numpy(), cuts.cpu().numpy(), self._flat_weights(ids, weights, len(flat)))
 
     def gpu_request(self, value: Any) -> FeatureRequest:
         handle, (ids, offsets, weights) = self._usable_handle(), BagInput.of(value).arguments

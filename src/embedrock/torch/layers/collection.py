@@ -20,7 +20,7 @@ from embedrock.torch.layers.embedding import Embedding, are_plain
 from embedrock.torch.layers.features import BagInput, KeyedFeatures, check_names, is_keyed, parts_of
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.training.generation import generation
-from embedrock.torch.training.lookup import GroupLookupState, LayerLayout, look_up_on_gpu, looked_up
+from embedrock.torch.training.lookup import HostLookup, LayerLayout, look_up_on_gpu, looked_up
 from embedrock.torch.training.ranks import are_there_groups
 
 NOT_OF_LAYERS = ("feature_names", "options", "pooling")  # fields of a config
@@ -351,11 +351,11 @@ class Collection(nn.Module):
         trained, values = layout.trained(share.each_once), [given[feature] for feature in share.features]
         arrays = layout.plain(values)
         if arrays is not None:
-            return looked_up(GroupLookupState(layout, trained, arrays, side_by_side))
+            return looked_up(HostLookup(layout, trained, arrays, side_by_side))
         layers = share.layers
         inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), share.features)
         ids, bounds, weights = map(list, zip(*inputs, strict=True))
-        outputs = looked_up(GroupLookupState(layout, trained, ids, side_by_side, bounds, weights))
+        outputs = looked_up(HostLookup(layout, trained, ids, side_by_side, bounds, weights))
         return outputs if side_by_side else list(map(self.layer_type.shaped, outputs, values))
 
     @staticmethod

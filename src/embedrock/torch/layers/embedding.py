@@ -21,10 +21,11 @@ from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
+    ExecutorLookup,
     FeatureRequest,
-    GroupLookupState,
     HostInput,
-    Lookup,
+    HostLookup,
+    LayerLayout,
     LookupState,
     check_ids,
     host_ids,
@@ -264,18 +265,10 @@ class Embedding(RowLayer):
             except IdError as error:
                 raise self.outside(error, ids) from None
         layout = self._cpu_layout()
-        if layout is None:
-            handle = self._usable_handle()
-            if self._trains(handle):
-                return Lookup.of(handle, None, self.reading(handle, input))
-            return self.rows_for_no_gradient(handle, input)
-        trained = layout.trained((self,))
-        ids = layout.plain((input,)) or [self.host_input(input).ids]
-        if trained:
-            return looked_up(GroupLookupState(layout, trained, ids))[0]
-        with span("read"):  # without a plan
-            rows = torch.from_numpy(self._table.lookup(ids[0]))
-        return rows if layout.are_as_read else rows.to(layout.handles[0].device, self.dtype)
+        trained = self._trained(layout)
+        if not trained:
+            return self._without_gradients(layout, input)
+        return looked_up(self._planned_lookup(layout, trained, input))[0]
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
@@ -285,19 +278,34 @@ class Embedding(RowLayer):
         return self._by_operator(input)
 
     def looked_up(
-        self, handle: Handle, ids: Tensor, offsets: None, weights: None, trains: bool, weights_train: bool
+        self, trained: list[Handle], ids: Tensor, offsets: None, weights: None, weights_train: bool
     ) -> tuple[Tensor, LookupState | None]:
         """Return the output of an operator, and its lookup if that trains."""
-        if not trains:
-            return self.rows_for_no_gradient(handle, ids), None
-        reading = self.reading(handle, ids)
-        return reading.read(), reading
+        layout = self._cpu_layout()
+        if not trained:
+            return self._without_gradients(layout, ids), None
+        lookup = self._planned_lookup(layout, trained, ids)
+        return lookup.read(for_weights=False)[0], lookup
 
-    def reading(self, handle: Handle, ids: Tensor) -> LookupState:
-        """Plan a lookup of rows that train."""
-        executor = handle.executor()
+    def _planned_lookup(self, layout: LayerLayout | None, trained: list[Handle], ids: Tensor) -> LookupState:
+        if layout is not None:
+            return HostLookup(layout, trained, layout.plain((ids,)) or [self.host_input(ids).ids])
+        handle, executor = trained[0], trained[0].executor()
         plan = self._planned(executor, self._checked(handle, ids, True), True)
-        return LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq)
+        return ExecutorLookup(self, executor, plan, trained)
+
+    def _without_gradients(self, layout: LayerLayout | None, ids: Tensor) -> Tensor:
+        if layout is not None:
+            array, *_ = layout.plain((ids,)) or self.host_input(ids)
+            with span("read"):
+                rows = torch.from_numpy(self._table.lookup(array))
+            return rows if layout.are_as_read else rows.to(layout.handles[0].device, self.dtype)
+        handle = self.handle
+        executor, ids = handle.executor(), self._checked(handle, ids, False)
+        if self.max_norm is not None:
+            return executor.read(self._planned(executor, ids, trains=False)).to(handle.device, self.dtype)
+        with span("read"):
+            return executor.lookup(ids).to(handle.device, self.dtype)
 
     def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
         try:
@@ -347,11 +355,3 @@ class Embedding(RowLayer):
     def outside(self, error: IdError, ids: Tensor) -> IdError:
         """Return the error of a lookup of ids, dense or jagged, with the position of the id."""
         return self._outside(error, flat_ids(ids), place_in(ids))
-
-    def rows_for_no_gradient(self, handle: Handle, ids: Tensor) -> Tensor:
-        """Look up rows without gradients."""
-        executor, ids = handle.executor(), self._checked(handle, ids, False)
-        if self.max_norm is None:
-            with span("read"):
-                return executor.lookup(ids).to(handle.device, self.dtype)
-        return executor.read(self._planned(executor, ids, trains=False)).to(handle.device, self.dtype)

@@ -272,6 +272,13 @@ class RowLayer(nn.Module):
         self._check_applied(handle)
         return True
 
+    def _trained(self, layout: LayerLayout | None) -> list[Handle]:
+        """Return the handle if its rows train, after all checks of a lookup."""
+        if layout is not None:
+            return layout.trained((self,))
+        handle = self._usable_handle()
+        return [handle] if self._trains(handle) else []
+
     def _check_applied(self, handle: Handle) -> None:
         if self.training:
             handle.unapplied.check(handle.label)

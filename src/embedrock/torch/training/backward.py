@@ -18,7 +18,8 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.system.spans import PREFIX, trace_by
 from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Gradients
-from embedrock.torch.training.handle_gradient import Pending, is_in_process_group, number_of
+from embedrock.torch.training.handle_gradient import Pending, number_of
+from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.unapplied import received_each
 
 Block = tuple[RowGradients, list[Any]]  # gradients of tables, and their handles
@@ -89,13 +90,13 @@ class BackwardPass:
                 if each is handle:
                     handles[number] = None
                     parts.append(grads.of(number))
+        self.brought = [block for block in self.brought if any(each is not None for each in block[1])]
         return RowGradients.sum_of(parts) if parts else None
 
     def arrive(self) -> None:
         """Make what was brought pending."""
-        brought, self.brought = self.brought, []
-        if len(brought) > 1:
-            brought = _merged(brought)
+        brought = self.brought if len(self.brought) < 2 else _merged(self)
+        self.brought = []
         for grads, handles in brought:
             for number in _made_pending(grads, handles):
                 handles[number].add_rows(grads.of(number))
@@ -114,14 +115,11 @@ def _run_of(task: int) -> BackwardPass | None:
     return None if known is None else known()
 
 
-def _merged(brought: list[Block]) -> list[Block]:
-    """Return blocks that have each handle once."""
-    handles = [handle for _, several in brought for handle in several if handle is not None]
-    ids = set(map(id, handles))
-    if len(ids) == len(handles):
-        return brought
-    run = BackwardPass()
-    run.brought = brought
+def _merged(run: BackwardPass) -> list[Block]:
+    """Return what was brought, with each handle in one block."""
+    handles = [handle for _, several in run.brought for handle in several if handle is not None]
+    if len(set(map(id, handles))) == len(handles):
+        return run.brought
     found = [(run.take(handle), [handle]) for handle in handles]
     return [(grads, own) for grads, own in found if grads is not None]
 
@@ -145,7 +143,7 @@ def _made_pending(grads: RowGradients, handles: Sequence[Any]) -> list[int]:
 def bring(blocks: list[Block], handles: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
     """Bring the row gradients of one lookup, during a backward.
 
-    Most become pending when the backward ends. Autograd accumulates those that other code must see before.
+    They become pending when the backward ends. Autograd accumulates those that other code must see before.
 
     Args:
         blocks: see `BackwardPass.brought`. A handle is in one block.
@@ -153,37 +151,30 @@ def bring(blocks: list[Block], handles: Sequence[Any], nodes: Sequence[Any]) -> 
         nodes: for each, autograd's node that accumulates its gradient, and 0.
 
     Returns:
-        What autograd adds for each handle; see `Handle.receive`.
+        What autograd adds for each handle: None, or see `Handle.receive`.
     """
     run = BackwardPass.current()
-    eager = _seen_at_once(run, handles, nodes)
-    if eager:
-        own = BackwardPass()
-        own.brought = blocks
-        taken = {id(handle): own.take(handle) for handle in eager}
-    else:
-        taken = {}
     run.brought += blocks
+    eager = _eager(run, handles, nodes)
+    if not eager:
+        return [None] * len(handles)
     found: list[Tensor | None] = []
-    for handle, (node, _) in zip(handles, nodes, strict=False) if eager else ():
-        grads = taken.get(id(handle))
+    for handle, (node, _) in zip(handles, nodes, strict=False):
+        grads = run.take(handle) if id(handle) in eager else None
         found.append(None if grads is None else handle.receive(HostGradients.of(grads), node, run))
-    return found or [None] * len(handles)
+    return found
 
 
-def _seen_at_once(run: BackwardPass, handles: Sequence[Any], nodes: Sequence[Any]) -> Sequence[Any]:
-    """Return the handles whose gradients autograd must accumulate, as other code may see them during the backward."""
-    if run.gradients or is_in_process_group() or compiled_autograd.in_compiled_autograd_region:
-        return handles
-    found: list[Any] = []
+def _eager(run: BackwardPass, handles: Sequence[Any], nodes: Sequence[Any]) -> set[int]:
+    """Return the ids of handles whose gradients autograd must accumulate."""
+    if run.gradients or are_there_groups() or compiled_autograd.in_compiled_autograd_region:
+        return set(map(id, handles))
     executes = torch._C._will_engine_execute_node
     try:
-        for handle, (node, _) in zip(handles, nodes, strict=False):
-            if handle.is_watched or not executes(node):
-                found.append(handle)
+        pairs = zip(handles, nodes, strict=False)
+        return {id(handle) for handle, (node, _) in pairs if handle.is_watched or not executes(node)}
     except RuntimeError:  # as in `accumulates`
-        return handles
-    return found
+        return set(map(id, handles))
 
 
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).remove(torch._C.DispatchKey.CPU)

@@ -25,13 +25,7 @@ from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_i
 from embedrock.torch.training.cpu_executor import CpuExecutor, HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
-from embedrock.torch.training.handle_gradient import (
-    HandleGradient,
-    Pending,
-    is_in_process_group,
-    number_of,
-    set_number,
-)
+from embedrock.torch.training.handle_gradient import HandleGradient, Pending, number_of, set_number
 from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
@@ -219,7 +213,7 @@ class Handle(HandleValue, nn.Parameter):
                 f"`handle.grad` of {self.label} is that of another layer. Gradients of rows come from backward() only; "
                 "they cannot be copied from another model."
             )
-        if grad is None or self.pending.grads is None or grad.device.type != "cpu" or is_in_process_group():
+        if grad is None or self.pending.grads is None or grad.device.type != "cpu" or are_there_groups():
             return  # DistributedDataParallel may put a view of its buffer there
         value = grad.item()
         if value not in (0.0, self.pending.shown):
@@ -296,7 +290,7 @@ class Handle(HandleValue, nn.Parameter):
         if self._is_untouched():
             return
         with no_dispatch():
-            harmless = self._is_original and is_in_process_group() and self.item() == 0.0
+            harmless = self._is_original and are_there_groups() and self.item() == 0.0
         self._write_zero(self._zero_bits)  # report each write once
         if not harmless:  # DistributedDataParallel writes all parameters once, without changing them
             self.refuse_write()

@@ -17,6 +17,7 @@ from embedrock.errors import UnsupportedError
 from embedrock.system import forks
 from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.ranks import are_there_groups
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
 
@@ -284,13 +285,8 @@ def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
         return bool(own) and all(rows is gradient._behind.rows for rows in own)
     with without_overrides():
         number, shown = float(value), abs(float(gradient))
-    ranks = torch.distributed.get_world_size() if is_in_process_group() else 0
+    ranks = torch.distributed.get_world_size() if are_there_groups() else 0
     return number == 0 or not math.isfinite(number) or 0 < number <= shown * ranks * (1 + ROUNDING)
-
-
-def is_in_process_group() -> bool:
-    """Return whether `torch.distributed` is initialized."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # ---------------------------------------------------------------- norms

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -21,7 +21,7 @@ from embedrock.system.spans import span, spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import BackwardPass, Block, as_it_is, bring
+from embedrock.torch.training.backward import BackwardPass, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
@@ -121,94 +121,6 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
     if over.any():
         factors = max_norm / (norms[over].double() + 1e-7)
         table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
-
-
-@dataclass(eq=False, slots=True)
-class LookupState:
-    """Lookup of rows that train, or of bags of them: it reads rows, and receives their gradients.
-
-    Attributes:
-        handle: handle of the rows.
-        executor: executor of the rows.
-        plan: plan of the batch.
-        dtype: dtype of the output.
-        padding: id that gets no gradient.
-        by_frequency: divide the gradient of a row by the number of times its id occurs in the call.
-        bags: bags of the batch; None: the rows themselves.
-    """
-
-    handle: Handle
-    executor: Executor
-    plan: Any
-    dtype: torch.dtype
-    padding: int | None
-    by_frequency: bool
-    bags: Any = None
-    _trace: Any = None
-    _rows: Any = None
-
-    @spanned("read")
-    def read(self, weights: Tensor | None = None, keeps_rows: bool = False) -> Tensor:
-        """Return the rows, ``plan.shape + (dim,)``, or the bags, (bags, dim). The host does not wait for a GPU.
-
-        Args:
-            weights: weights (n,) of the positions of bags; None for ones.
-            keeps_rows: a call of `weight_grads` follows.
-        """
-        if self.bags is None:
-            out = self.executor.read(self.plan)
-        else:
-            rows = self.executor.read_rows(self.plan)
-            out, self._trace = self.executor.pool(rows, weights, self.bags)
-            self._rows = rows if keeps_rows else None
-        device, dtype = self.handle.device, self.dtype
-        return out if out.dtype is dtype and out.device == device else out.to(device, dtype)
-
-    def gradients(self, grads: Tensor, weights: Tensor | None) -> Gradients:
-        """Sum the gradients of the rows or bags by row."""
-        grads = grads.resolve_neg()
-        if self.bags is None:
-            return self.executor.sum(self.plan, grads, self.padding, self.by_frequency)
-        return self.executor.unpool(grads, weights, self.bags, self._trace, self.by_frequency)
-
-    def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:
-        """Return the gradients of the positions' weights: (n,), like `weights`."""
-        grads = self.executor.weight_grads(grads.resolve_neg(), self._rows, self.bags)
-        return grads.to(weights.device, weights.dtype)
-
-
-class Lookup(torch.autograd.Function):
-    """Autograd function that reads rows or bags. Gradients go to the table's handle and to the positions' weights."""
-
-    @classmethod
-    def of(cls, handle: Handle, weights: Tensor | None, reading: LookupState) -> Tensor:
-        """Call `apply`, or skip its slow checks if no transform of `torch.func` runs."""
-        below: Any = super(torch.autograd.Function, cls)
-        return below.apply(handle, weights, reading)
-
-    @staticmethod
-    def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: LookupState) -> Tensor:
-        ctx.reading = reading
-        ctx.save_for_backward(weights)  # so that autograd detects writes to them before the backward
-        return reading.read(weights, ctx.needs_input_grad[1])
-
-    @staticmethod
-    @as_it_is
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        refuse_second_derivative()
-        (grads,), (weights,), reading = grad_outputs, ctx.saved_tensors, ctx.reading
-        of_handle = of_weights = None
-        if ctx.needs_input_grad[0]:
-            of_handle = _brought(reading.handle, reading.gradients(grads, weights), ctx.next_functions)
-        if ctx.needs_input_grad[1]:
-            of_weights = reading.weight_grads(grads, weights)
-        return of_handle, of_weights, None
-
-
-def _brought(handle: Handle, grads: Gradients, nodes: Any) -> Tensor | None:
-    if type(grads) is HostGradients:
-        return bring([(grads.rows, [handle])], [handle], nodes[:1])[0]
-    return handle.receive(grads, nodes[0][0])
 
 
 class LayerLayout:
@@ -318,35 +230,25 @@ class FeatureRequest(NamedTuple):
     trains: bool
 
 
-class JointLookupState:
-    """Lookup of many features that train, of tables of one family on a GPU. `GroupLookupState` has that of a group.
+class LookupState(ABC):
+    """Lookup of features: it reads rows or bags, and receives their gradients.
 
     Attributes:
         handles: of the features.
         trained: each handle once whose rows train.
-        weights: of the features' positions.
+        weights: of the features' positions; empty if no feature has some.
     """
 
     handles: Sequence[Handle]
     trained: Sequence[Handle]
     weights: Sequence[Tensor | None]
 
-    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
-        from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
-
-        self._requests = requests
-        self.handles, self.weights = [one.handle for one in requests], [one.weights for one in requests]
-        self.trained = list({id(one.handle): one.handle for one in requests if one.trains}.values())
-        self._found: Any = DeviceLookup([one.feature for one in requests], any(one.trains for one in requests))
-
+    @abstractmethod
     def read(self, for_weights: bool) -> Sequence[Tensor]:
-        """Return the output of each feature, or one output of all. With `for_weights`, a call of `weight_grads`
-        follows.
+        """Return the output of each feature, or one output of all. The host does not wait for a GPU.
+
+        With `for_weights`, a call of `weight_grads` follows.
         """
-        with span("read"):
-            found = self._found.read(for_weights)
-        pairs = zip(self._requests, found, strict=True)
-        return [torch.as_tensor(out, dtype=one.dtype, device=one.handle.device) for one, out in pairs]
 
     def row_trains(self) -> list[bool]:
         """Return for each feature whether its rows train."""
@@ -370,11 +272,13 @@ class JointLookupState:
             grads: what `taken` returned.
             nodes: for each handle, autograd's node that accumulates its gradient, and 0.
         """
-        own = [part if one.trains else None for one, part in zip(self._requests, grads, strict=True)]
-        found, run = self._found.sum(own), BackwardPass.current()
-        of = {one.handle: found[one.feature.executor] for one in self._requests if one.feature.executor in found}
+        found, run = self.sums(grads), BackwardPass.current()
         pairs = zip(self.trained, nodes, strict=False)
-        return [handle.receive(of[handle], node, run) if handle in of else None for handle, (node, _) in pairs]
+        return [handle.receive(found[handle], node, run) if handle in found else None for handle, (node, _) in pairs]
+
+    @abstractmethod
+    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+        """Return the row gradients of each table that has some."""
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients (n,) of the positions' weights, for each feature with weights."""
@@ -382,12 +286,84 @@ class JointLookupState:
         weights = ((number, own) for number, own in enumerate(self.weights) if own is not None)
         return [torch.as_tensor(found[number], dtype=own.dtype, device=own.device) for number, own in weights]
 
+    @abstractmethod
+    def _weight_grads(self, grads: Sequence[Any]) -> Any: ...
+
+
+class ExecutorLookup(LookupState):
+    """Lookup of one feature by the verbs of its rows' executor.
+
+    Args:
+        layer: layer of the feature.
+        executor: executor of the rows.
+        plan: plan of the batch.
+        trained: its handle, if its rows train.
+        weights: weights (n,) of the positions of bags; None for ones.
+        bags: bags of the batch; None: the rows themselves.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        executor: Executor,
+        plan: Any,
+        trained: Sequence[Handle],
+        weights: Tensor | None = None,
+        bags: Any = None,
+    ) -> None:
+        self.handles, self.trained, self.weights = (layer.handle,), trained, (weights,)
+        self._executor, self._plan, self._bags = executor, plan, bags
+        self._dtype, self._padding, self._by_frequency = layer.dtype, layer.padding_idx, layer.scale_grad_by_freq
+        self._trace = self._rows = None
+
+    @spanned("read")
+    def read(self, for_weights: bool) -> Sequence[Tensor]:
+        if self._bags is None:
+            out = self._executor.read(self._plan)
+        else:
+            rows = self._executor.read_rows(self._plan)
+            out, self._trace = self._executor.pool(rows, self.weights[0], self._bags)
+            self._rows = rows if for_weights else None
+        return (out.to(self.handles[0].device, self._dtype),)
+
+    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+        if self._bags is None:
+            summed = self._executor.sum(self._plan, grads[0], self._padding, self._by_frequency)
+        else:
+            summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, self._by_frequency)
+        return {self.handles[0]: summed}
+
+    def _weight_grads(self, grads: Sequence[Any]) -> Any:
+        return [self._executor.weight_grads(grads[0], self._rows, self._bags)]
+
+
+class DeviceLookupState(LookupState):
+    """Lookup of features of tables of one family on a GPU."""
+
+    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
+        from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
+
+        self._requests = requests
+        self.handles, self.weights = [one.handle for one in requests], [one.weights for one in requests]
+        self.trained = list({id(one.handle): one.handle for one in requests if one.trains}.values())
+        self._found: Any = DeviceLookup([one.feature for one in requests], any(one.trains for one in requests))
+
+    def read(self, for_weights: bool) -> Sequence[Tensor]:
+        with span("read"):
+            found = self._found.read(for_weights)
+        pairs = zip(self._requests, found, strict=True)
+        return [torch.as_tensor(out, dtype=one.dtype, device=one.handle.device) for one, out in pairs]
+
+    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+        found = self._found.sum([part if one.trains else None for one, part in zip(self._requests, grads, strict=True)])
+        return {one.handle: found[one.feature.executor] for one in self._requests if one.feature.executor in found}
+
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return self._found.weight_grads(grads)
 
 
-class GroupLookupState(JointLookupState):
-    """Lookup of many features of tables in a group.
+class HostLookup(LookupState):
+    """Lookup of features of tables with one lock, whose rows the CPU has.
 
     Args:
         layout: of the layers.
@@ -443,41 +419,49 @@ class GroupLookupState(JointLookupState):
         return super().without_gradients(outputs)
 
     def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
-        of = {handle.table: handle for handle in self.trained}
+        handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
             whole = np.ascontiguousarray(grads[0]).reshape(self._found.arrays[0].shape)
-            return bring(_by_handle(batches.sum_arrays(self._found, [whole]), of), self.trained, nodes)
-        blocks = batches.sum_blocks(self._found, grads)
-        if any(own is None for own in grads):
-            given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
-            of = {table: handle for table, handle in of.items() if table in given}
-        return bring(_by_handle(blocks, of), self.trained, nodes)
+            blocks = batches.sum_arrays(self._found, [whole])
+        else:
+            blocks = batches.sum_blocks(self._found, grads)
+            if type(None) in set(map(type, grads)):
+                given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
+                handles = {table: handle for table, handle in handles.items() if table in given}
+        if len(blocks) > 1:
+            blocks = _each_once(blocks)
+        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, nodes)
+
+    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+        found = batches.sum_gradients(self._found, grads)
+        of = {handle.table: handle for handle in self.trained}
+        return {of[table]: HostGradients.of(rows) for table, rows in found if table in of}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._found, grads)
 
 
-def _by_handle(blocks: Sequence[batches.Block], of: Mapping[Table, Handle]) -> list[Block]:
-    """Return the gradients of tables with the tables' handles, each in one block. Other tables have None."""
-    seen: dict[Table, list[RowGradients]] = {}
-    if len(blocks) > 1:
-        for tables, grads in blocks:
-            for number, table in enumerate(tables):
-                seen.setdefault(table, []).append(grads.of(number))
-    if all(len(parts) == 1 for parts in seen.values()):
-        return [(grads, list(map(of.get, tables))) for tables, grads in blocks]
-    return [(RowGradients.sum_of(parts), [of[table]]) for table, parts in seen.items() if table in of]
+def _each_once(blocks: list[batches.Block]) -> list[batches.Block]:
+    """Return the gradients of tables that have each table in one block."""
+    tables = [table for several, _ in blocks for table in several]
+    if len(set(tables)) == len(tables):
+        return blocks
+    parts: dict[Table, list[RowGradients]] = {}
+    for several, grads in blocks:
+        for number, table in enumerate(several):
+            parts.setdefault(table, []).append(grads.of(number))
+    return [([table], RowGradients.sum_of(own)) for table, own in parts.items()]
 
 
 def look_up_on_gpu(family: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
     """Return the outputs of requests to tables of one family on a GPU: see `Executor.joins`."""
     found: dict[int, Tensor] = {}
     for share in family.shares([one.feature for one in requests]):
-        found |= zip(share, looked_up(JointLookupState([requests[number] for number in share])), strict=True)
+        found |= zip(share, looked_up(DeviceLookupState([requests[number] for number in share])), strict=True)
     return [found[number] for number in range(len(requests))]
 
 
-def looked_up(reading: JointLookupState) -> Sequence[Tensor]:
+def looked_up(reading: LookupState) -> Sequence[Tensor]:
     """Return the outputs of a lookup, whose gradients come back."""
     trained, weights = reading.trained, [own for own in reading.weights if own is not None]
     if trained or any(map(needs_gradient, weights)):
@@ -485,11 +469,11 @@ def looked_up(reading: JointLookupState) -> Sequence[Tensor]:
     return reading.read(for_weights=False)
 
 
-class JointLookup(torch.autograd.Function):
-    """Autograd function that reads many features. Gradients go to the tables' handles and to the positions' weights."""
+class Lookup(torch.autograd.Function):
+    """Autograd function that looks up features. Gradients go to the tables' handles and to the positions' weights."""
 
     @staticmethod
-    def forward(ctx: Any, reading: JointLookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reading: LookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
         ctx.reading, ctx.handles = reading, handles
         ctx.materialize_grads = False
@@ -514,7 +498,7 @@ class JointLookup(torch.autograd.Function):
 
 
 # `apply` without its slow checks: no transform of `torch.func` runs.
-_base: Any = super(torch.autograd.Function, JointLookup)
+_base: Any = super(torch.autograd.Function, Lookup)
 _apply = _base.apply
 
 
