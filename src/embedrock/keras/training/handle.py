@@ -261,7 +261,8 @@ class TableHandle:
         A token of zeros has no rows, but still makes a step, as it would for a variable.
         """
         if len(arrays) == 2:
-            return self.executor.of_rows(*arrays, self.pending.plans)
+            values, indices = arrays
+            return self.executor.of_rows(values, indices, self.pending.plans)
         return self.pending.take(self.executor.host_array(arrays[0])) or self.no_gradients()
 
     def leave_gpu(self) -> None:
