@@ -75,9 +75,9 @@ def pytest_collection_finish() -> None:
 
     With TensorFlow's and torch's, each collection takes over a second.
     """
-    rows: Any = sys.modules.get("embedrock.table.rows")
-    if rows is not None:
-        rows.STEP_HERE_BYTES = 0
+    stepping: Any = sys.modules.get("embedrock.table.stepping")
+    if stepping is not None:
+        stepping.STEP_HERE_BYTES = 0
     gc.collect()
     gc.freeze()
 

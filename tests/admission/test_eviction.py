@@ -205,7 +205,7 @@ def test_a_step_whose_weights_are_changed_afterwards_uses_each_row_once():
         ids, grads = rng.integers(0, 40, 8), rng.random((8, DIM)).astype(np.float32)
         for table, change in ((plain, None), (changed, lambda values: values)):
             assert table.rule is not None
-            step_all([StepRequest(rows_of(table), table.rule, RowGradients.sum(table.plan(ids), grads), change)])
+            step_all([StepRequest((rows_of(table),), table.rule, RowGradients.sum(table.plan(ids), grads), change)])
     for name, array in plain.state().items():
         np.testing.assert_array_equal(changed.state()[name], array)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import reference
 from embedrock import kernels
 from embedrock.batch import plan as planning
-from embedrock.batch.plan import NO_BITS, NO_ENTRIES, NO_INDEX, Plan, SlotIndex, make_plan, plan_by_owner, sources_of
-from embedrock.distributed.owners import owners
+from embedrock.batch.plan import NO_BITS, NO_ENTRIES, NO_INDEX, Plan, SlotIndex, make_plan, sources_of
+from embedrock.distributed.owners import Shard, owners
 from embedrock.errors import ArgumentError
 
 INT64 = np.iinfo(np.int64)
@@ -201,12 +201,13 @@ def test_whole_kernels_equal_their_reference(ids, seed, poison):
 
 
 def moved_by_owner(module, plan, ranks, memory):
-    n = plan.ids.size
-    inverse, places = memory.copy(plan.inverse), memory.array(n, np.int32)
-    moved, bounds = memory.array(n, np.int64), memory.array(ranks + 1, np.int64)
-    module.by_owner(memory.copy(plan.ids), inverse, ranks, places, moved, bounds)
+    old = [memory.copy(each) for each in (plan.ids, plan.inverse, plan.starts, plan.order)]
+    order, bounds = memory.array(plan.ids.size, np.int32), memory.array(ranks + 1, np.int64)
+    is_grouped = module.by_owner(old[0], ranks, order, bounds)
+    new = [memory.array(each.size, each.dtype) for each in old]
+    module.move_rows(order, memory.array(plan.ids.size, np.int32), *old, *new)
     memory.check()
-    return [array.tolist() for array in (moved, inverse, bounds)]
+    return is_grouped, [array.tolist() for array in (order, bounds, *new)]
 
 
 @given(batches, st.integers(1, 6), st.integers(0, 2**32))
@@ -214,7 +215,7 @@ def test_ids_of_one_owner_are_moved_together(ids, ranks, poison):
     plan = make_plan(ids.reshape(-1))
     found = moved_by_owner(kernels.cpu.plan, plan, ranks, Memory(poison))
     assert found == moved_by_owner(reference.plan, plan, ranks, Memory(poison + 1))
-    moved, _, bounds = (np.array(each, np.int64) for each in found)
+    _, bounds, moved, *_ = (np.array(each, np.int64) for each in found[1])
     for rank in range(ranks):
         own = moved[bounds[rank] : bounds[rank + 1]]
         assert own.tolist() == plan.ids[owners(plan.ids, ranks) == rank].tolist(), "in their order"
@@ -224,9 +225,10 @@ def test_plans_by_owner_are_plans_of_small_and_large_batches():
     rng = np.random.default_rng(3)
     for n in (0, 7, LARGE):
         ids = rng.integers(-50, 50_000, n).reshape(n // 7, 7) if n % 7 == 0 else rng.integers(-50, 50_000, n)
-        plan = plan_by_owner(ids, 3)
+        plan = Shard(0, 3).plan(ids)
         assert_plan_of(plan, ids)
         assert np.diff(owners(plan.ids, 3)).min(initial=0) >= 0
+        assert plan.split.counts == np.bincount(owners(plan.ids, 3), minlength=3).tolist()
 
 
 @given(batches, st.integers(1, 5), st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**32))

@@ -36,8 +36,8 @@ def swaps(rank: int, meeting: Meeting, sizes: list[int]) -> list[list[list[int]]
     assert near is not None
     for size in sizes:
         letters: Any = [[np.full(size + to, 10 * rank + to, np.int32)] for to in range(3)]
-        messages = pack_all(letters, near.room, rank) if size % 2 else pack_all(letters)  # those lie elsewhere
-        notes = near.swapped(near.left(messages), 30.0)
+        mail = pack_all(letters, near.room) if size % 2 else pack_all(letters)  # those lie elsewhere
+        notes = near.swapped(near.left(mail), 30.0)
         found.append([[len(one), *set(one.tolist())] for one in near.read(notes)])
     near.close()
     return found

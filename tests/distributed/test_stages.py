@@ -13,8 +13,8 @@ import embedrock as er
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.distributed import stages
-from embedrock.distributed.messages import Letter, MessageReader, as_sent, pack
-from embedrock.distributed.owners import Shard, owners
+from embedrock.distributed.messages import Letter, MessageReader, as_sent, pack, pack_all
+from embedrock.distributed.owners import Shard, Split, owners
 from embedrock.distributed.stages import GradientBlock
 from embedrock.distributed.transport import addressed, taken
 from reference.codec import decode, encode_nearest
@@ -65,17 +65,32 @@ def test_lookups_through_owners_find_what_one_table_has(wanted: list[tuple[Any, 
     tables = [er.Table(rows=None, dim=dim, dtype=dtype, seed=dim) for dim in (3, 2)]
     shards = [Shard(rank, ranks) for rank in range(ranks)]
     splits = [[shard.split(ids) for ids in both] for shard, both in zip(shards, wanted, strict=True)]
-    asked = swapped([stages.ask(both, its) for both, its in zip(wanted, splits, strict=True)])
-    for shard, messages in zip(shards, asked, strict=True):
-        for message in messages:
-            assert all(shard.owns(ids).all() for ids in stages.asked(message, 2))
-    sources = [stages.RowSource(table) for table in tables]
-    served = swapped([[stages.serve(message, sources) for message in messages] for messages in asked])
-    for rank, (both, its) in enumerate(zip(wanted, splits, strict=True)):
-        found = stages.rows_here(asked[rank][rank], rank, its, sources)
-        stages.receive({k: one for k, one in enumerate(served[rank]) if k != rank}, its, sources, found)
+    messages = swapped([stages.ask(both, its) for both, its in zip(wanted, splits, strict=True)])
+    asked = [[stages.asked(message, 2) for message in of_rank] for of_rank in messages]
+    for shard, of_rank in zip(shards, asked, strict=True):
+        for both in of_rank:
+            assert all(shard.owns(ids).all() for ids in both)
+    sources = [stages.RowSource.of(table) for table in tables]
+    served = [served_by(rank, asked[rank], its, sources) for rank, its in enumerate(splits)]
+    carried = swapped([letters for letters, _ in served])
+    for rank, (both, its, (_, found)) in enumerate(zip(wanted, splits, served, strict=True)):
+        stages.receive({k: one for k, one in enumerate(carried[rank]) if k != rank}, its, sources, found)
         for ids, rows, table in zip(both, found, tables, strict=True):
             np.testing.assert_array_equal(rows, table.lookup(ids))
+
+
+def served_by(
+    rank: int, asked: list[list[np.ndarray]], splits: list[Split], sources: list[stages.RowSource]
+) -> tuple[list[Letter], list[np.ndarray]]:
+    """Return what a rank sends to each, with rows, and memory for what it asks for, with its own rows."""
+    own = [np.empty((len(ids), source.dim), np.float32) for ids, source in zip(asked[rank], sources, strict=True)]
+    reply = stages.serve(asked, sources, rank, own)
+    packed = [pack_all([letter]) for letter in reply.letters]
+    reply.fill()
+    found = [np.empty((split.bounds[-1], one.dim), np.float32) for split, one in zip(splits, sources, strict=True)]
+    for rows, split, here in zip(found, splits, own, strict=True):
+        rows[split.places[rank]] = here
+    return [[mail.flat] for mail in packed], found
 
 
 @given(st.lists(IDS, min_size=1, max_size=4), st.integers(0, 2**32 - 1), RANKS)

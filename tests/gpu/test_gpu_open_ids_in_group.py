@@ -331,7 +331,7 @@ def test_a_table_on_the_cpu_gets_the_room_that_one_on_the_device_was_promised():
     for k in range(ROOM // 20 - 4):
         grouped.backward({"t0": ids_from(20 * k, 20)})
         grouped.step()
-    tier = rows_of(grouped.group["t0"]).tier.beneath(np.empty(0, np.int64))[0]
+    tier = rows_of(grouped.group["t0"]).tier.pool
     assert isinstance(tier, RamBackend)
     assert tier.promised > ROOM - 4 * 20  # a little more than there are
     for layers in (grouped.mine, grouped.alone):

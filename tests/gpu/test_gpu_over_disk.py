@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from embedrock.device.host_planned import HostPlannedExecutor
 from embedrock.device.stream_order import StreamOrder
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.store.record_store import RecordStore
+from embedrock.table import reading
 from embedrock.table.rows import TableState
 from embedrock.table.table import rows_of
 from slow import slow
@@ -189,16 +190,16 @@ class Elsewhere:
     """Lets another thread have the table, and do something, wherever rows are brought for the `number`th time."""
 
     def __init__(self, rows: TableState, number: int, work: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
-        self._rows, self._number, self._work, self._located = rows, number, work, rows.located
+        self._rows, self._number, self._work, self._located = rows, number, work, reading.located
         self.calls, self._done = 0, threading.Event()
-        patch.setattr(rows, "located", self)
+        patch.setattr(reading, "located", self)
 
-    def __call__(self, plan: Plan) -> Plan:
+    def __call__(self, tables: Sequence[TableState], plan: Plan) -> Plan:
         self.calls += 1
         if self.calls == self._number:
             threading.Thread(target=self._do).start()
             self._rows.table_lock.wait_for(self._done.is_set)  # which lets the lock go, as to wait for room does
-        return self._located(plan)
+        return self._located(tables, plan)
 
     def _do(self) -> None:
         self._work()

@@ -67,7 +67,7 @@ class DevicePair(TracedPair):
         plan = executor.plan(torch.from_numpy(ids), trains=True)
         np.testing.assert_array_equal(executor.read(plan).cpu().numpy(), other.lookup(ids))
         summed = executor.sum(plan, torch.from_numpy(grads).to(DEVICE), padding, False)
-        step_all([StepRequest(executor.rows, replace(cast(Any, there.rule), lr=lr), summed, executor=executor)])
+        step_all([StepRequest((executor.rows,), replace(cast(Any, there.rule), lr=lr), summed, executor=executor)])
         others = np.full(ids.shape, True) if padding is None else ids != padding
         other.update(ids[others], grads[others], lr=lr)
 

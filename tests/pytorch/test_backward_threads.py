@@ -132,7 +132,7 @@ def test_a_backward_leaves_nothing_behind(end: str):
     def note() -> None:
         run_of_autograd = backward.BackwardPass.running()
         assert run_of_autograd is not None
-        assert id(layer.handle) in run_of_autograd.gradients
+        assert run_of_autograd.gradients or run_of_autograd.brought
         seen.append(weakref.ref(run_of_autograd))
         if end == "fails":
             raise ZeroDivisionError

@@ -183,12 +183,12 @@ MODES = {"one": "sum", "three": "mean", "seven": "max"}
 
 def test_each_part_of_a_step_is_one_call_for_all_tables(monkeypatch: pytest.MonkeyPatch):
     joint, _, optimizer, _ = both()
-    calls: dict[str, int] = dict.fromkeys(["plan", "read", "sum_gradients"], 0)
+    calls: dict[str, int] = dict.fromkeys(["plan", "read", "sum_blocks"], 0)
     for name in calls:
         counted(monkeypatch, batches, name, calls)
     loss_of(joint(batch(0))).backward()
     optimizer.step()
-    assert calls == {"plan": 1, "read": 1, "sum_gradients": 1}
+    assert calls == {"plan": 1, "read": 1, "sum_blocks": 1}
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, calls: dict[str, int]) -> None:
@@ -435,7 +435,7 @@ def test_features_of_one_pool_are_read_side_by_side(frozen: bool):
         given = {"seen": seen, "bought": (bought.reshape(-1), torch.tensor([0, 0, 3, 9, 14])), "hour": seen[:, 0]}
         out, expected = joint(given, concatenate=True), torch.cat(list(apart(given).values()), dim=1)
         assert list(apart(given)) == ["seen", "hour", "bought"]
-        assert type(out.grad_fn).__name__ == "JointLookupBackward"  # and not that of torch.cat
+        assert type(out.grad_fn).__name__ == "LookupBackward"  # and not that of torch.cat
         assert torch.equal(out, expected)
         for each, optimizer in ((out, optimizers[0]), (expected, optimizers[1])):
             (each.square() * torch.linspace(-1, 2, 60).reshape(5, 12)).sum().backward()

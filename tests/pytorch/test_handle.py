@@ -481,3 +481,117 @@ def test_a_handle_is_found_in_a_list_of_parameters():
     for other in (parameters[0].clone(), ert.Embedding(9, 4).handle, torch.zeros(9, 4)):
         with pytest.raises(er.UnsupportedError, match="`equal` reads the value"):
             torch.equal(parameters[0], other)
+
+
+# ---------------------------------------------------------------- numbers that are made when code looks at them
+
+
+MANY = 26
+
+
+def collections_of_many() -> tuple[ert.EmbeddingBagCollection, nn.ModuleDict]:
+    names = [f"t{number}" for number in range(MANY)]
+    mine = ert.EmbeddingBagCollection([ert.EmbeddingBagConfig(ROWS, DIM, name, pooling="sum") for name in names])
+    theirs = nn.ModuleDict({name: nn.EmbeddingBag(ROWS, DIM, mode="sum") for name in names})
+    with torch.no_grad():
+        for name in names:
+            theirs[name].weight.copy_(weight_of(mine.layer_of(name)))
+    return mine, theirs
+
+
+def losses_of_many(mine: ert.EmbeddingBagCollection, theirs: nn.ModuleDict, seed: int) -> list[Tensor]:
+    given = {name: (IDS + number + seed)[:, None] % ROWS for number, name in enumerate(theirs)}
+    outputs = mine(given), {name: theirs[name](ids) for name, ids in given.items()}
+    return [(torch.cat(list(each.values()), 1) * factors(seed, 4, MANY * DIM)).sum() for each in outputs]
+
+
+def train_many(change: Callable[[int, list[list[Tensor]]], None], backwards: int = 1) -> None:
+    """Train both for three steps. Before each, change the gradients: those of the tables of each."""
+    mine, theirs = collections_of_many()
+    handles = [mine.layer_of(name).handle for name in theirs]
+    weights = [theirs[name].weight for name in theirs]
+    optimizers = ert.SGD(mine, lr=1.0), torch.optim.SGD(theirs.parameters(), lr=1.0)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for k in range(backwards):
+            for loss in losses_of_many(mine, theirs, 10 * step + k):
+                loss.backward()
+            change(step, [handles, weights])
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, weight in zip(theirs, weights, strict=True):
+            torch.testing.assert_close(weight_of(mine.layer_of(name)), weight.detach())
+
+
+def zero_one(step: int, both: list[list[Tensor]]) -> None:
+    for parameters in both:
+        if step == 1:
+            parameters[7].grad = None
+        else:
+            parameters[7 + step].grad.zero_()
+
+
+def clip_one(step: int, both: list[list[Tensor]]) -> None:
+    norms = [clip_grad_norm_([parameters[5 + step]], 0.5) for parameters in both]
+    torch.testing.assert_close(*norms)
+
+
+def look_at_some(step: int, both: list[list[Tensor]]) -> None:
+    for mine, theirs in list(zip(*both, strict=True))[:: 2 + step]:
+        torch.testing.assert_close(mine.grad, theirs.grad.norm())
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("change", [zero_one, clip_one, look_at_some, lambda step, both: None])
+def test_gradients_of_many_tables(change: Callable, backwards: int):
+    train_many(change, backwards)
+
+
+def test_nobody_looks_at_the_gradients_of_a_plain_step():
+    mine, theirs = collections_of_many()
+    optimizer = ert.Adam(mine)
+    for step in range(2):
+        optimizer.zero_grad()
+        losses_of_many(mine, theirs, step)[0].backward()
+        optimizer.step()
+        assert all(handle.pending.seen is None for handle in ert.handles(mine))
+    mine.zero_grad()
+    assert all(handle.gradients() is None for handle in ert.handles(mine))
+
+
+def test_a_gradient_put_back_is_that_of_the_rows(twins):
+    mine, theirs = twins
+    for layer, parameter in ((mine, mine.handle), (theirs, theirs.weight)):
+        (layer(IDS) * factors(0, 4, DIM)).sum().backward()
+        kept, parameter.grad = parameter.grad, None
+        parameter.grad = kept
+        (layer(IDS + 1) * factors(1, 4, DIM)).sum().backward()
+    torch.testing.assert_close(gradient_of(mine), theirs.weight.grad)
+    del mine.handle.grad
+    assert mine.handle.grad is None
+
+
+def test_a_hook_sees_the_gradient_when_autograd_has_accumulated_it(twins):
+    mine, _ = twins
+    mine(IDS).sum().backward()
+    mine.zero_grad()
+    seen: list[float] = []
+    node = mine.handle.view_as(mine.handle).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append(grad_of(mine)))  # as of `_apply_optimizer_in_backward`
+    mine(IDS).sum().backward()
+    assert seen == [exact_norm(mine)]
+    mine.handle.register_post_accumulate_grad_hook(lambda handle: seen.append(handle.grad.item()))
+    mine(IDS).sum().backward()
+    assert seen[2] == exact_norm(mine) == grad_of(mine)
+
+
+def test_looked_at_in_inference_mode(twins):
+    mine, theirs = twins
+    for layer in twins:
+        layer(IDS).square().sum().backward()
+    with torch.inference_mode():
+        norm = grad_of(mine)
+    assert norm == exact_norm(mine)
+    mine.handle.grad *= 0.5
+    torch.testing.assert_close(gradient_of(mine), theirs.weight.grad * 0.5)

@@ -534,10 +534,10 @@ def fails_for_memory(*args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("sharded", "at"),
     [
-        (True, "table.rows.TableState.step"),
+        (True, "table.stepping.HostStep.step"),
         (True, "batch.gradients.RowGradients.scaled"),
-        ("rank 1", "table.rows.TableState.step"),
-        (False, "table.rows.TableState.step"),
+        ("rank 1", "table.stepping.HostStep.step"),
+        (False, "table.stepping.HostStep.step"),
     ],
 )
 def test_a_rank_that_runs_out_of_memory_in_a_step_tells_the_others(

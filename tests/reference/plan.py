@@ -55,25 +55,48 @@ def segments(inverse: Int32Array, count: int, starts: Int32Array, order: Int32Ar
     order[:] = np.argsort(inverse, kind="stable")
 
 
-def by_owner(
-    ids: Int64Array, inverse: Int32Array, ranks: int, places: Int32Array, moved: Int64Array, bounds: Int64Array
-) -> None:
-    """Move unique ids so that those of each owner are together, in their order, and let the positions follow.
+def by_owner(ids: Int64Array, ranks: int, order: Int32Array, bounds: Int64Array) -> bool:
+    """Group the positions of ids by owner, in order of occurrence.
 
     Args:
-        ids: int64 (unique,).
-        inverse: int32 (n,), the index of the id of each position, before and after.
+        ids: int64 (n,).
         ranks: how many share the rows: `embedrock.distributed.owners`.
-        places: int32 (unique,), where each id has gone.
-        moved: int64 (unique,).
+        order: int32 (n,), the positions.
         bounds: int64 (ranks + 1,), where those of each owner begin.
+
+    Returns:
+        Whether they were grouped already.
     """
     mixed = (ids.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     owners = ((mixed * np.uint64(ranks)) >> np.uint64(32)).astype(np.int64)
-    order = np.argsort(owners, kind="stable")
-    moved[:], places[order] = ids[order], np.arange(len(ids))
+    order[:] = np.argsort(owners, kind="stable")
     bounds[:] = np.searchsorted(owners[order], np.arange(ranks + 1))
-    inverse[:] = places[inverse]
+    return bool((np.diff(owners) >= 0).all())
+
+
+def move_rows(
+    moves: Int32Array,
+    places: Int32Array,
+    ids: Int64Array,
+    inverse: Int32Array,
+    starts: Int32Array,
+    order: Int32Array,
+    new_ids: Int64Array,
+    new_inverse: Int32Array,
+    new_starts: Int32Array,
+    new_order: Int32Array,
+) -> None:
+    """Change the order of a plan's rows: row k becomes what row ``moves[k]`` was.
+
+    Args:
+        moves: int32 (unique,), each row once.
+        places: int32 (unique,), where each row has gone.
+        ids, inverse, starts, order: the plan.
+        new_ids, new_inverse, new_starts, new_order: the changed one.
+    """
+    new_ids[:], places[moves] = ids[moves], np.arange(len(ids))
+    new_inverse[:] = places[inverse]
+    segments(new_inverse, len(ids), new_starts, new_order)
 
 
 def are_outside(sources: Int64Array, table: Int64Array) -> bool:

@@ -141,7 +141,7 @@ class GroupPair:
     @staticmethod
     def _due(table: er.Table, grads: RowGradients) -> StepRequest:
         assert table.rule is not None
-        return StepRequest(rows_of(table), table.rule, grads)
+        return StepRequest((rows_of(table),), table.rule, grads)
 
     def _feature(self, name: str, kind: str, modes: tuple[str, ...], padding: int | None) -> BatchFeature:
         ids, table = self.ids(), self.group[name]

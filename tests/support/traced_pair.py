@@ -204,7 +204,7 @@ class TracedPair(Pair):
         grads = self.grads(ids)
         for table in (self.table, self.ram):
             assert table.rule is not None
-            step_all([StepRequest(rows_of(table), table.rule, table.sum(table.plan(ids), grads))])
+            step_all([StepRequest((rows_of(table),), table.rule, table.sum(table.plan(ids), grads))])
 
     def export(self) -> None:
         found = [np.concatenate(parts) for parts in zip(*self.table.export_batches(70), strict=True)]

@@ -292,7 +292,7 @@ def test_a_check_of_a_step_raises_all_that_the_step_would(tmp_path: Path):
         table.commit(wait=False)
         summed = table.sum(table.plan(ids), grads(ids))
         assert table.rule is not None
-        checked = judge([StepRequest(rows_of(table), table.rule, summed)])
+        checked = judge([StepRequest((rows_of(table),), table.rule, summed)])
         is_checked.set()
         files._commit.join()
         files.table_folder.publish = publish

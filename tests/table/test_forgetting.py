@@ -191,7 +191,7 @@ def test_rows_of_an_unfinished_batch_of_a_group_are_not_forgotten(on_disk: bool,
         with pytest.raises(er.ArgumentError, match=r"not stepped yet: got 1 row, first ids \[5\]"):
             tables["b"].forget([1, 5])
         assert tables["a"].forget([5]) == 0
-        step_all([StepRequest(rows_of(table), er.Adam(lr=0.1), own) for table, own in grads])
+        step_all([StepRequest((rows_of(table),), er.Adam(lr=0.1), own) for table, own in grads])
         assert tables["b"].forget([1, 5]) == 1
         group.read(group.plan([BatchFeature(tables["a"], ids["a"])]))  # nobody has its plan
         assert tables["a"].forget([1]) == 1
@@ -234,7 +234,7 @@ def test_a_batch_whose_step_was_refused_is_unfinished_while_somebody_has_it(
         grads = table.sum(plan, table.read(plan))
         broken = other.sum(other.plan([7, 8, 9]), ones * np.nan)
         with pytest.raises(er.NonFiniteGradientError):
-            step_all([StepRequest(rows_of(table), rule, grads), StepRequest(rows_of(other), rule, broken)])
+            step_all([StepRequest((rows_of(table),), rule, grads), StepRequest((rows_of(other),), rule, broken)])
         with pytest.raises(er.ArgumentError, match=r"not stepped yet: got 1 row, first ids \[3\]"):
             table.forget([1, 3])
         if is_dropped:

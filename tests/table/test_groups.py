@@ -360,7 +360,7 @@ def test_a_step_that_was_judged_meets_another_one() -> None:
     ids, grads = np.arange(5), np.ones((5, 4), np.float32)
 
     def due(tables: list[er.Table]) -> list[StepRequest]:
-        return [StepRequest(rows_of(table), ADAM, table.sum(table.plan(ids), grads)) for table in tables]
+        return [StepRequest((rows_of(table),), ADAM, table.sum(table.plan(ids), grads)) for table in tables]
 
     members = [group[name] for name in group]
     judged = judge(due(members))
@@ -422,7 +422,10 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
         features = [BatchFeature(group[name], own, offsets, mode="sum") for name, own in zip(group, ids, strict=True)]
         reading = group.read(group.plan(features))
         step_all(
-            [StepRequest(rows_of(table), ADAM, own) for table, own in batches.sum_gradients(reading, reading.outputs)]
+            [
+                StepRequest((rows_of(table),), ADAM, own)
+                for table, own in batches.sum_gradients(reading, reading.outputs)
+            ]
         )
 
     for _ in range(30):  # until all rows have records
@@ -437,7 +440,10 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
         summed = [table.sum(table.plan(np.arange(9)), np.ones((9, 4))) for table in map(group.__getitem__, group)]
         rules = [er.Adam(lr=0.1)] * 4 + [er.Adam(lr=lr)] * 5
         step_all(
-            [StepRequest(rows_of(group[name]), rule, own) for name, rule, own in zip(group, rules, summed, strict=True)]
+            [
+                StepRequest((rows_of(group[name]),), rule, own)
+                for name, rule, own in zip(group, rules, summed, strict=True)
+            ]
         )
         group.table_lock.wait_for_step()
         assert calls.count("step") == steps
@@ -446,10 +452,10 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
 def test_other_tables_are_stepped_with_members_or_none_is() -> None:
     group, other = group_of(a={}, b={}), er.Table(100, 4, rule=ADAM, on_nonfinite="raise")
     tables = [group["a"], other, group["b"]]
-    due = [StepRequest(rows_of(table), ADAM, table.sum(table.plan([1]), np.ones((1, 4)))) for table in tables]
+    due = [StepRequest((rows_of(table),), ADAM, table.sum(table.plan([1]), np.ones((1, 4)))) for table in tables]
     step_all(due)
     assert [table.steps for table in tables] == [1, 1, 1]
-    bad = StepRequest(rows_of(other), ADAM, other.sum(other.plan([1]), np.full((1, 4), np.inf)))
+    bad = StepRequest((rows_of(other),), ADAM, other.sum(other.plan([1]), np.full((1, 4), np.inf)))
     with pytest.raises(er.NonFiniteGradientError):
         step_all([due[0], bad, due[2]])
     assert [table.steps for table in tables] == [1, 1, 1]

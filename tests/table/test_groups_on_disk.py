@@ -197,7 +197,7 @@ def read_and_stepped(group: er.Group, ids: dict[str, np.ndarray]) -> None:
     """Read a batch and step it, as layers do."""
     reading = group.read(group.plan([BatchFeature(group[name], of_table) for name, of_table in ids.items()]))
     summed = batches.sum_gradients(reading, [np.ones(out.shape, np.float32) for out in reading.outputs])
-    step_all([StepRequest(rows_of(table), table.rule or ADAM, grads) for table, grads in summed])
+    step_all([StepRequest((rows_of(table),), table.rule or ADAM, grads) for table, grads in summed])
 
 
 def test_a_batch_is_one_use_of_its_rows_read_and_stepped(tmp_path: Path) -> None:

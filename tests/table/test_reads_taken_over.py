@@ -10,7 +10,7 @@ import pytest
 
 import embedrock as er
 from embedrock.storage.records import Records
-from embedrock.table import prepared as lease
+from embedrock.table import caught_up as lease
 from embedrock.table.table import rows_of
 
 ROWS, DIM = 60, 8

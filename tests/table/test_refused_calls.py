@@ -26,8 +26,7 @@ from embedrock.storage.cache import SlotCache
 from embedrock.storage.commit import StorageCommit
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import memory_for
-from embedrock.table.rows import TableState
-from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
+from embedrock.table.stepping import HostStep, StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
 from slow import slow
 from suites import FaultFS, records_of
@@ -90,7 +89,9 @@ def step_several(tables: Tables) -> None:
     for number, table in enumerate(tables):
         ids = BATCH + number
         due.append(
-            StepRequest(rows_of(table), table.rule or er.SGD(), table.sum(table.plan(ids), gradients(number, len(ids))))
+            StepRequest(
+                (rows_of(table),), table.rule or er.SGD(), table.sum(table.plan(ids), gradients(number, len(ids)))
+            )
         )
     step_all(due)
 
@@ -390,7 +391,7 @@ def test_what_one_thread_prepared_is_not_taken_by_another_which_had_the_table_me
 def due_of(tables: Tables) -> list[StepRequest]:
     batches = [BATCH + number for number in range(len(tables))]
     return [
-        StepRequest(rows_of(table), table.rule or er.SGD(), table.sum(table.plan(ids), gradients(3, len(ids))))
+        StepRequest((rows_of(table),), table.rule or er.SGD(), table.sum(table.plan(ids), gradients(3, len(ids))))
         for table, ids in zip(tables, batches, strict=True)
     ]
 
@@ -414,13 +415,13 @@ def test_several_tables_are_stepped_or_none_though_another_thread_took_what_was_
 
 
 def test_ctrl_c_comes_before_or_after_the_step_of_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, step = Run(KINDS["hashed"], step_several), TableState.step
+    run, step = Run(KINDS["hashed"], step_several), HostStep.step
 
-    def interrupted(rows: TableState, *args: Any) -> None:
-        step(rows, *args)
+    def interrupted(due: HostStep) -> None:
+        step(due)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(TableState, "step", interrupted)
+    monkeypatch.setattr(HostStep, "step", interrupted)
     steps = [table.steps for table in run.tables]
     with pytest.raises(KeyboardInterrupt):
         step_all(due_of(run.tables))
@@ -430,7 +431,7 @@ def test_ctrl_c_comes_before_or_after_the_step_of_all_tables(monkeypatch: pytest
 def test_a_step_that_some_refuse_is_no_step_that_others_leave_out() -> None:
     skips, refuses = (er.Table(ROWS, DIM, rule=er.SGD(), on_nonfinite=what) for what in ("skip", "raise"))
     due = [
-        StepRequest(rows_of(table), er.SGD(), table.sum(table.plan([1]), np.full((1, DIM), np.nan)))
+        StepRequest((rows_of(table),), er.SGD(), table.sum(table.plan([1]), np.full((1, DIM), np.nan)))
         for table in (skips, refuses)
     ]
     with pytest.raises(er.NonFiniteGradientError):

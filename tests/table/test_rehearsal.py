@@ -32,7 +32,7 @@ def test_a_step_leaves_what_was_rehearsed(rule: Any, dtype: str, tmp_path: Any) 
             expected = previewed(rows_of(table), rule, grads)
             np.testing.assert_array_equal(table.lookup(plan.ids), before)
             assert table.steps == steps
-            step_all([StepRequest(rows_of(table), rule, grads)])
+            step_all([StepRequest((rows_of(table),), rule, grads)])
             np.testing.assert_array_equal(table.lookup(plan.ids), expected)
         if table.is_on_disk:
             table.commit()

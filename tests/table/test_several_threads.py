@@ -35,7 +35,7 @@ def work(tables: list[er.Table], seed: int, rounds: int) -> np.ndarray:
             np.add.at(counts[k], ids, 1)
             plan = table.plan(ids)
             table.read(plan)
-            due.append(StepRequest(rows_of(table), RULE, table.sum(plan, np.ones((BATCH, DIM), np.float32))))
+            due.append(StepRequest((rows_of(table),), RULE, table.sum(plan, np.ones((BATCH, DIM), np.float32))))
         step_all(due)
         stored, act = tables[rng.choice([1, 3])], rng.random()
         if act < 0.1:

@@ -16,7 +16,7 @@ import pytest
 import embedrock as er
 from embedrock.storage import ram_backend as memory
 from embedrock.system import ram
-from embedrock.table.stepping import StepRequest, step_all
+from embedrock.table.stepping import StepRequest, prepare, step_all
 from embedrock.table.table import rows_of
 from first_values import FIRST_VALUES
 
@@ -564,7 +564,7 @@ def test_gradients_summed_for_another_table_are_refused(table: er.Table) -> None
     with pytest.raises(er.ArgumentError, match="`clip_value` must be a number > 0, or None: got -1"):
         table.step(own, clip_value=-1)
     with pytest.raises(er.ArgumentError, match="`rule` must be laid out as the rule of table 'users'"):
-        step_all([StepRequest(rows_of(table), er.SGD(), own)])
+        step_all([StepRequest((rows_of(table),), er.SGD(), own)])
     assert unchanged(table, before)
 
 
@@ -632,7 +632,7 @@ def test_a_step_of_few_rows_is_made_at_once(monkeypatch: pytest.MonkeyPatch, rul
     for step in range(3):
         grads = np.random.default_rng(step).standard_normal((50, 4), np.float32)
         for table, most in zip(tables, (0, 50 * tables[0].spec.record_bytes), strict=True):
-            monkeypatch.setattr("embedrock.table.rows.STEP_HERE_BYTES", most)
+            monkeypatch.setattr("embedrock.table.stepping.STEP_HERE_BYTES", most)
             table.update(ids[step:], grads[step:])
             assert (not rows_of(table).table_lock.running) == (may_be and most > 0)
     np.testing.assert_array_equal(tables[0].lookup(ids), tables[1].lookup(ids))
@@ -701,17 +701,17 @@ def test_interrupts_leave_whole_steps(dtype: str) -> None:
 def test_a_step_that_was_checked_looks_for_its_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make(10**6, directory="hashed")
     tier, asked = rows_of(table).tier, list[int]()
-    find, make_room = tier.find, tier.make_room
+    find, check_room = tier.find, tier.check_room
     monkeypatch.setattr(tier, "find", lambda ids: asked.append(len(ids)) or find(ids))
-    monkeypatch.setattr(tier, "make_room", lambda ids, *rest: asked.append(-len(ids)) or make_room(ids, *rest))
+    monkeypatch.setattr(tier, "check_room", lambda more: asked.append(-more) or check_room(more))
     grads = table.sum(table.plan([1, 2, 1]), np.ones((3, DIM)))
     assert asked == []  # the plan's kernel has found them
     table.check_step(grads)
     assert asked == [2, -2]  # rows that had no record may have one by now
     assert table.rule is not None
-    step_all([StepRequest(rows_of(table), table.rule, grads)])
+    step_all([StepRequest((rows_of(table),), table.rule, grads)])
     assert asked == [2, -2]
-    step_all([StepRequest(rows_of(table), table.rule, grads)])  # the table has changed since the check
+    step_all([StepRequest((rows_of(table),), table.rule, grads)])  # the table has changed since the check
     assert asked == [2, -2, 2]  # and no row is new now
     assert table.stats()["rows_touched"] == 2
 
@@ -722,7 +722,7 @@ def test_records_that_were_made_for_a_step_that_failed_are_found_by_the_next_one
     grads = table.sum(table.plan([5, 6]), np.ones((2, 2), np.float32))
     table.check_step(grads)
     with rows.table_lock.alone():
-        rows.begin(rows.prepare(grads.plan, is_step=False))  # and what comes next fails
+        prepare(rows, grads.plan, is_step=False).begin()  # and what comes next fails
     table.check_step(grads)
     table.step(grads)
     assert table.stats()["rows_touched"] == 2

@@ -108,6 +108,15 @@ class Plan:
         """Return where the rows of a table are."""
         return slice(int(self.rows[table]), int(self.rows[table + 1]))
 
+    def with_slots(self, slots: Int64Array, epoch: int) -> Plan:
+        """Return the plan with the slots of an epoch."""
+        if slots is self.slots and epoch == self.epoch:
+            return self
+        slots.setflags(write=False)
+        plan = Plan.made(**vars(self))
+        vars(plan).update(slots=slots, missing=int((slots < 0).sum()), epoch=epoch)
+        return plan
+
     def of_rows(self, rows: Int64Array) -> Plan:
         """Return a plan for a step of some rows, positions in `ids`, without the positions of the batch."""
         none = np.empty(0, np.int32)
@@ -200,36 +209,20 @@ def plan_tables(
     return _planned_by_parts(sources, tables, positions, index, epoch, shape)
 
 
-@spanned("plan")
-def plan_by_owner(ids: Int64Array, ranks: int) -> Plan:
-    """Plan a batch for rows sharded over `ranks` processes: ids of one owner are together in the plan.
+def by_owner(ids: Int64Array, ranks: int) -> tuple[Int32Array | None, list[int]]:
+    """Group the positions of ids, int64 (n,), by owner, in order of occurrence.
+
+    Returns:
+        The positions, None if they are grouped already, and where those of each owner begin and the last ones end.
 
     Example:
-        >>> plan = plan_by_owner(np.array([4, 1, 5, 1]), ranks=2)  # 1 is rank 1's
-        >>> plan.ids.tolist(), plan.inverse.tolist()
-        ([4, 5, 1], [0, 2, 1, 2])
+        >>> order, bounds = by_owner(np.array([4, 1, 5]), ranks=2)  # 1 is rank 1's
+        >>> order.tolist(), bounds
+        ([0, 2, 1], [0, 2, 3])
     """
-    plan = make_plan(ids)
-    inverse = plan.inverse.copy()
-    _, moved, _ = by_owner(plan.ids, inverse, ranks)
-    starts, order = np.empty(len(moved) + 1, np.int32), np.empty(len(inverse), np.int32)
-    kernels.cpu.plan.segments(inverse, len(moved), starts, order)
-    return Plan(ids.shape, moved, inverse, starts, order)
-
-
-def by_owner(ids: Int64Array, inverse: Int32Array, ranks: int) -> tuple[Int32Array, Int64Array, Int64Array]:
-    """Group ids, int64 (n,), by owner, in their order; return the new places, the grouped ids, and the bounds.
-
-    `inverse`, int32, has indices of ids, which are updated.
-
-    Example:
-        >>> [found.tolist() for found in by_owner(np.array([4, 1, 5]), np.empty(0, np.int32), ranks=2)]
-        [[0, 2, 1], [4, 5, 1], [0, 2, 3]]
-    """
-    places, moved = _scratch.take("places", ids.size, np.int32), np.empty(ids.size, np.int64)
-    bounds = np.empty(ranks + 1, np.int64)
-    kernels.cpu.launch(kernels.cpu.plan.by_owner, as_source(ids), inverse, ranks, places, moved, bounds)
-    return places, moved, bounds
+    order, bounds = np.empty(ids.size, np.int32), np.empty(ranks + 1, np.int64)
+    is_grouped = kernels.cpu.launch(kernels.cpu.plan.by_owner, as_source(ids), ranks, order, bounds)
+    return None if is_grouped else order, bounds.tolist()
 
 
 def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
@@ -237,6 +230,21 @@ def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
     here = np.empty(ids.size, np.bool_)
     kernels.cpu.launch(kernels.cpu.plan.owned, as_source(ids), rank, ranks, here)
     return here
+
+
+def moved(plan: Plan, moves: Int32Array) -> tuple[Int64Array, Int32Array, Int32Array, Int32Array]:
+    """Return the arrays of a plan whose rows are in another order: row k is row ``moves[k]`` of `plan`.
+
+    Example:
+        >>> plan = make_plan(np.array([4, 1, 5, 1]))
+        >>> [array.tolist() for array in moved(plan, np.array([0, 2, 1], np.int32))]
+        [[4, 5, 1], [0, 2, 1, 2], [0, 1, 2, 4], [0, 2, 1, 3]]
+    """
+    old = plan.ids, plan.inverse, plan.starts, plan.order
+    ids, inverse, starts, order = (buffers.empty(each.shape, each.dtype) for each in old)
+    places, cpu = _scratch.take("places", len(moves), np.int32), kernels.cpu
+    cpu.launch(cpu.plan.move_rows, moves, places, *old, ids, inverse, starts, order)
+    return ids, inverse, starts, order
 
 
 def sources_of(ids: Sequence[Int64Array]) -> Int64Array:
@@ -448,7 +456,7 @@ def counting(count: int) -> np.ndarray:
 
 
 def plan_of_rows(
-    ids: Int64Array, slots: Int64Array, epoch: int, rows: Int64Array = _NONE, may_miss: bool = True
+    ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True, rows: Int64Array = _NONE
 ) -> Plan:
     """Return a plan with each of `ids` once, in this order; the arrays become read-only.
 
@@ -457,4 +465,4 @@ def plan_of_rows(
     starts = counting(len(ids) + 1)
     each = starts[:-1]
     missing = int(np.count_nonzero(slots < 0)) if may_miss else 0
-    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch, (), rows, rows)
+    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch, rows=rows)

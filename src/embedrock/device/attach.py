@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 
-import numpy as np
 import torch
 
 from embedrock.device.dense import DenseGpuExecutor
@@ -189,7 +188,7 @@ def _mirrors(table: Table) -> list[DeviceMirror]:
 
 def _backend_beneath(table: Table) -> Backend:
     """Return the backend that holds the records: for a member, its pool's."""
-    return rows_of(table).tier.beneath(np.empty(0, np.int64))[0]
+    return rows_of(table).tier.pool
 
 
 def _warn_of_no_room(table: Table, given: int | str, backend: Backend) -> None:

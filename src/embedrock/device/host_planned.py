@@ -26,10 +26,8 @@ from embedrock.kernels.gpu import cache, gate, rows
 from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.system.spans import spanned
-from embedrock.table.prepared import NOBODY, PreparedStep
-from embedrock.table.reading import unrecorded, weights_of
-from embedrock.table.rows import TableState
-from embedrock.table.stepping import DeferredInserts, prepare_each
+from embedrock.table import reading, stepping
+from embedrock.table.rows import NOBODY, TableState
 
 
 class HostPlannedExecutor(GpuExecutor):
@@ -98,7 +96,7 @@ class HostPlannedExecutor(GpuExecutor):
         """
         with self._table_lock():
             try:
-                located = self.rows.located(host)
+                located = reading.located((self.rows,), host)
             except CacheTooSmallError:  # a lookup reads rows through the cache; a step is refused
                 none = np.full(len(host.ids), -1, np.int64)
                 located = replace(host, slots=none, missing=len(host.ids), epoch=-1)
@@ -128,7 +126,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     def _host_planned(self, ids: Tensor) -> Plan:
         with self.rows.table_lock.lock:
-            return self.rows.plan(check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject))
+            return reading.planned((self.rows,), [check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject)])
 
     def _planned_and_loaded(self, host: Plan, trains: bool, counts: bool) -> DeviceBatchPlan:
         plan = self._planned(host)
@@ -194,7 +192,7 @@ class HostPlannedExecutor(GpuExecutor):
         if len(absent):
             if host.epoch < 0:  # rows are read through the cache
                 self.rows.table_lock.wait_for_step()
-            values_of = unrecorded if host.epoch >= 0 else weights_of
+            values_of = reading.unrecorded if host.epoch >= 0 else reading.weights_of
             fresh = uploaded(values_of(self.rows, host.ids[absent]), self.device)
             slots = host.slots.copy()
             slots[absent] = -1 - np.arange(len(absent))
@@ -231,17 +229,19 @@ class HostPlannedExecutor(GpuExecutor):
     def give_room_back(self) -> None:
         """Do nothing: the host has no promised room."""
 
-    def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
+    def elsewhere(self, grads: DeviceRowGradients) -> list[stepping.DeferredInserts]:
         """Return the inserts of new rows that share room with other tables; empty if no room is shared."""
         return []
 
     def _prepare(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
-        plans = {executor.rows: executor.plan_in_ram(grads) for executor, grads in parts}
-        plans = {rows: plan for rows, plan in plans.items() if plan is not None}
+        due = [((executor.rows,), executor.plan_in_ram(grads)) for executor, grads in parts]
+        due = [(tables, plan) for tables, plan in due if plan is not None]
         with self._table_lock():
-            for rows in plans:
+            for (rows,), _ in due:
                 rows.check_commit()
-            prepare_each(plans, elsewhere=[each for executor, grads in parts for each in executor.elsewhere(grads)])
+            stepping.prepare_each(
+                due, elsewhere=[each for executor, grads in parts for each in executor.elsewhere(grads)]
+            )
             self.cover_all(parts)
 
     def cover_all(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
@@ -255,7 +255,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
         """Return whether the results of `prepare` still hold. Caller holds the table lock."""
-        return self.rows.known(self._stepped(grads.plan).plan) is not None
+        return stepping.known(self.rows, self._stepped(grads.plan).plan) is not None
 
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
@@ -268,7 +268,7 @@ class HostPlannedExecutor(GpuExecutor):
             due = self._due(plan, verdict)
             if due is None:
                 return ReadyPlan(plan)
-            now = self.rows.prepare(due.plan)
+            now = stepping.prepare(self.rows, due.plan)
             slots = self.backend.find(now.left)
             here = slots[slots >= 0]  # of rows that the step evicts: written back before any table is stepped
             leaving = self.mirror.write_back_slots(here) if len(here) else None
@@ -278,11 +278,11 @@ class HostPlannedExecutor(GpuExecutor):
             keys, fill = _slot_buffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
             return ReadyPlan(replace(plan, keys=keys), lambda: fill(self._begin(now, leaving)))
 
-    def _begin(self, now: PreparedStep, leaving: tuple[np.ndarray, Tensor] | None) -> np.ndarray:
+    def _begin(self, now: stepping.PoolStep, leaving: tuple[np.ndarray, Tensor] | None) -> np.ndarray:
         """Begin a step; return the slots of its rows. Allocates no device memory."""
         self.mirror.leaving = leaving
         try:
-            return self.rows.begin(now)
+            return now.begin()
         finally:
             self.mirror.leaving = None
 

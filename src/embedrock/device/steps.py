@@ -25,13 +25,13 @@ class DeviceStep(CheckedStep):
     """Checked step of several tables on one device.
 
     Args:
-        due: step requests of the tables.
+        requests: of the tables.
         verdicts: int32 (k, LINE), see `gate.judge`; None: of one table, the kernel of the step decides.
         number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
     """
 
     def __init__(self, due: Sequence[StepRequest], verdicts: Tensor | None, number: int | Tensor) -> None:
-        self.due, self.verdicts, self.number = due, verdicts, number
+        self.requests, self.verdicts, self.number = due, verdicts, number
         self.rows = [part.executor.rows for part in due]
         self.table_locks = [rows.table_lock for rows in self.rows]
         self._begun: list[Callable[[], None]] | None = None
@@ -42,31 +42,31 @@ class DeviceStep(CheckedStep):
         return self.verdicts[:, gate.FINITE].tolist()
 
     @property
-    def plans(self) -> dict[TableState, Plan]:
-        found = {part.executor.rows: part.executor.plan_in_ram(part.grads) for part in self.due if part.executor.room}
-        return {rows: plan for rows, plan in found.items() if plan is not None}
+    def due(self) -> list[tuple[Sequence[TableState], Plan]]:
+        found = [(part.tables, part.executor.plan_in_ram(part.grads)) for part in self.requests if part.executor.room]
+        return [(tables, plan) for tables, plan in found if plan is not None]
 
     @property
     def elsewhere(self) -> list[DeferredInserts]:
-        return [each for part in self.due if part.executor.room for each in part.executor.elsewhere(part.grads)]
+        return [each for part in self.requests if part.executor.room for each in part.executor.elsewhere(part.grads)]
 
     def check(self) -> None:
         with self._ordered():
-            prepare(self.due)
+            prepare(self.requests)
 
     def is_prepared(self) -> bool:
-        return all(part.executor.room is None or part.executor.is_prepared(part.grads) for part in self.due)
+        return all(part.executor.room is None or part.executor.is_prepared(part.grads) for part in self.requests)
 
     def prepare(self) -> None:
         with self._ordered():
             self._begun = self._begin()
 
     def _begin(self) -> list[Callable[[], None]]:
-        for room in rooms_of(self.due):
+        for room in rooms_of(self.requests):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun: list[Callable[[], None]] = []
         k = 0
-        for part in joint.segments_of(self.due):
+        for part in joint.segments_of(self.requests):
             if isinstance(part, joint.StepSegment):
                 assert self.verdicts is not None  # only a step of one table can be without verdicts
                 begun.append(joint.begin_step(part, self.verdicts, self.number))
@@ -87,7 +87,7 @@ class DeviceStep(CheckedStep):
 
     def _ordered(self) -> InStreamOrder:
         # Each table may have been used on its own stream.
-        return InStreamOrder([part.executor.timeline for part in self.due], None)
+        return InStreamOrder([part.executor.timeline for part in self.requests], None)
 
 
 def begin_step(part: StepRequest, verdict: Tensor | None, number: int | Tensor) -> Callable[[], None]:
@@ -163,7 +163,7 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         known = [(step, step.are_finite()) for step in steps]
         for step, finite in known:
             _raise_what_was_refused(step, finite)
-        return [made for step, finite in known if (made := _without_skipped(step, finite)).due]
+        return [made for step, finite in known if (made := _without_skipped(step, finite)).requests]
 
 
 def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
@@ -216,21 +216,21 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _raise_what_was_refused(step: DeviceStep, finite: Sequence[int]) -> None:
-    for part in step.due:
+    for part in step.requests:
         part.executor.faults.raise_but_nonfinite()
-    for part, is_finite in zip(step.due, finite, strict=True):
+    for part, is_finite in zip(step.requests, finite, strict=True):
         if not is_finite and part.executor.rows.on_nonfinite == "raise":
-            for other in step.due:
+            for other in step.requests:
                 other.executor.faults.forget(other is part)
 
 
 def _without_skipped(step: DeviceStep, finite: Sequence[int]) -> DeviceStep:
     assert step.verdicts is not None  # the step was checked
     kept = [k for k, is_finite in enumerate(finite) if is_finite]
-    due, verdicts = [step.due[k] for k in kept], step.verdicts[kept]
+    due, verdicts = [step.requests[k] for k in kept], step.verdicts[kept]
     for k, part in enumerate(due):
         verdicts[k, gate.LIVE] = ~part.grads.is_dropped
-    for part, is_finite in zip(step.due, finite, strict=True):
+    for part, is_finite in zip(step.requests, finite, strict=True):
         part.executor.faults.forget()
         if not is_finite:
             with part.executor.rows.table_lock.lock:

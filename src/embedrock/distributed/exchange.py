@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.distributed import stages
-from embedrock.distributed.messages import WORD, Letter, MessageReader, as_sent, length, pack, pack_all
-from embedrock.distributed.owners import Shard, Split
+from embedrock.distributed.messages import WORD, Letter, Mail, MessageReader, as_sent, length, pack_all
+from embedrock.distributed.owners import Shard, SharedPlan
 from embedrock.distributed.stages import GradientBlock, RowSource
-from embedrock.distributed.transport import UnevenRanks
+from embedrock.distributed.transport import Op, UnevenRanks
 from embedrock.errors import OtherRankError
+from embedrock.system.buffers import buffers
 
 REFUSED = "refused "
 HEAD = 4  # words: the mark of the operation, and one of these states
@@ -45,12 +46,12 @@ class Operation(NamedTuple):
     """The operation that an exchange does.
 
     Attributes:
-        said: description, which may differ between ranks: layers have the name of their place in a model.
         mark: identifier of the operation, the same on all ranks.
+        said: returns a description, which may differ between ranks: layers have the name of their place in a model.
     """
 
-    said: str
     mark: str
+    said: Callable[[], str]
 
 
 class MessageSizes(NamedTuple):
@@ -61,8 +62,8 @@ class MessageSizes(NamedTuple):
         go: size of the message to each rank.
     """
 
-    come: Sequence[int] | None
-    go: Sequence[int]
+    come: list[int] | None
+    go: list[int]
 
 
 class IdRequest(NamedTuple):
@@ -71,16 +72,30 @@ class IdRequest(NamedTuple):
     Attributes:
         number: number of the request, the same on all ranks.
         members: the tables.
-        splits: this rank's ids of each table, split by owner.
-        asked: the message from each rank.
+        plans: this rank's batch of each table.
+        asked: by rank, the ids that it requests of each table.
         gradients: sizes of the messages that will return the gradients; None: unknown.
     """
 
     number: int
     members: Sequence[ExchangeMember]
-    splits: Sequence[Split]
-    asked: Sequence[np.ndarray]
+    plans: Sequence[SharedPlan]
+    asked: Sequence[Sequence[np.ndarray]]
     gradients: MessageSizes | None = None
+
+    @staticmethod
+    def of(
+        number: int,
+        members: Sequence[ExchangeMember],
+        plans: Sequence[SharedPlan],
+        messages: Sequence[np.ndarray],
+        gradients: MessageSizes | None = None,
+    ) -> IdRequest:
+        """Read the messages of all ranks. A rank sends itself nothing."""
+        rank = members[0].placement.rank
+        asked = [stages.asked(one, len(members)) if len(one) else [] for one in messages]
+        asked[rank] = [plan.ids[plan.split.places[rank]] for plan in plans]
+        return IdRequest(number, members, plans, asked, gradients)
 
 
 class Exchange:
@@ -102,64 +117,70 @@ class Exchange:
         self.transport, self.uneven = transport, UnevenRanks(self._say)
         self.expects, self._expected = True, None
         self._behind: OtherRankError | None = None
-        self._count, self._lock = 0, threading.RLock()
+        self._lock, self._count, self._current = threading.RLock(), 0, _act("no message")
+        transport.at = self._at
 
     # ---------------------------------------------------------------- lookups
 
     def rows(
-        self, members: Sequence[ExchangeMember], wanted: Sequence[np.ndarray], trains: bool = True
+        self, members: Sequence[ExchangeMember], plans: Sequence[SharedPlan], trains: bool = True
     ) -> list[np.ndarray]:
-        """Return rows of sharded tables from their owners: float32 (n, dim) for unique ids, int64 (n,), of each table.
+        """Return rows of sharded tables from their owners: float32 (unique, dim) of each table.
 
         Args:
             members: the tables.
-            wanted: the ids.
+            plans: the batch of each.
             trains: whether gradients follow. All ranks must pass the same value, else all raise.
         """
-        act = _looking_up(members, trains)
-        self._announce("look", act, keys=[member.key for member in members], trains=trains)
+        act = self._look(members, trains)
         with self._lock:
-            splits = [_shard_of(member).split(ids) for member, ids in zip(members, wanted, strict=True)]
-            asked = self._swap(act, lambda: stages.ask(wanted, splits))
-            return self._answer(act, IdRequest(self._count, members, splits, asked), None)
+            messages = self._swap(act, lambda: stages.ask([one.ids for one in plans], [one.split for one in plans]))
+            return self._answer(act, IdRequest.of(self._count, members, plans, messages), None)
 
     def answer(self, ask: IdRequest, error: Exception | None = None) -> list[np.ndarray]:
         """Return the rows of a request that was sent ahead, as `rows` does. With an error, refuse it on all ranks."""
-        what = _looking_up(ask.members)
+        mark, said = _looking_up(ask.members, trains=True)
         with self._lock:
-            return self._answer(Operation(what.said, f"{what.mark} asked ahead {ask.number}"), ask, error)
+            return self._answer(Operation(f"{mark} asked ahead {ask.number}", said), ask, error)
 
     def _answer(self, what: Operation, ask: IdRequest, error: Exception | None) -> list[np.ndarray]:
-        sources = [RowSource(member.table, member.wire) for member in ask.members]
-        counts = np.transpose([np.diff(split.bounds) for split in ask.splits]).tolist()
-        come = [stages.served_words(of_rank, sources) for of_rank in counts]
-        wanted = [MessageReader(one).ints(len(sources)).tolist() for one in ask.asked]
-        go = [stages.served_words(counts, sources) for counts in wanted]
-        own, found = self.transport.rank, list[np.ndarray]()
-        come[own] = go[own] = 0  # rows of this rank need no message
+        own, splits = self.transport.rank, [plan.split for plan in ask.plans]
+        sources, found = [RowSource.of(member.table, member.wire) for member in ask.members], list[np.ndarray]()
+        replies = list[stages.Reply]()
+        come, go = [0] * len(ask.asked), [0] * len(ask.asked)
+        for source, split, *asked in zip(sources, splits, *ask.asked, strict=True):
+            for rank, count in enumerate(split.counts):
+                if rank != own:  # rows of this rank need no message
+                    come[rank] += source.words(count)
+                    go[rank] += source.words(len(asked[rank]))
 
         def serve() -> list[Letter]:
             if error is not None:
                 raise error
-            found[:] = stages.rows_here(ask.asked[own], own, ask.splits, sources)
-            return [[] if to == own else stages.serve(one, sources) for to, one in enumerate(ask.asked)]
+            pairs = list(zip(sources, splits, strict=True))
+            found[:] = [buffers.empty((split.bounds[-1], source.dim), np.float32) for source, split in pairs]
+            here = [rows[split.places[own]] for rows, split in zip(found, splits, strict=True)]
+            replies.append(stages.serve(ask.asked, sources, own, here))
+            return replies[0].letters
 
-        served = self._swap(what, serve, MessageSizes(come, go))
+        served = self._swap(what, serve, MessageSizes(come, go), lambda: replies[0].fill())
+        for member, plan, *asked in zip(ask.members, replies[0].plans, *ask.asked, strict=True):
+            member.served = plan, asked
         self._expected = ask.gradients if self.expects else None
-        stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, ask.splits, sources, found)
+        stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, splits, sources, found)
         return found
 
     def refuse(self, members: Sequence[ExchangeMember], error: Exception, trains: bool = True) -> NoReturn:
         """Refuse a lookup on all ranks because of an error, and raise that: see `rows`."""
-        act = _looking_up(members, trains)
-        self._announce("look", act, keys=[member.key for member in members], trains=trains)
-
-        def make() -> list[Letter]:
-            raise error
-
+        act = self._look(members, trains)
         with self._lock:
-            self._swap(act, make)
+            self._swap(act, lambda: _raise(error))
         raise error
+
+    def _look(self, members: Sequence[ExchangeMember], trains: bool) -> Operation:
+        act = _looking_up(members, trains)
+        self.uneven.announce(lambda: _told("look", act, keys=[member.key for member in members], trains=trains))
+        return act
 
     # ---------------------------------------------------------------- gradients
 
@@ -172,17 +193,12 @@ class Exchange:
             brought: gradients by key of the table.
             find: finds a table by its key.
         """
-        waits = {str(key): member.waits for key, (member, _) in brought.items()}
-        self._announce("share", _act("gradients"), waits=waits)
+        act = _act("gradients")
+        self.uneven.announce(lambda: _told("share", act, waits=_waits_of(brought)))
         with self._lock:
-            known, self._expected = self._expected, None
-            rank, ranks, own = self.transport.rank, self.transport.ranks, list[Received]()
-            messages = self._swap(_act("gradients"), lambda: _letters(brought, rank, ranks, own), known)
-            came = [own if sender == rank else _read(message, find) for sender, message in enumerate(messages)]
-            tables = _by_key(came)
-            folded: list[tuple[ExchangeMember, RowGradients]] = []
+            tables, folded = self._scattered(act, brought, find), list[tuple[ExchangeMember, RowGradients]]()
 
-            def facts() -> np.ndarray:
+            def facts() -> list[float]:
                 for key, (member, blocks) in tables.items():
                     if member is None:
                         own_ones = ", ".join(f"{one.label} [{key:x}]" for key, (one, _) in brought.items())
@@ -191,14 +207,33 @@ class Exchange:
                             f"are {own_ones}"
                         )
                     folded.append((member, member.fold(blocks)))
-                return np.array([[grads.square_norm, member.table.steps] for member, grads in folded], np.float64)
+                squares = [grads.square_norm for _, grads in folded]
+                return [*squares, *(member.table.steps for member, _ in folded)]
 
-            theirs = self._gather(_act("gradients, sums"), facts, (len(tables), 2))
+            theirs = self._gather(_act("gradients, sums"), facts, 2 * len(tables))
         verdicts = []
         for place, (member, grads) in enumerate(folded):
-            _check_steps(member, theirs[:, place, 1])
-            verdicts.append((member, ExchangeVerdict(grads, member.placement.total(theirs[:, place, 0]))))
+            _check_steps(member, theirs[:, len(folded) + place].tolist())
+            verdicts.append((member, ExchangeVerdict(grads, member.placement.total(theirs[:, place]))))
         return verdicts
+
+    def _scattered(self, act: Operation, brought: Brought, find: Callable[[int], ExchangeMember | None]) -> _Tables:
+        """Send gradients to the owners of their rows; return those that all ranks sent to this one."""
+        known, self._expected = self._expected, None
+        own, ranks, blocks = self.transport.rank, self.transport.ranks, list[_Parts]()
+
+        def letters() -> list[Letter]:
+            for key, (member, of_table) in brought.items():
+                blocks.extend((key, member, stages.bring(block, member.placement, member.wire)) for block in of_table)
+            return [[] if to == own else _letter(blocks, to) for to in range(ranks)]
+
+        messages, tables = self._swap(act, letters, known), _Tables()
+        for sender in range(ranks):
+            came = ((key, one, parts[own]) for key, one, parts in blocks)
+            for key, member, block in came if sender == own else _read(messages[sender], find):
+                _, by_rank = tables.setdefault(key, (member, [[] for _ in range(ranks)]))
+                by_rank[sender].append(block)
+        return _Tables(sorted(tables.items()))  # equally on all ranks
 
     # ---------------------------------------------------------------- all else
 
@@ -214,16 +249,17 @@ class Exchange:
 
         An error on one rank is an error on all.
         """
-        made: list[np.ndarray] = []
-        self._announce("tell", _act(what), what=what)
+        made, act = list[np.ndarray](), _act(what)
+        self.uneven.announce(lambda: _told("tell", act, what=what))
 
         def letters() -> list[Letter]:
             made.append(make())
             return [[*made] for _ in range(self.transport.ranks)]
 
         with self._lock:
-            messages = self._swap(_act(what), letters)
-        return [message.copy().view(made[0].dtype) for message in messages]
+            found = [message.copy().view(np.int64) for message in self._swap(act, letters)]
+        found[self.transport.rank] = made[0]
+        return [one.view(made[0].dtype) for one in found]
 
     def do(self, what: str, act: Callable[[], Result]) -> Result:
         """Call a function on all ranks. An error on one rank is raised on all."""
@@ -242,31 +278,37 @@ class Exchange:
 
     # ---------------------------------------------------------------- messages
 
-    def _announce(self, do: str, act: Operation, **more: Any) -> None:
-        self.uneven.announce({"do": do, "said": f"is at {act.said}", "mark": f"{do} {act.mark}", **more})
+    def _at(self) -> str:
+        """Return the current activity of this rank, in words."""
+        return f"{self._current.said()} (exchange {self._count})" if self._count else "the first message"
 
     def _swap(
-        self, what: Operation, make: Callable[[], Sequence[Letter]], known: MessageSizes | None = None
+        self,
+        what: Operation,
+        make: Callable[[], Sequence[Letter]],
+        known: MessageSizes | None = None,
+        fill: Callable[[], None] = lambda: None,
     ) -> list[np.ndarray]:
-        """Send each rank its message; return the messages from all ranks, int32 (words,).
+        """Send each other rank its message; return the messages from all ranks, int32 (words,).
 
         Args:
             what: the operation.
             make: returns the messages.
             known: sizes that all ranks expect. If a rank's messages differ, it reports that, and all ranks repeat the
                 exchange.
+            fill: writes more into the packed messages.
         """
         self._count += 1
-        self.transport.at = f"{what.said} (exchange {self._count})"
+        self._current = what
         behind, self._behind = self._behind, None
         letters, error = _tried(make) if behind is None else (None, behind)
         if known is not None:
-            fits = letters is None or [length(letter) for letter in letters] == list(known.go)
-            found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known)
+            fits = letters is None or [*map(length, letters)] == known.go
+            found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known, fill)
             if found is not None:
                 return found
             self.expects = False
-        found = self._carry(what, letters, FITS, error)
+        found = self._carry(what, letters, FITS, error, MessageSizes(None, [0] * self.transport.ranks), fill)
         assert found is not None
         return found
 
@@ -276,53 +318,72 @@ class Exchange:
         letters: Sequence[Letter] | None,
         state: int,
         error: Exception | None,
-        known: MessageSizes | None = None,
+        sizes: MessageSizes,
+        fill: Callable[[], None],
     ) -> list[np.ndarray] | None:
         """Exchange messages once, and raise what a rank refuses; return None if a rank's sizes are unexpected."""
-        sizes = MessageSizes(None, [0] * self.transport.ranks) if known is None else known
-        sent = [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
-        mark = zlib.crc32(f"{self._count} {what.mark}".encode())
+        mark, own = zlib.crc32(f"{self._count} {what.mark}".encode()), self.transport.rank
         head = np.array([mark, state if error is None else REFUSES], np.int64)
-        room, own = self.transport.room, self.transport.rank
         try:
-            ours, failed = _tried(lambda: pack_all([[head, *letter] for letter in sent], room, own))
+            ours, failed = _tried(lambda: self._packed(head, letters, sizes, fill))
             if ours is None:  # no memory for the message, but for a refusal
                 error, head[1] = failed, REFUSES
-                ours = pack_all([[head, np.zeros(words, WORD)] for words in sizes.go], room, own)
+                ours = self._packed(head, None, sizes, fill)
             theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         except MemoryError:
             self.transport.leave()  # otherwise the others would wait until their timeout
             raise
-        heads = np.stack([message[:HEAD].copy().view(np.int64) for message in theirs])
-        if (heads[:, 1] == REFUSES).any() or (heads[:, 0] != mark).any():
+        heads = [one[:HEAD].view(np.int64).tolist() for rank, one in enumerate(theirs) if rank != own]
+        if error is not None or any(found != mark or told == REFUSES for found, told in heads):
             self._tell(what, error)
-        return None if (heads[:, 1] == DIFFERS).any() else [message[HEAD:] for message in theirs]
+        if state == DIFFERS or any(told == DIFFERS for _, told in heads):
+            return None
+        return [message[HEAD:] for message in theirs]
 
-    def _gather(self, what: Operation, make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """Return the array of each rank: float64 (ranks, *shape)."""
+    def _packed(
+        self, head: np.ndarray, letters: Sequence[Letter] | None, sizes: MessageSizes, fill: Callable[[], None]
+    ) -> Mail:
+        own, sent = self.transport.rank, [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
+        mail = pack_all([[] if to == own else [head, *one] for to, one in enumerate(sent)], self.transport.room)
+        if letters is not None:
+            fill()
+        return mail
+
+    def _gather(self, what: Operation, make: Callable[[], list[float]], count: int) -> np.ndarray:
+        """Return the numbers of each rank: float64 (ranks, count)."""
         facts, error = _tried(make)
-        ours = np.zeros(int(np.prod(shape)) + 1)
-        ours[:-1] = 0.0 if facts is None else facts.reshape(-1)
-        ours[-1] = error is not None
-        theirs = np.stack(self.transport.gather(ours))
-        if theirs[:, -1].any():
+        theirs = self.transport.gather(np.array([error is not None, *(facts or [0.0] * count)], np.float64))
+        if np.logical_or.reduce(theirs[:, 0]):
             self._tell(what, error)
-        return theirs[:, :-1].reshape(-1, *shape)
+        return theirs[:, 1:]
 
     def _tell(self, what: Operation, error: Exception | None) -> NoReturn:
         """Collect the state of all ranks, and raise the error of a rank. This rank's own error takes precedence."""
-        said = f"is at {what.said} (exchange {self._count})" if error is None else f"{REFUSED}{what.said}: {error}"
+        said = (
+            f"{REFUSED}{what.said()}: {error}" if error is not None else f"is at {what.said()} (exchange {self._count})"
+        )
         states = self._say(said)
         raise _error_of(states) if error is None else error
 
     def _say(self, text: str) -> list[str]:
-        words = pack([np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)])
-        theirs = self.transport.swap([words] * self.transport.ranks)
-        return [one.tobytes().decode().rstrip() for one in theirs]
+        own = self.transport.rank
+        words = np.frombuffer(text.encode().ljust(-(-len(text.encode()) // 4) * 4), np.uint8)
+        mail = pack_all([[] if to == own else [words] for to in range(self.transport.ranks)])
+        said = [one.tobytes().decode().rstrip() for one in self.transport.swap(mail)]
+        said[own] = text
+        return said
 
 
 def _act(said: str) -> Operation:
-    return Operation(said, said)
+    return Operation(said, lambda: said)
+
+
+def _told(do: str, act: Operation, **more: Any) -> Op:
+    return {"do": do, "said": f"is at {act.said()}", "mark": f"{do} {act.mark}", **more}
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _tried(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -343,74 +404,49 @@ def _error_of(said: Sequence[str]) -> OtherRankError:
     )
 
 
-def _looking_up(members: Sequence[ExchangeMember], trains: bool = True) -> Operation:
-    labels, keys = ", ".join(f"{member.label} [{member.key:x}]" for member in members), [one.key for one in members]
-    return (
-        Operation(f"a lookup in {labels}", str(keys))
-        if trains
-        else Operation(f"a lookup for no gradient in {labels}", f"~{keys}")
-    )
+def _looking_up(members: Sequence[ExchangeMember], trains: bool) -> Operation:
+    keys, what = [member.key for member in members], "a lookup" if trains else "a lookup for no gradient"
+
+    def said() -> str:
+        return f"{what} in {', '.join(f'{member.label} [{member.key:x}]' for member in members)}"
+
+    return Operation(f"{keys}" if trains else f"~{keys}", said)
 
 
-def _shard_of(member: ExchangeMember) -> Shard:
-    assert isinstance(member.placement, Shard)  # replicas are looked up on their own rank
-    return member.placement
+def _waits_of(brought: Brought) -> dict[str, float | None]:
+    return {str(key): member.waits for key, (member, _) in brought.items()}
 
 
-# A block of gradients from some rank: key, table and block. This rank may not know its table.
-Received = tuple[int, ExchangeMember | None, GradientBlock | None]
+_Parts = tuple[int, ExchangeMember, list[GradientBlock]]  # a table's key, and a block in parts by rank
+# By key: a table, None if this rank does not know it, and its blocks by rank.
+_Tables = dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]]
 
 
-def _letters(brought: Brought, rank: int, ranks: int, own: list[Received]) -> Sequence[Letter]:
-    """Return the message to each rank with the blocks of its rows.
-
-    It has key, rows and words of each block, then the blocks.
-
-    Blocks of this rank's own rows are not sent, but written to `own`.
-    """
-    parts = [
-        (key, member, stages.bring(block, member.placement))
-        for key, (member, blocks) in brought.items()
-        for block in blocks
-    ]
-    own[:] = [(key, member, each[rank].as_received(member.wire)) for key, member, each in parts]
-    return [
-        [] if to == rank else _letter([(key, one.wire, each[to]) for key, one, each in parts]) for to in range(ranks)
-    ]
+def _letter(blocks: Sequence[_Parts], rank: int) -> Letter:
+    """Return the message to a rank: the number of its blocks; key, rows and words of each; the blocks."""
+    head, letter = [len(blocks)], Letter()
+    for key, member, parts in blocks:
+        ids, values = parts[rank].ids, as_sent(parts[rank].values, member.wire)
+        head += [key, len(ids), length([values])]
+        letter += [ids, values]
+    return [np.array(head, np.int64), *letter]
 
 
-def _letter(blocks: Sequence[tuple[int, str, GradientBlock]]) -> Letter:
-    sent = [(key, block.ids, as_sent(block.values, wire)) for key, wire, block in blocks]
-    heads = [[key, len(ids), length([values])] for key, ids, values in sent]
-    head = np.array([len(sent), *(number for each in heads for number in each)], np.int64)
-    return [head, *(array for _, *both in sent for array in both)]
-
-
-def _read(message: np.ndarray, find: Callable[[int], ExchangeMember | None]) -> Iterator[Received]:
+def _read(
+    message: np.ndarray, find: Callable[[int], ExchangeMember | None]
+) -> Iterator[tuple[int, ExchangeMember | None, GradientBlock]]:
     reader = MessageReader(message)
-    heads = reader.ints(3 * int(reader.ints(1)[0])).reshape(-1, 3).tolist()
-    for key, count, words in heads:
-        ids, values, member = reader.ints(count), reader.part(words), find(key)
-        block = None if member is None else GradientBlock(ids, values.sent(count, member.table.dim, member.wire))
-        yield key, member, block
+    heads = iter(reader.ints(3 * int(reader.ints(1)[0])).tolist())
+    for key, count, words in zip(heads, heads, heads, strict=True):
+        ids, member, values = reader.ints(count), find(key), MessageReader(reader.words(words))
+        dim, wire = (0, "float32") if member is None else (member.table.dim, member.wire)
+        yield key, member, GradientBlock(ids, values.sent(count, dim, wire))
 
 
-def _by_key(
-    came: Sequence[Iterable[Received]],
-) -> dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]]:
-    """Return each table and its blocks by rank, sorted by key, so equally on all ranks."""
-    found: dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]] = {}
-    for rank, of_rank in enumerate(came):
-        for key, member, block in of_rank:
-            _, blocks = found.setdefault(key, (member, [[] for _ in came]))
-            blocks[rank] += [] if block is None else [block]
-    return dict(sorted(found.items()))
-
-
-def _check_steps(member: ExchangeMember, steps: np.ndarray) -> None:
+def _check_steps(member: ExchangeMember, steps: list[float]) -> None:
     holder = member.placement.holder if isinstance(member.placement, Shard) else None
-    if holder is None and len(set(steps.tolist())) > 1:  # a rank without rows makes no steps, and counts from its start
+    if holder is None and len(set(steps)) > 1:  # a rank without rows makes no steps, and counts from its start
         raise OtherRankError(
-            f"{member.label} must have made the same steps on all ranks: got {steps.astype(int).tolist()}, by rank. A "
+            f"{member.label} must have made the same steps on all ranks: got {[int(one) for one in steps]}, by rank. A "
             "step was refused on some of them, or not all call step(). Load the last checkpoint on all ranks."
         )

@@ -14,77 +14,80 @@ WORD = np.int32
 Room = Callable[[int], np.ndarray]  # returns memory for n words, int32 (words,)
 
 
-class MessageRows(NamedTuple):
-    """Rows that are written straight into a message.
+class MessageRows:
+    """Rows float32 (n, dim) that are written straight into a message, once it is packed.
 
     Attributes:
-        shape: shape of the rows, which are float32.
-        write: writes the rows to an array.
+        nbytes: their size.
+        out: their memory in the message.
     """
 
-    shape: tuple[int, int]
-    write: Callable[[np.ndarray], object]
+    out: np.ndarray
 
-    @property
-    def nbytes(self) -> int:
-        return 4 * self.shape[0] * self.shape[1]
+    def __init__(self, rows: int, dim: int) -> None:
+        self._shape, self.nbytes = (rows, dim), 4 * rows * dim
+
+    def lie_in(self, memory: np.ndarray) -> None:
+        """Take memory in a message, uint8 (nbytes,)."""
+        self.out = memory.view(np.float32).reshape(self._shape)
 
 
 Part = np.ndarray | MessageRows
 Letter = list[Part]  # an item of a message
 
 
+class Mail(NamedTuple):
+    """Messages to all ranks, one after the other. A rank's message to itself is empty.
+
+    Attributes:
+        flat: all messages, int32 (words,).
+        bounds: where the message to each rank begins in it, and where the last one ends.
+    """
+
+    flat: np.ndarray
+    bounds: list[int]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of the messages in words, by rank."""
+        return [end - start for start, end in itertools.pairwise(self.bounds)]
+
+
 def pack(letter: Sequence[Part]) -> np.ndarray:
     """Pack items into one message, int32 (words,). Arrays of 2-byte elements are padded to whole words."""
-    return pack_all([letter])[0]
+    return pack_all([letter]).flat
 
 
 def length(letter: Sequence[Part]) -> int:
     """Return the length of the packed message, in words."""
-    return sum(-(-part.nbytes // 4) for part in letter)
+    return sum([-(-part.nbytes // 4) for part in letter])
 
 
 def _room(words: int) -> np.ndarray:
     return buffers.empty((words,), WORD)
 
 
-def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room, last: int = -1) -> list[np.ndarray]:
-    """Pack messages into one block of memory, one after the other: see `joined`.
+def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room) -> Mail:
+    """Pack messages into one block of memory, which `room` returns.
 
-    Args:
-        letters: items of each message.
-        room: returns the memory.
-        last: index of the message to place last.
+    Example:
+        >>> pack_all([[np.zeros(3, np.float16)], [], [np.ones(1, np.int64)]]).bounds
+        [0, 2, 2, 4]
     """
-    sizes = [length(letter) for letter in letters]
-    flat, at, messages = room(sum(sizes)), 0, [np.empty(0, WORD)] * len(letters)
-    for place in sorted(range(len(letters)), key=lambda place: place == last % len(letters)):
-        messages[place] = flat[at : at + sizes[place]]
-        at += sizes[place]
-        ends = list(itertools.accumulate((-(-part.nbytes // 4) for part in letters[place]), initial=0))
-        for part, start, end in zip(letters[place], ends[:-1], ends[1:], strict=True):
-            _write(part, messages[place][start:end])
-    return messages
-
-
-def joined(messages: Sequence[np.ndarray]) -> np.ndarray:
-    """Return messages as one array, without a copy if `pack_all` made them."""
-    memory, begin = messages[0].base, messages[0].ctypes.data
-    ends = np.cumsum([0, *(one.nbytes for one in messages)])
-    if isinstance(memory, np.ndarray) and [one.ctypes.data - begin for one in messages] == ends[:-1].tolist():
-        start = begin - memory.ctypes.data
-        return memory.view(np.uint8)[start : start + ends[-1]].view(WORD)
-    return np.concatenate(messages)
-
-
-def _write(part: Part, words: np.ndarray) -> None:
-    if isinstance(part, MessageRows):
-        part.write(words.view(np.float32).reshape(part.shape))
-        return
-    flat = np.ascontiguousarray(part).reshape(-1)
-    if flat.nbytes % 4:
-        flat = np.append(flat, flat.dtype.type(0))
-    words[:] = flat.view(WORD)
+    bounds = [0, *itertools.accumulate(map(length, letters))]
+    flat = room(bounds[-1])
+    memory, at = flat.view(np.uint8), 0
+    for part in itertools.chain.from_iterable(letters):
+        end = at + part.nbytes
+        if type(part) is MessageRows:
+            part.lie_in(memory[at:end])
+        else:
+            memory[at:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        at = end
+        if end % 4:
+            at = end + -end % 4
+            memory[end:at] = 0
+    return Mail(flat, bounds)
 
 
 class MessageReader:
@@ -98,16 +101,12 @@ class MessageReader:
         return self._at == len(self._words)
 
     def ints(self, count: int) -> np.ndarray:
-        """Return the next `count` int64."""
-        return self.words(2 * count).view(np.int64)
+        """Return the next `count` int64, aligned at any offset."""
+        return self.words(2 * count).copy().view(np.int64)
 
     def rows(self, count: int, dim: int) -> np.ndarray:
         """Return the next float32 (count, dim)."""
-        return self._next(count * dim).view(np.float32).reshape(count, dim)  # in words, which are aligned for floats
-
-    def part(self, count: int) -> MessageReader:
-        """Return a reader of the next `count` words."""
-        return MessageReader(self._next(count))
+        return self.words(count * dim).view(np.float32).reshape(count, dim)  # in words, which are aligned for floats
 
     def sent(self, count: int, dim: int, dtype: str) -> np.ndarray:
         """Return the next rows that `as_sent` encoded, float32 (count, dim)."""
@@ -118,9 +117,6 @@ class MessageReader:
 
     def words(self, count: int) -> np.ndarray:
         """Return the next `count` words, int32."""
-        return self._next(count).copy()  # aligned at any offset
-
-    def _next(self, count: int) -> np.ndarray:
         start, self._at = self._at, self._at + count
         return self._words[start : self._at]
 
@@ -151,3 +147,8 @@ def as_sent(rows: np.ndarray, dtype: str) -> np.ndarray:
     kept >>= np.uint32(16)
     kept[np.isnan(rows)] = 0x7FC0  # rounding might turn NaN into a number
     return kept.astype(np.uint16)
+
+
+def as_received(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32 numbers as the receiver of a message gets them, which has them in `dtype`."""
+    return values if dtype == "float32" else decoded(as_sent(values, dtype), dtype)

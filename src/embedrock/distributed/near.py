@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.distributed.messages import WORD, pack_all
+from embedrock.distributed.messages import WORD, Mail
 from embedrock.system.shared_memory import TOKEN, MappedMemory, PipeLine, SharedMemory
 
 ADDRESS = 4  # int64: address of a board
@@ -132,7 +133,7 @@ def waits_here() -> WaitBoard:
     return _waits_of(os.getpid())
 
 
-Gather = Callable[[np.ndarray], Sequence[np.ndarray]]  # gives all ranks an array, returns that of each
+Gather = Callable[[np.ndarray], Any]  # gives all ranks an array, returns that of each
 PATIENCE_S = 1.0  # before a rank checks the state of the awaited rank
 
 
@@ -160,6 +161,7 @@ class NearRanks:
     ) -> None:
         self._rank, self._segments, self._windows, self._current = rank, segments, windows, 0
         self._lines, self._boards = lines, boards
+        self._room = np.empty(0, WORD)
 
     @staticmethod
     def of(rank: int, ranks: int, gather: Gather) -> NearRanks | None:
@@ -218,15 +220,16 @@ class NearRanks:
 
     def room(self, words: int) -> np.ndarray:
         """Return memory for this rank's next messages, int32 (words,)."""
-        return self._segments[self._current].take(4 * words).view(WORD)
+        self._room = self._segments[self._current].take(4 * words).view(WORD)
+        return self._room
 
-    def left(self, messages: Sequence[np.ndarray]) -> np.ndarray:
+    def left(self, mail: Mail) -> np.ndarray:
         """Publish this rank's messages in its memory; return the address for each rank: int64 (ranks, 2)."""
-        segment = self._segments[self._current]
-        if not all(segment.has(message) for message in messages):
-            messages = pack_all([[message.copy()] for message in messages], self.room)
+        if mail.flat is not self._room:
+            self.room(len(mail.flat))[:] = mail.flat
         self._current = 1 - self._current
-        return np.array([[message.ctypes.data - segment.start, message.nbytes] for message in messages], np.int64)
+        parts = itertools.pairwise(mail.bounds)
+        return np.array([(TOKEN + 4 * start, 4 * (end - start)) for start, end in parts], np.int64)
 
     def read(self, notes: np.ndarray) -> list[np.ndarray]:
         """Return the message from each rank by its address: int32 (words,), valid until the next exchange."""

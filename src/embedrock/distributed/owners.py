@@ -12,12 +12,13 @@ these ranges nest or overlap by neighbours.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.plan import Plan, by_owner, make_plan, owned, plan_by_owner
+from embedrock.batch.plan import Plan, by_owner, make_plan, moved, owned
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -37,20 +38,35 @@ class Split(NamedTuple):
     """Positions of a batch by destination rank.
 
     Attributes:
-        order: int64 (n,), positions grouped by rank, in order of occurrence; None: positions are grouped already.
-        bounds: int64 (ranks + 1,), where the positions of each rank begin in `order`.
+        order: int32 (n,), positions grouped by rank, in order of occurrence; None: positions are grouped already.
+        bounds: where the positions of each rank begin in `order`, and where the last ones end.
     """
 
     order: np.ndarray | None
-    bounds: np.ndarray
+    bounds: list[int]
+
+    @property
+    def counts(self) -> list[int]:
+        return [end - start for start, end in itertools.pairwise(self.bounds)]
 
     @property
     def places(self) -> list[Any]:
         """The positions of each rank, as an index."""
-        if self.order is not None:
-            return np.split(self.order, self.bounds[1:-1])
-        bounds = self.bounds.tolist()
-        return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+        own = [slice(start, end) for start, end in itertools.pairwise(self.bounds)]
+        return own if self.order is None else [self.order[each] for each in own]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPlan(Plan):
+    """The plan of a batch for rows that ranks share.
+
+    Attributes:
+        split: the rows by owner.
+        fetch: returns the plan's rows from their owners, float32 (unique, dim).
+    """
+
+    split: Split = Split(None, [0])  # noqa: RUF009  # immutable
+    fetch: Callable[[SharedPlan], np.ndarray] | None = None
 
 
 class Shard(NamedTuple):
@@ -80,10 +96,6 @@ class Shard(NamedTuple):
             return np.full(len(ids), self.holder == self.rank)
         return owned(ids, self.rank, self.ranks)
 
-    def destinations(self, ids: np.ndarray) -> Sequence[Any]:
-        """Return for each rank the positions of ids, int64 (n,), to send to it: an index."""
-        return self.split(ids).places
-
     def total(self, squares: np.ndarray) -> float:
         """Sum the square norms of all ranks, float64 (ranks,)."""
         return float(sum(squares.tolist()))  # in the order of the ranks
@@ -91,15 +103,15 @@ class Shard(NamedTuple):
     def split(self, ids: np.ndarray) -> Split:
         """Split the positions of ids, int64 (n,), by owner."""
         if self.holder is not None:
-            return Split(None, len(ids) * (np.arange(self.ranks + 1) > self.holder))
-        places, moved, bounds = by_owner(ids, np.empty(0, np.int32), self.ranks)
-        if np.array_equal(moved, ids):  # as `plan_by_owner` leaves them
-            return Split(None, bounds)
-        return Split(np.argsort(places), bounds)
+            return Split(None, [len(ids) * (rank > self.holder) for rank in range(self.ranks + 1)])
+        return Split(*by_owner(ids, self.ranks))
 
-    def plan(self, ids: np.ndarray) -> Plan:
+    def plan(self, ids: np.ndarray, fetch: Callable[[SharedPlan], np.ndarray] | None = None) -> SharedPlan:
         """Plan a batch of ids, with the ids of one owner together."""
-        return make_plan(ids) if self.holder is not None else plan_by_owner(ids, self.ranks)
+        plan = make_plan(ids)
+        order, bounds = self.split(plan.ids)
+        arrays = (plan.ids, plan.inverse, plan.starts, plan.order) if order is None else moved(plan, order)
+        return SharedPlan(plan.shape, *arrays, split=Split(None, bounds), fetch=fetch)
 
 
 class Replica(NamedTuple):
@@ -113,9 +125,8 @@ class Replica(NamedTuple):
     rank: int
     ranks: int
 
-    def destinations(self, ids: np.ndarray) -> Sequence[Any]:
-        """Return for each rank the positions of ids to send to it: all of them."""
-        return [slice(None)] * self.ranks
+    def split(self, ids: np.ndarray) -> None:
+        """Return nothing to split by: each rank gets all positions."""
 
     def total(self, squares: np.ndarray) -> float:
         """Return the square norm of all rows, which is the same on each rank."""

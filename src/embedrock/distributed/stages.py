@@ -1,8 +1,8 @@
 """Stages of an exchange: requests, replies and sums of ranks, as pure functions of arrays.
 
-A lookup is `ask`, an exchange, `serve`, an exchange, and `receive`. Gradients travel as *blocks*: the gradients of one
-backward on one rank, summed by row there. Owners add blocks with `fold`, in the order of backwards and ranks. So the
-same sequence of blocks gives the same bits on any number of ranks.
+A lookup is `ask`, an exchange, `asked` and `serve`, an exchange, and `receive`. Gradients travel as *blocks*: the
+gradients of one backward on one rank, summed by row there. Owners add blocks with `fold`, in the order of backwards and
+ranks. So the same sequence of blocks gives the same bits on any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.distributed.messages import Letter, MessageReader, MessageRows, Part, as_sent, decoded, words_of
+from embedrock.distributed.messages import Letter, MessageReader, MessageRows, as_received, as_sent, words_of
 from embedrock.distributed.owners import Placement, Split
 from embedrock.system.buffers import buffers
 from embedrock.table.table import Table
@@ -27,27 +27,50 @@ class RowSource(NamedTuple):
 
     Attributes:
         table: the table.
+        dim: its number of columns.
+        sent_as: dtype of its rows in messages.
         wire: dtype of float32 numbers in messages.
     """
 
     table: Table
-    wire: str = "float32"
+    dim: int
+    sent_as: str
+    wire: str
 
-    @property
-    def sent_as(self) -> str:
-        dtype = self.table.spec.dtype
-        return self.wire if dtype == "float32" else dtype
+    @staticmethod
+    def of(table: Table, wire: str = "float32") -> RowSource:
+        spec = table.spec
+        return RowSource(table, spec.dim, wire if spec.dtype == "float32" else spec.dtype, wire)
+
+    def words(self, rows: int) -> int:
+        """Return the size of rows in words."""
+        return words_of(rows * self.dim, self.sent_as)
+
+    def read(self, plan: Plan, outs: Sequence[MessageRows]) -> None:
+        """Write the rows of a plan's positions, rank by rank."""
+        self.table.read_parts(plan, [rows.out for rows in outs])
+
+    def encoded(self, plan: Plan, outs: Sequence[MessageRows], own: int) -> list[np.ndarray]:
+        """Return the rows for each rank in 16 bits. The rank's own go to their place."""
+        rows = [np.empty((out.nbytes // (4 * self.dim), self.dim), np.float32) for out in outs]
+        self.table.read_parts(plan, rows)
+        if own >= 0:
+            outs[own].out[:] = as_received(rows[own], self.wire)
+        return [as_sent(each, self.sent_as) for each in rows]
 
 
 class GradientBlock(NamedTuple):
-    """Gradients of rows that came from one rank: ids int64 (n,), values float32 (n, dim)."""
+    """Gradients of rows that came from one rank.
+
+    Attributes:
+        ids: int64 (n,).
+        values: float32 (n, dim).
+        split: the rows by owner, if known.
+    """
 
     ids: np.ndarray
     values: np.ndarray
-
-    def as_received(self, wire: str) -> GradientBlock:
-        """Return the block as the receiver of a message with numbers in dtype `wire` gets it."""
-        return self if wire == "float32" else self._replace(values=decoded(as_sent(self.values, wire), wire))
+    split: Split | None = None
 
 
 # ---------------------------------------------------------------- lookups
@@ -60,8 +83,9 @@ def ask(wanted: Sequence[np.ndarray], splits: Sequence[Split]) -> list[Letter]:
         wanted: unique ids by table.
         splits: the ids of each table, split by owner.
     """
-    by_table = [[ids[places] for places in split.places] for ids, split in zip(wanted, splits, strict=True)]
-    return [[np.array([len(ids) for ids in parts], np.int64), *parts] for parts in zip(*by_table, strict=True)]
+    counts = np.array([split.counts for split in splits], np.int64)
+    parts = [[ids[places] for places in split.places] for ids, split in zip(wanted, splits, strict=True)]
+    return [[own, *of_rank] for own, *of_rank in zip(counts.T, *parts, strict=True)]
 
 
 def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
@@ -70,43 +94,52 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
-def serve(message: np.ndarray, sources: Sequence[RowSource]) -> Letter:
-    """Return a message with the requested rows."""
-    parts = zip(asked(message, len(sources)), sources, strict=True)
-    return [_served(ids, source) for ids, source in parts]
+class Reply(NamedTuple):
+    """Rows for all ranks.
+
+    Attributes:
+        letters: the message to each rank.
+        plans: by table, the plan of what all ranks request, in the order of ranks.
+        fill: writes the rows into the packed messages.
+    """
+
+    letters: list[Letter]
+    plans: list[Plan]
+    fill: Callable[[], None]
 
 
-def _served(ids: np.ndarray, source: RowSource) -> Part:
-    if source.sent_as == "float32":
-        return MessageRows((len(ids), source.table.dim), partial(source.table.lookup, ids))
-    return as_sent(source.table.lookup(ids), source.sent_as)
-
-
-def served_words(counts: Sequence[int], sources: Sequence[RowSource]) -> int:
-    """Return the length in words of a `serve` message, by the number of rows of each table."""
-    return sum(words_of(count * one.table.dim, one.sent_as) for count, one in zip(counts, sources, strict=True))
-
-
-def rows_here(
-    message: np.ndarray, rank: int, splits: Sequence[Split], sources: Sequence[RowSource]
-) -> list[np.ndarray]:
-    """Return arrays for all requested rows, float32 (n, dim) by table, with this rank's own rows filled in.
+def serve(
+    asked: Sequence[Sequence[np.ndarray]], sources: Sequence[RowSource], own: int = -1, here: Sequence[np.ndarray] = ()
+) -> Reply:
+    """Return the rows that all ranks request.
 
     Args:
-        message: this rank's request to itself.
-        rank: this rank.
-        splits: the requested ids, split by owner.
+        asked: by rank, ids of each table.
         sources: the tables.
+        own: this rank, which gets no message.
+        here: memory for its rows instead, float32 (n, dim) by table. They are rounded as if they were sent.
     """
-    found = []
-    for ids, split, source in zip(asked(message, len(sources)), splits, sources, strict=True):
-        rows = buffers.empty((int(split.bounds[-1]), source.table.dim), np.float32)
-        if split.order is None and source.wire == "float32":
-            source.table.lookup(ids, rows[split.places[rank]])
+    letters, plans, reads = [Letter() for _ in asked], list[Plan](), list[Callable[[], None]]()
+    for k, source in enumerate(sources):
+        parts = [of_rank[k] for of_rank in asked]
+        plans.append(source.table.plan(np.concatenate(parts)))
+        outs = [MessageRows(len(ids), source.dim) for ids in parts]
+        if own >= 0:
+            outs[own].out = here[k]
+        if source.sent_as == "float32":
+            reads.append(partial(source.read, plans[k], outs))
+            sent = outs
         else:
-            rows[split.places[rank]] = GradientBlock(ids, source.table.lookup(ids)).as_received(source.wire).values
-        found.append(rows)
-    return found
+            sent = source.encoded(plans[k], outs, own)
+        for to, part in enumerate(sent):
+            if to != own:
+                letters[to].append(part)
+
+    def fill() -> None:
+        for read in reads:
+            read()
+
+    return Reply(letters, plans, fill)
 
 
 def receive(
@@ -116,35 +149,43 @@ def receive(
     found: Sequence[np.ndarray],
 ) -> None:
     """Write the rows that each rank served to `found`, float32 (n, dim) by table."""
-    readers = {rank: MessageReader(message) for rank, message in messages.items()}
+    readers = [(rank, MessageReader(message)) for rank, message in messages.items()]
     for split, source, rows in zip(splits, sources, found, strict=True):
-        places, counts = split.places, np.diff(split.bounds).tolist()
-        for rank, reader in readers.items():
-            rows[places[rank]] = reader.sent(counts[rank], source.table.dim, source.sent_as)
+        places, counts = split.places, split.counts
+        for rank, reader in readers:
+            rows[places[rank]] = reader.sent(counts[rank], source.dim, source.sent_as)
 
 
 # ---------------------------------------------------------------- gradients
 
 
-def bring(block: GradientBlock, placement: Placement) -> list[GradientBlock]:
-    """Split a block by destination rank."""
-    return [GradientBlock(block.ids[part], block.values[part]) for part in placement.destinations(block.ids)]
+def bring(block: GradientBlock, placement: Placement, wire: str = "float32") -> list[GradientBlock]:
+    """Return the part of a block for each rank. This rank's own is rounded as if it were sent."""
+    split = placement.split(block.ids) if block.split is None else block.split
+    if split is None:
+        return [block] * placement.ranks
+    parts = [GradientBlock(block.ids[own], block.values[own]) for own in split.places]
+    if wire != "float32":
+        own = parts[placement.rank]
+        parts[placement.rank] = own._replace(values=as_received(own.values, wire))
+    return parts
 
 
-def fold(blocks: Sequence[GradientBlock], plan: Callable[[np.ndarray], Plan] = make_plan) -> RowGradients:
+def fold(blocks: Sequence[GradientBlock], plan: Callable[[Sequence[np.ndarray]], Plan] | None = None) -> RowGradients:
     """Return the sum of blocks, added one after the other, in order.
 
     Args:
         blocks: at least one.
-        plan: makes the plan of all their ids.
+        plan: makes the plan of all their ids, one block after the other.
     """
-    ids = np.concatenate([block.ids for block in blocks])
-    values = buffers.empty((len(ids), blocks[0].values.shape[1]), np.float32)
-    return RowGradients.sum(plan(ids), np.concatenate([block.values for block in blocks], out=values))
+    ids = [block.ids for block in blocks]
+    made = make_plan(np.concatenate(ids)) if plan is None else plan(ids)
+    values = buffers.empty((len(made.inverse), blocks[0].values.shape[1]), np.float32)
+    return RowGradients.sum(made, np.concatenate([block.values for block in blocks], out=values))
 
 
 def fold_positions(
-    ranks: Sequence[Sequence[GradientBlock]], plan: Callable[[np.ndarray], Plan] = make_plan
+    ranks: Sequence[Sequence[GradientBlock]], plan: Callable[[Sequence[np.ndarray]], Plan] | None = None
 ) -> RowGradients:
     """Sum gradients of all ranks by position, as one process sums those of one batch.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.distributed.messages import Letter, MessageReader, pack
+from embedrock.distributed.messages import Letter, MessageReader, length, pack_all
 from embedrock.errors import (
     MemoryBudgetError,
     NonFiniteGradientError,
@@ -21,8 +21,8 @@ from embedrock.errors import (
 
 def addressed(letters: Sequence[Letter]) -> np.ndarray:
     """Pack the messages to all ranks into one message that all receive. `taken` extracts a rank's own."""
-    parts = [pack(letter) for letter in letters]
-    return pack([np.array([len(part) for part in parts], np.int64), *parts])
+    sizes = np.array([*map(length, letters)], np.int64)
+    return pack_all([[sizes], *letters]).flat
 
 
 def taken(messages: np.ndarray, rank: int, ranks: int) -> list[np.ndarray]:
@@ -61,17 +61,20 @@ class UnevenRanks:
         self.settle()
         self.is_on = True
 
-    def announce(self, op: Op) -> None:
-        """Announce the next operation of this rank. If this rank has left, wait first until all have left.
+    def announce(self, make: Callable[[], Op]) -> None:
+        """Announce the next operation of this rank, which `make` returns, if operations are announced.
+
+        If this rank has left, wait first until all have left.
 
         Raises:
             OtherRankError: other ranks are at another operation, or one has failed.
         """
-        if threading.current_thread() is self._thread:  # runs what was announced
-            return
-        self.settle()
+        if self._thread is not None:
+            if threading.current_thread() is self._thread:  # runs what was announced
+                return
+            self.settle()
         if self.is_on:
-            self._announced(op)
+            self._announced(make())
 
     def leave(self, take_part: Callable[[Sequence[Op]], None], end: Callable[[], None]) -> None:
         """Take part in the operations that the others announce, in a thread, until all ranks have left.

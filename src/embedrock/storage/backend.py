@@ -80,6 +80,8 @@ class Backend(ABC):
         history: the rule's memory of past steps, to which records may refer.
         epoch: number that changes when slots do.
         evicts: records may leave their slots for files. So a row without a slot may have a record.
+        base: key of id 0 in `pool`.
+        number: of its range of keys there.
         is_shared: it is a pool, of all tables with the same record layout. Each has a range of its keys.
         parts: key ranges of a group's tables, by number; None for a table alone.
         batch_rows: rows that fit the backend at once.
@@ -87,6 +89,7 @@ class Backend(ABC):
     """
 
     evicts = is_shared = False
+    base = number = 0
     parts: dict[int, Any] | None = None
     batch_rows = sys.maxsize
     base = 0
@@ -217,9 +220,17 @@ class Backend(ABC):
         records = [np.empty((0, self.spec.record_bytes), np.uint8), *(records for _, records in batches)]
         return np.concatenate(ids), np.concatenate(records)
 
-    def beneath(self, ids: np.ndarray) -> tuple[Backend, np.ndarray]:
-        """Return the backend that holds the records, and its keys of ids. Tables of one pool share that backend."""
-        return self, ids
+    @property
+    def pool(self) -> Backend:
+        """Return the backend that holds the records. Tables of one pool share it."""
+        return self
+
+    def keys(self, ids: np.ndarray) -> np.ndarray:
+        """Return the keys of ids in `pool`."""
+        return ids
+
+    def admitted(self, rows: int) -> None:  # noqa: B027
+        """Count records that `pool` has made (below 0: deleted) for this table."""
 
     def begin_bring(self) -> None:  # noqa: B027
         """Announce a call of `bring_ahead`, so that files stay open for it. Caller holds the table lock."""

@@ -106,9 +106,9 @@ class RecordPools(ABC):
 
 
 class NewRows(NamedTuple):
-    """Number of records to make in a key range."""
+    """Number of records to make in the backend of a table."""
 
-    part: RecordRange
+    part: Backend
     rows: int
 
 
@@ -136,7 +136,7 @@ class RecordRange(Backend):
 
     Attributes:
         base: key of id 0.
-        count: number of records. Code that makes records for several ranges at once sets it.
+        count: number of records.
     """
 
     arena: Any = property(operator.attrgetter("pool.arena"))
@@ -145,6 +145,8 @@ class RecordRange(Backend):
     epoch: Any = property(operator.attrgetter("pool.epoch"))
     placement: Any = property(operator.attrgetter("pool.placement"))
     used_slots: Any = property(operator.attrgetter("pool.used_slots"))
+
+    pool: Any = None
 
     def __init__(self, spec: Spec, pool: Any, number: int, room: RecordPools, subject: str) -> None:
         self.spec, self.pool, self.number, self.subject = spec, pool, number, subject
@@ -182,6 +184,9 @@ class RecordRange(Backend):
     def count(self, count: int) -> None:
         self._count = count
 
+    def admitted(self, rows: int) -> None:
+        self._count += rows
+
     @property
     def index(self) -> SlotIndex:
         return self.pool.index
@@ -202,9 +207,6 @@ class RecordRange(Backend):
         if self.evicts:
             return self.pool.make_room(self.keys(ids), slots, leaving)
         return super().make_room(ids, slots, leaving)
-
-    def beneath(self, ids: np.ndarray) -> tuple[Backend, np.ndarray]:
-        return self.pool, self.keys(ids)
 
     def check_room(self, more: int) -> None:
         if more:
@@ -273,6 +275,13 @@ class RamOfTable(RecordPools):
 
     def part(self, spec: Spec, subject: str) -> RamBackend:
         return RamBackend(spec, place(spec, self._memory, self._directory, subject), subject)
+
+    def has_room(self, new: Sequence[NewRows]) -> bool:
+        return all(part.has_room(rows) for part, rows in new)
+
+    def check_room(self, new: Sequence[NewRows]) -> None:
+        for part, rows in new:
+            part.check_room(rows)
 
     def grown(self, tier: RamBackend, spec: Spec, subject: str) -> RamBackend:
         return tier.grown(spec, place(spec, self._memory, self._directory, subject))

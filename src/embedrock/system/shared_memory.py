@@ -39,15 +39,6 @@ class SharedMemory:
         """Return the address for other processes: the ids of this process and of the open file."""
         return os.getpid(), self._fd
 
-    @property
-    def start(self) -> int:
-        """Return the address of the first byte in this process."""
-        return self._memory.ctypes.data
-
-    def has(self, array: np.ndarray) -> bool:
-        """Return whether an array lies in this memory."""
-        return self.start <= array.ctypes.data <= self.start + len(self._memory) - array.nbytes
-
     def take(self, nbytes: int) -> np.ndarray:
         """Return `nbytes` bytes of it, uint8 (nbytes,), of unknown content, in place of the bytes of the last call.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -15,16 +16,14 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids, check_range
 from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
 from embedrock.batch.pooling import ALONE, ONES, Bags, PooledSource, places_of
-from embedrock.errors import CacheTooSmallError, check_choice
+from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
-from embedrock.storage.record_pools import RecordRange
-from embedrock.storage.records import Records
+from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
-from embedrock.system.spans import span
-from embedrock.table.reading import unrecorded
-from embedrock.table.rows import TableState, part_of
-from embedrock.table.stepping import keys_of
+from embedrock.system.spans import spanned
+from embedrock.table import reading
+from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
 
 MODES = ("sum", "mean", "max")
@@ -36,7 +35,7 @@ class BatchFeature(NamedTuple):
 
     Attributes:
         table: a member of the group.
-        ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size.
+        ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size, or (bags,) if that is 1.
         offsets: int64 (bags + 1,), from 0 to n: the bounds of the bags of ids (n,).
         weights: float32, one per id: factors of the rows in sums of bags.
         mode: of bags: "sum", "mean" or "max"; None: no bags.
@@ -64,30 +63,30 @@ class PoolLayout:
     """The part of a batch's layout that depends only on its features, for tables of one pool. Cached between batches.
 
     Attributes:
-        pool: of the tables.
+        dim: of the tables.
         kind: see `BatchFeature.kind`.
         tables: each once, in the order of their positions in plans.
         rows: states of the tables.
-        parts: key ranges of their records.
+        parts: backends of the tables, which may go meanwhile.
         paddings: of each table, the id whose row gets no gradient; None for none, and for bags, which leave it out.
         numbers: of the features, in the order of their positions.
         own: int64 (tables + 1,), bounds of each table's features in `numbers`.
         modes: consecutive features of the same mode: the mode, and the bounds of the features.
         skips: some bags have a padding id.
-        bases: int64 (tables,), the pool's keys of their ids 0.
+        has_padding: some table has one in `paddings`.
     """
 
-    pool: Backend
+    dim: int
     kind: str
     tables: list[Table]
     rows: list[TableState]
-    parts: list[RecordRange]
+    parts: list[weakref.ref[Backend]]
     paddings: list[int | None]
     numbers: list[int]
     own: np.ndarray
     modes: list[tuple[str | None, int, int]]
     skips: bool
-    bases: np.ndarray
+    has_padding: bool
     _layout: FeatureLayout | None = None
     _described: tuple[list[int | None], np.ndarray] | None = None
 
@@ -95,15 +94,19 @@ class PoolLayout:
         """Return the tables as `plan_tables` takes them."""
         rows = [rows.spec.rows for rows in self.rows]
         if self._described is None or self._described[0] != rows:
+            bases = [each.tier.base for each in self.rows]
             low, end = zip(*map(wrong_ids.bounds, rows), strict=True)
-            columns = self.own[:-1], self.own[1:], low, [each - 1 for each in end], self.bases
+            columns = self.own[:-1], self.own[1:], low, [each - 1 for each in end], bases
             self._described = rows, np.array(columns, np.int64).T.copy()
         return self._described[1]
 
     @property
     def is_current(self) -> bool:
-        """Return whether the tables' records are still in the planned key ranges."""
-        return [rows.tier for rows in self.rows] == self.parts
+        """Return whether the tables still have these backends."""
+        for rows, part in zip(self.rows, self.parts, strict=True):
+            if rows.process != forks.process or part() is not rows.backend:
+                return [rows.tier for rows in self.rows] == [part() for part in self.parts]
+        return self.rows[0].tier is not None  # or it raises why no table can be used
 
     @property
     def lags(self) -> bool:
@@ -118,7 +121,7 @@ class PoolLayout:
             return known
         positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
         if self.kind != "rows":
-            begins = [np.arange(len(f.ids)) * f.ids.shape[1] if f.offsets is None else f.offsets[:-1] for f in features]
+            begins = [_begins(f.ids) if f.offsets is None else f.offsets[:-1] for f in features]
             bags = bounds_of([len(each) for each in begins])
             offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
         own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets
@@ -127,6 +130,18 @@ class PoolLayout:
 
 
 PoolLayouts = dict[tuple[Any, ...], list[PoolLayout]]  # of a group's batches, cached by their features
+
+
+class Lines(NamedTuple):
+    """Outputs of features as parts of one array.
+
+    Attributes:
+        counts: lines of each feature's output.
+        shape: of the array, except for `dim`.
+    """
+
+    counts: list[int]
+    shape: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -150,6 +165,19 @@ class FeatureLayout:
     bags: np.ndarray
     offsets: np.ndarray
 
+    @forks.cached_property
+    def lines(self) -> Lines | None:
+        """The lines of the outputs, feature after feature; None if rows of ids have several forms."""
+        if len(self.bags):
+            counts = np.diff(self.bags).tolist()
+            return Lines(counts, (sum(counts),))
+        rests = {shape[1:] if shape else None for shape in self.shapes}
+        rest = rests.pop()
+        if rests or rest is None:
+            return None
+        counts = [shape[0] for shape in self.shapes]
+        return Lines(counts, (sum(counts), *rest))
+
     @property
     def items(self) -> np.ndarray:
         return self.bags if len(self.bags) else self.positions
@@ -170,7 +198,6 @@ class PoolPlan:
         route: the pool's layout.
         layout: positions of the features.
         plan: of all their ids.
-        slots: int64 (unique,), of the rows, as of `epoch`; -1 for none.
         weights: float32 (n,) of the positions; None for ones.
         kept: of bags with padding, the positions of a feature that are in the plan, bool; None: all.
     """
@@ -178,22 +205,8 @@ class PoolPlan:
     route: PoolLayout
     layout: FeatureLayout
     plan: Plan
-    slots: np.ndarray
-    epoch: int
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
-
-    @property
-    def current(self) -> Plan:
-        """Return the plan with the present slots."""
-        if self.slots is self.plan.slots:
-            return self.plan
-        return replace(self.plan, slots=self.slots, missing=int(np.count_nonzero(self.slots < 0)), epoch=self.epoch)
-
-    def keys(self) -> np.ndarray:
-        """Return the pool's keys of the rows."""
-        rows = self.plan.rows
-        return self.plan.ids + self.route.bases.repeat(rows[1:] - rows[:-1])
 
     def places(self, array: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
         """Return where the rows of its features are: see `pooling.places_of`.
@@ -225,12 +238,14 @@ class GroupPlan:
     Attributes:
         features: of the batch.
         shares: one plan for each pool and kind.
-        routes: layouts of the group.
+        routes: layouts of such batches.
+        table_lock: of the tables.
     """
 
     features: Sequence[BatchFeature]
     shares: list[PoolPlan]
     routes: PoolLayouts
+    table_lock: TableLock
 
     @property
     def tables(self) -> list[Table]:
@@ -264,6 +279,17 @@ class PoolLookup:
     def nbytes(self) -> int:
         return sum(share.plan.nbytes for share in self.batch.shares)
 
+    def parts(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
+        """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
+        for share, array in zip(self.batch.shares, self.arrays, strict=True):
+            lines = share.layout.lines
+            if lines is not None:
+                yield share.route.numbers, array.reshape(*lines.shape, array.shape[-1]), lines.counts
+                continue
+            for number, start, stop in share.spans(share.layout.positions):
+                shape = *self.batch.features[number].ids.shape, share.route.dim
+                yield (number,), array[start:stop].reshape(shape), [shape[0]]
+
     @property
     def outputs(self) -> list[np.ndarray]:
         """Output of each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
@@ -274,33 +300,50 @@ class PoolLookup:
             for number, start, stop in share.spans(share.layout.items):
                 own = array[start:stop]
                 if share.route.kind == "rows":
-                    own = own.reshape(*self.batch.features[number].ids.shape, share.route.pool.spec.dim)
+                    own = own.reshape(*self.batch.features[number].ids.shape, share.route.dim)
                 found[number] = own
         return [found[number] for number in range(len(found))]
-
-    def places(self, number: int) -> np.ndarray:
-        """Return where the outputs of a pool plan are: see `pooling.places_of`."""
-        share, array = self.batch.shares[number], self.arrays[0 if self.side_by_side else number]
-        return share.places(array, self.batch.columns if self.side_by_side else None)
 
 
 # -------------------------------------------------------------------- plans
 
 
-def plan(features: Sequence[BatchFeature], routes: PoolLayouts) -> GroupPlan:
-    """Plan a batch. Caller holds the group's table lock; a step may be running.
+def plan(features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
+    """Plan a batch of tables with one lock: of a group, or a table alone. The last step may still be running.
+
+    Args:
+        features: of the batch.
+        routes: layouts of earlier batches, which the caller keeps.
+        table_lock: of the tables.
 
     Raises:
         IdError, IdTypeError: as for `Table.lookup`.
     """
-    given = [_given(feature) for feature in features]
+    with table_lock.lock:  # not exclusively: a step moves no record
+        return _planned([_given(feature) for feature in features], routes, table_lock)
+
+
+def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
     key = tuple([(feature.table, feature.mode, feature.padding) for feature in given])
     found = routes.get(key)
     if found is None or not all(route.is_current for route in found):
         if len(routes) >= MOST_ROUTES:
             routes.clear()
         found = routes[key] = _routes(given)
-    return GroupPlan(given, [_share(route, given) for route in found], routes)
+    for route in found:
+        for rows in route.rows:
+            if rows.executor is not None:
+                rows.check()
+            if rows.owns is not None:
+                _check_owned(rows, given)
+    return GroupPlan(given, [_share(route, given) for route in found], routes, table_lock)
+
+
+def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
+    assert rows.owns is not None
+    for feature in features:
+        if rows_of(feature.table) is rows:
+            check_owned(feature.ids, rows.owns, rows.subject)
 
 
 def _given(feature: BatchFeature) -> BatchFeature:
@@ -316,16 +359,16 @@ def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
     kinds: dict[tuple[Backend, str, int], dict[Table, list[int]]] = {}
     paddings: dict[Table, list[int | None]] = {}
     for number, feature in enumerate(features):
-        pool, known = part_of(rows_of(feature.table)).pool, paddings.setdefault(feature.table, [])
+        pool, known = rows_of(feature.table).tier.pool, paddings.setdefault(feature.table, [])
         if feature.kind == "rows" and feature.padding not in known:
             known.append(feature.padding)
         # The padding row of one feature may get gradients from another feature of the same table.
         level = known.index(feature.padding) if feature.kind == "rows" else 0
         kinds.setdefault((pool, feature.kind, level), {}).setdefault(feature.table, []).append(number)
-    return [_route(pool, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
+    return [_route(pool.spec.dim, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
 
 
-def _route(pool: Backend, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
+def _route(dim: int, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
     numbers = [number for own in asked.values() for number in own]
     rows = [rows_of(table) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
@@ -334,9 +377,9 @@ def _route(pool: Backend, kind: str, features: Sequence[BatchFeature], asked: di
         modes.append((mode, start, start := start + len(list(alike))))
     skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
     own = bounds_of([len(each) for each in asked.values()])
-    parts = [*map(part_of, rows)]
-    bases = np.array([part.base for part in parts])
-    return PoolLayout(pool, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, bases)
+    parts = [weakref.ref(each.tier) for each in rows]
+    has_padding = any(padding is not None for padding in paddings)
+    return PoolLayout(dim, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, has_padding)
 
 
 def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
@@ -345,12 +388,12 @@ def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
     if route.skips:
         left = [_without_padding(feature) for feature in own]
         own, kept = [feature for feature, _ in left], [each for _, each in left]
-    layout, tier = route.layout(own), route.pool
+    layout, tier = route.layout(own), route.rows[0].tier
     ids = [feature.ids for feature in own]
     made = plan_tables(sources_of(ids), route.described(), layout.tables, tier.index, tier.epoch)
     if made is None:
         _refuse(own)
-    return PoolPlan(route, layout, made, made.slots, tier.epoch, _weights(own), kept)
+    return PoolPlan(route, layout, made, _weights(own), kept)
 
 
 _NONE = np.empty(0, np.int64)
@@ -363,6 +406,11 @@ def _refuse(features: Sequence[BatchFeature]) -> NoReturn:
     raise AssertionError("all ids are inside")
 
 
+def _begins(ids: np.ndarray) -> np.ndarray:
+    """Return the start of each bag of ids without offsets: (bags,), or (bags, n)."""
+    return np.arange(len(ids)) * (ids.shape[1] if ids.ndim > 1 else 1)
+
+
 def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | None]:
     """Return a feature of bags without padding ids, and a mask of the remaining positions; None: all."""
     ids, offsets = feature.ids, feature.offsets
@@ -370,7 +418,7 @@ def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | 
     if feature.padding is None or is_kept.all():
         return feature, None
     if offsets is None:
-        offsets = np.arange(len(ids) + 1) * ids.shape[1]
+        offsets = np.append(_begins(ids), ids.size)
     weights = None if feature.weights is None else feature.weights[is_kept]
     changed = {"ids": ids.reshape(-1)[is_kept], "offsets": bounds_of(is_kept)[offsets], "weights": weights}
     return feature._replace(**changed), is_kept
@@ -391,47 +439,26 @@ def _checked(feature: BatchFeature) -> np.ndarray:
     return check_ids(feature.ids, feature.table.rows, feature.table.subject)
 
 
-def look_up(features: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
+def look_up(features: Sequence[BatchFeature]) -> list[np.ndarray]:
     """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature: one of each table, without bags.
 
     Caller holds the table lock exclusively.
     """
     checked = [feature._replace(ids=_checked(feature)) for feature in features]
-    pools: dict[Backend | None, list[int]] = {}
+    pools: dict[Backend, list[int]] = {}
     for number, feature in enumerate(checked):
         rows = rows_of(feature.table)
         rows.check()
-        pools.setdefault(None if rows.lags else part_of(rows).pool, []).append(number)
+        pools.setdefault(rows.tier.pool, []).append(number)
     found: dict[int, np.ndarray] = {}
     for pool, numbers in pools.items():
-        asked = [checked[number] for number in numbers]
-        if pool is None:
-            read_rows = read(plan(asked, routes), for_weights=False).outputs
-        else:
-            read_rows = _looked_up(pool, asked, routes)
-        found |= dict(zip(numbers, read_rows, strict=True))
+        flat = [checked[number].ids.reshape(-1) for number in numbers]
+        bounds = bounds_of([ids.size for ids in flat]).tolist()
+        out = buffers.empty((bounds[-1], pool.spec.dim), np.float32)
+        reading.look_up([rows_of(checked[number].table) for number in numbers], flat, out)
+        for number, start, stop in zip(numbers, bounds[:-1], bounds[1:], strict=True):
+            found[number] = out[start:stop].reshape(*checked[number].ids.shape, pool.spec.dim)
     return [found[number] for number in range(len(checked))]
-
-
-def _looked_up(pool: Backend, asked: Sequence[BatchFeature], routes: PoolLayouts) -> list[np.ndarray]:
-    flat = [np.asarray(feature.ids).reshape(-1) for feature in asked]
-    cuts = bounds_of([ids.size for ids in flat])[1:-1]
-    keys = keys_of([(part_of(rows_of(feature.table)), ids) for feature, ids in zip(asked, flat, strict=True)])
-    out = buffers.empty((len(keys), pool.spec.dim), np.float32)
-    missing = pool.look_up(keys, np.arange(len(keys), dtype=np.int32), out) < 0
-    if missing.any():
-        absent = [ids[own] for ids, own in zip(flat, np.split(missing, cuts), strict=True)]
-        out[missing] = _absent(pool, [feature.table for feature in asked], absent, routes)
-    parts = zip(asked, np.split(out, cuts), strict=True)
-    return [own.reshape(*np.shape(feature.ids), pool.spec.dim) for feature, own in parts]
-
-
-def _absent(pool: Backend, tables: Sequence[Table], ids: Sequence[np.ndarray], routes: PoolLayouts) -> np.ndarray:
-    """Return the rows of ids that are not in RAM, those of all tables: float32 (n, dim)."""
-    pairs = zip(tables, ids, strict=True)
-    if not pool.evicts:
-        return np.concatenate([unrecorded(rows_of(table), own) for table, own in pairs])
-    return read(plan([BatchFeature(table, own) for table, own in pairs], routes), for_weights=False).arrays[0]
 
 
 def unread(batch: GroupPlan) -> PoolLookup:
@@ -439,26 +466,37 @@ def unread(batch: GroupPlan) -> PoolLookup:
     return PoolLookup(batch, traces=[ONES] * len(batch.shares))
 
 
-def read(batch: GroupPlan, for_weights: bool, side_by_side: bool = False) -> PoolLookup:
-    """Return the rows and bags of a batch. Caller holds the table lock exclusively.
+def read(batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
+    """Return the rows and bags of a batch.
 
     Args:
         batch: its plan.
         for_weights: `weight_gradients` will be called.
         side_by_side: the only array is (batch, sum of dims). The batch must be `may_be_side_by_side`.
     """
+    table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
+    table_lock.queue()
+    with table_lock.lock:
+        if table_lock.running:
+            table_lock.wait_for_step()
+        return _read(batch, for_weights, side_by_side)
+
+
+def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool) -> PoolLookup:
     if not all(share.route.is_current for share in batch.shares):
-        batch = plan(batch.features, batch.routes)  # records have moved to other key ranges
+        batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
         for rows in share.route.rows:
             rows.check()
-    reading = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
+    lookup = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
     for number, share in enumerate(batch.shares):
-        values = _values(share) if for_weights or share.route.lags else None
-        source = _source(share) if values is None else PooledSource.of(values)
-        reading.traces.append(_pool(share, source, reading.places(number)))
-        reading.values.append(values if for_weights else None)
-    return reading
+        of = share.route.rows, share.plan
+        values = reading.read_unique(*of) if for_weights else None
+        source = reading.source_of(*of) if values is None else PooledSource.of(values)
+        array, columns = lookup.arrays[0 if side_by_side else number], batch.columns if side_by_side else None
+        lookup.traces.append(_pool(share, source, share.places(array, columns)))
+        lookup.values.append(values)
+    return lookup
 
 
 def _room(batch: GroupPlan, side_by_side: bool) -> list[np.ndarray]:
@@ -466,80 +504,18 @@ def _room(batch: GroupPlan, side_by_side: bool) -> list[np.ndarray]:
     if side_by_side:
         count = batch.shares[0].layout.bags[1]
         return [buffers.empty((int(count), int(batch.columns[-1])), np.float32)]
-    shapes = [(int(share.layout.items[-1]), share.route.pool.spec.dim) for share in batch.shares]
+    shapes = [(int(share.layout.items[-1]), share.route.dim) for share in batch.shares]
     return [buffers.empty(shape, np.float32) for shape in shapes]
 
 
-def _located(share: PoolPlan) -> np.ndarray:
-    """Return the present slots of a pool plan's rows. Slots never move within an epoch."""
-    tier = share.route.pool
-    tier.begin_batch()
-    if share.epoch != tier.epoch:
-        for k, table in enumerate(share.route.tables):
-            check_range(share.plan.ids[share.plan.of(k)], table.rows, table.subject)
-        share.slots, share.epoch = tier.find(share.keys()), tier.epoch
-    elif (share.slots < 0).any():
-        share.slots = tier.find(share.keys())
-    return share.slots
-
-
-def _found(share: PoolPlan) -> tuple[Records, np.ndarray]:
-    """Return records with the rows of a pool plan, and their slots there; -1 for rows without a record."""
-    slots, tier = _located(share), share.route.pool
-    if not tier.evicts:
-        return tier.records, slots
-    keys = share.keys()
-    try:
-        share.slots = tier.bring(keys, slots)
-    except CacheTooSmallError:  # reads may have any size
-        return tier.read_through(keys)
-    share.epoch = tier.epoch
-    return tier.records, share.slots
-
-
-def _fresh(share: PoolPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return slots and the values of rows without a record, where slot ``-1 - k`` stands for value k."""
-    missing = slots < 0
-    fresh = np.empty((np.count_nonzero(missing), share.route.pool.spec.dim), np.float32)
-    if not len(fresh):
-        return slots, fresh
-    slots, done = slots.copy(), 0
-    slots[missing] = -1 - np.arange(len(fresh))
-    for k, table in enumerate(share.route.tables):
-        own = share.plan.of(k)
-        new = share.plan.ids[own][missing[own]]
-        fresh[done : done + len(new)] = unrecorded(rows_of(table), new)
-        done += len(new)
-    return slots, fresh
-
-
-def _values(share: PoolPlan) -> np.ndarray:
-    """Return each row once, caught up: float32 (unique, dim)."""
-    records, found = _found(share)
-    slots, fresh = _fresh(share, found)
-    values = buffers.empty((len(slots), share.route.pool.spec.dim), np.float32)
-    records.read(slots, np.arange(len(slots), dtype=np.int32), fresh, values)
-    for k, table in enumerate(share.route.tables):
-        rows, own = rows_of(table), share.plan.of(k)
-        if rows.lags and rows.history is not None:
-            records.refresh(found[own], values[own], rows.history.numbers())
-    return values
-
-
-def _source(share: PoolPlan) -> PooledSource:
-    """Return the source of the rows, of tables without stale rows."""
-    records, slots = _found(share)
-    return PooledSource(records.weights, *_fresh(share, slots))
-
-
+@spanned("gather")
 def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarray:
     """Write the rows and bags of a pool plan to their places, and return their trace."""
     layout, modes = share.layout, share.route.modes
     if layout.of_positions is ALONE and share.weights is None and share.route.kind != "max":
-        with span("gather"):
-            pooling.pool_into(source, None, _bags(share), places, ONES)
+        pooling.pool_into(source, None, _bags(share), places, ONES)
         return ONES
-    trace = pooling.trace_of(int(layout.items[-1]), share.route.pool.spec.dim, {mode for mode, _, _ in modes})
+    trace = pooling.trace_of(int(layout.items[-1]), share.route.dim, {mode for mode, _, _ in modes})
     for mode, first, last in modes:
         bounds = layout.bags[first : last + 1]
         start, stop = bounds[[0, -1]].tolist()
@@ -558,19 +534,29 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
 
 # -------------------------------------------------------------------- gradients
 
+Block = tuple[list[Table], RowGradients]  # tables whose rows were summed together, and the sums
 
-def sum_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
+
+def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
 
     Args:
-        reading: lookup of the batch.
+        lookup: lookup of the batch.
         grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
     """
-    places, _kept = _places(reading, grads)
-    touched = None
-    if any(given is None for given in grads):
-        touched = [_touched(share, grads) for share in reading.batch.shares]
-    return sum_places(reading, places, touched)
+    found: dict[Table, list[RowGradients]] = {}
+    for tables, summed in sum_blocks(lookup, grads):
+        for number, table in enumerate(tables):
+            found.setdefault(table, []).append(summed.of(number))
+    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+
+
+def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
+    """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
+    places, _kept = _places(lookup, grads)
+    if type(None) not in set(map(type, grads)):
+        return sum_places(lookup, places)
+    return sum_places(lookup, places, [_touched(share, grads) for share in lookup.batch.shares])
 
 
 def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -582,33 +568,36 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     return touched
 
 
-def sum_array(reading: PoolLookup, grads: np.ndarray) -> list[tuple[Table, RowGradients]]:
-    """Return the result of `sum_gradients` from that of an output side by side, float32 with contiguous rows."""
-    places = np.empty((len(reading.batch.features), 2), np.int64)
-    for share in reading.batch.shares:
-        places[share.route.numbers] = share.places(grads, reading.batch.columns)
-    return sum_places(reading, places)
+def sum_side_by_side(lookup: PoolLookup, grads: np.ndarray) -> list[Block]:
+    """Return the result of `sum_blocks` from the gradient of the output, float32 (bags, sum of dims)."""
+    if grads.strides[1] != grads.itemsize:
+        grads = np.ascontiguousarray(grads)
+    places = np.empty((len(lookup.batch.features), 2), np.int64)
+    for share in lookup.batch.shares:
+        places[share.route.numbers] = share.places(grads, lookup.batch.columns)
+    return sum_places(lookup, places)
 
 
-def sum_places(
-    reading: PoolLookup, places: np.ndarray, touched: Sequence[np.ndarray] | None = None
-) -> list[tuple[Table, RowGradients]]:
-    """Return the result of `sum_gradients` from where the gradients of each feature are: see `pooling.places_of`.
+def sum_places(lookup: PoolLookup, places: np.ndarray, touched: Sequence[np.ndarray] | None = None) -> list[Block]:
+    """Return the result of `sum_blocks` from where the gradients of each feature are: see `pooling.places_of`.
 
     `touched` has the result's rows of each pool plan, bool (unique,); None: all.
     """
-    found: dict[Table, list[RowGradients]] = {}
-    for number, (share, trace) in enumerate(zip(reading.batch.shares, reading.traces, strict=True)):
-        dim, own = share.route.pool.spec.dim, places[share.route.numbers]
-        values, squares = pooling.sum_bags(own, dim, share.weights, _bags(share), trace)
+    found: list[Block] = []
+    for number, (share, trace) in enumerate(zip(lookup.batch.shares, lookup.traces, strict=True)):
+        route = share.route
+        values, squares = pooling.sum_bags(places[route.numbers], route.dim, share.weights, _bags(share), trace)
         norms = squares.tolist()
-        whole = RowGradients(share.current, values, sum(norms), norms)
-        for k, (table, padding) in enumerate(zip(share.route.tables, share.route.paddings, strict=True)):
+        whole = RowGradients(share.plan, values, sum(norms), norms)
+        if touched is None and not route.has_padding:
+            found.append((route.tables, whole))
+            continue
+        for k, (table, padding) in enumerate(zip(route.tables, route.paddings, strict=True)):
             summed = whole.of(k)
             if touched is not None:
                 summed = summed.kept(touched[number][share.plan.of(k)])
-            found.setdefault(table, []).append(summed if padding is None else summed.kept(summed.plan.ids != padding))
-    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
+            found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
+    return found
 
 
 def _bags(share: PoolPlan) -> Bags:
@@ -617,10 +606,10 @@ def _bags(share: PoolPlan) -> Bags:
     return Bags(share.plan, layout.offsets, -1, mode, layout.items, route.own, layout.of_positions)
 
 
-def _places(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
+def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
     given = list[np.ndarray]()
-    for feature, own in zip(reading.batch.features, grads, strict=True):
+    for feature, own in zip(lookup.batch.features, grads, strict=True):
         dim = feature.table.dim
         rows = np.zeros((1, dim), np.float32) if own is None else own.reshape(-1, dim)
         given.append(rows if rows.strides[1] == rows.itemsize else np.ascontiguousarray(rows))
@@ -629,17 +618,17 @@ def _places(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np
     return places, given
 
 
-def weight_gradients(reading: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+def weight_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Return the gradients of positions' weights, float32 (n,), for each feature with weights; else None."""
-    found: list[np.ndarray | None] = [None] * len(reading.batch.features)
-    places, _kept = _places(reading, grads)
-    for share, values in zip(reading.batch.shares, reading.values, strict=True):
+    found: list[np.ndarray | None] = [None] * len(lookup.batch.features)
+    places, _kept = _places(lookup, grads)
+    for share, values in zip(lookup.batch.shares, lookup.values, strict=True):
         if share.weights is None:
             continue
         assert values is not None  # the batch was read for weights
         of_all = pooling.weight_grads(places[share.route.numbers], values, _bags(share))
         for (number, start, stop), kept in zip(share.spans(share.layout.positions), share.kept, strict=True):
-            weights = reading.batch.features[number].weights
+            weights = lookup.batch.features[number].weights
             if weights is not None:
                 found[number] = out = np.zeros(len(weights), np.float32)
                 out[slice(None) if kept is None else kept] = of_all[start:stop]

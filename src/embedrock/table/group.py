@@ -56,7 +56,7 @@ from embedrock.table.options import (
 )
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
-from embedrock.table.stepping import StepRequest, step_members
+from embedrock.table.stepping import StepRequest, step_checked
 from embedrock.table.storage import StorageManager, open_or_make, open_volume
 from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import Table, rows_of
@@ -355,7 +355,7 @@ class Group(StoredVerbs):
         """
         features = self._features(ids)
         with self.table_lock.alone():
-            return dict(zip(ids, batches.look_up(features, self._routes), strict=True))
+            return dict(zip(ids, batches.look_up(features), strict=True))
 
     def update(
         self, ids: Mapping[str, npt.ArrayLike], grads: Mapping[str, npt.ArrayLike], lr: float | None = None
@@ -379,7 +379,7 @@ class Group(StoredVerbs):
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
         with self.table_lock.lock:
-            batch = batches.plan(features, self._routes)  # the last step may still run: it moves no record
+            batch = batches.plan(features, self._routes, self.table_lock)
             given = [
                 checks.floats("grads", grads[name], (*np.shape(each.ids), each.table.dim), each.table.subject)
                 for name, each in zip(ids, batch.features, strict=True)
@@ -393,7 +393,7 @@ class Group(StoredVerbs):
                 if not own.is_finite and rows.on_nonfinite == "raise":
                     (feature, given_here), error = by_rows[rows], checks.nonfinite(own, rows.subject)
                     raise checks.nonfinite_in(error, make_plan(feature.ids), given_here.reshape(*feature.ids.shape, -1))
-            step_members([StepRequest(rows, rules[rows], own) for rows, own in summed])
+            step_checked([StepRequest((rows,), rules[rows], own) for rows, own in summed])
 
     def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[BatchFeature]:
         _check_by_name("ids", ids)
@@ -405,8 +405,7 @@ class Group(StoredVerbs):
         Raises:
             IdError, IdTypeError: as for `Table.lookup`.
         """
-        with self.table_lock.lock:  # not exclusively: the last step may still run, and moves no record
-            return batches.plan(features, self._routes)
+        return batches.plan(features, self._routes, self.table_lock)
 
     def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
         """Return the rows and bags of a batch.
@@ -414,15 +413,10 @@ class Group(StoredVerbs):
         Args:
             batch: its plan.
             for_weights: `weight_gradients` will be called.
-            side_by_side: the only array of the result is (batch, features, dim), as rows (batch * features, dim). The
-                batch must be `batches.may_be_side_by_side`.
+            side_by_side: the only array of the result is (batch, sum of dims). The batch must be
+                `batches.may_be_side_by_side`.
         """
-        with self.table_lock.alone():
-            reading = batches.read(batch, for_weights, side_by_side)
-        self.members.read_together = [
-            (weakref.ref(share.plan.ids), share.route.rows, share.plan.rows) for share in reading.batch.shares
-        ]
-        return reading
+        return batches.read(batch, for_weights, side_by_side)
 
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
         """Iterate over batches, ids by name of the member, while rows of the next `depth` ones are loaded.

@@ -36,7 +36,6 @@ from embedrock.system import platform
 from embedrock.system.spans import forget, trace_by
 from embedrock.table import opened
 from embedrock.table.group import Group
-from embedrock.table.rows import part_of
 from embedrock.table.table import Table, rows_of
 
 SUFFIX = ".stats"  # of a file
@@ -320,7 +319,7 @@ def facts(thing: Thing) -> dict[str, Any]:
     for table in thing.open_tables():
         row = rows_of(table)
         if not row.is_closed:
-            part = part_of(row)
+            part = row.tier
             curve = curves.get(part.pool, {}).get(part.number, [])
             members.append({"name": table.name, "rows": part.count, "steps": row.steps, "curve": curve})
     return {"kind": "group", "pools": [_pool(tier) for tier in _tiers(thing)], "members": members}

@@ -100,10 +100,10 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
 
 def _first(wanted: Mapping[TableState, np.ndarray]) -> tuple[Backend, np.ndarray, set[TableState]]:
     """Return the first table's backend, the keys there of all its tables, and these tables."""
-    beneath = [(rows, *rows.tier.beneath(ids.reshape(-1))) for rows, ids in wanted.items()]
-    tier = beneath[0][1]
-    own = [(rows, keys) for rows, each, keys in beneath if each is tier]
-    return tier, np.concatenate([keys for _, keys in own]), {rows for rows, _ in own}
+    tiers = {rows: rows.tier for rows in wanted}
+    pool = next(iter(tiers.values())).pool
+    own = {rows: tier.keys(wanted[rows].reshape(-1)) for rows, tier in tiers.items() if tier.pool is pool}
+    return pool, np.concatenate(list(own.values())), set(own)
 
 
 def room_for(batches: Sequence[Mapping[TableState, np.ndarray]]) -> tuple[int, int]:
@@ -111,8 +111,7 @@ def room_for(batches: Sequence[Mapping[TableState, np.ndarray]]) -> tuple[int, i
     keys: dict[Backend, list[np.ndarray]] = {}
     for batch in batches:
         for rows, ids in batch.items():
-            tier, own = rows.tier.beneath(np.asarray(ids).reshape(-1))
-            keys.setdefault(tier, []).append(own)
+            keys.setdefault(rows.tier.pool, []).append(rows.tier.keys(np.asarray(ids).reshape(-1)))
     counts = {tier: len(np.unique(np.concatenate(parts))) for tier, parts in keys.items()}
     return sum(counts.values()), sum(memory_for(tier.spec, count) for tier, count in counts.items())
 

@@ -1,68 +1,145 @@
-"""Read the weights of rows, in RAM or on disk, stale or not."""
+"""The read phase: weights of a plan's rows, in RAM or on disk, stale or not.
+
+Functions of `tables` work on states of tables in one pool, in the order of the plan's rows: of one table, or several.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
-from embedrock.batch.plan import Plan, counting, make_plan
+from embedrock import kernels
+from embedrock.batch.ids import check_range
+from embedrock.batch.plan import Plan, bounds_of, counting, plan_of_rows, plan_tables, sources_of
+from embedrock.batch.pooling import PooledSource
+from embedrock.batch.wrong_ids import bounds
 from embedrock.errors import CacheTooSmallError
+from embedrock.storage.backend import Backend
 from embedrock.storage.records import Records
 from embedrock.system.buffers import buffers
-from embedrock.table.prepared import CaughtUpRows
+from embedrock.system.spans import spanned
+from embedrock.table.caught_up import CaughtUpRows
 from embedrock.table.rows import TableState, check_owned
 
 EXPORT_BATCH_ROWS = 65_536
 
+Tables = Sequence[TableState]
 
-def look_up(rows: TableState, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``, in `out` if it is given."""
-    if rows.owns is not None:
-        check_owned(ids, rows.owns, rows.subject)
-    if rows.lags:
-        return read(rows, make_plan(ids), out)
-    if out is None:
-        out = buffers.empty((*ids.shape, rows.spec.dim), np.float32)
-    flat, values, tier = ids.reshape(-1), out.reshape(-1, rows.spec.dim), rows.tier
-    missing = tier.look_up(flat, counting(flat.size), values) < 0
-    if np.logical_or.reduce(missing):
-        absent = flat[missing]
-        values[missing] = read(rows, make_plan(absent)) if tier.evicts else unrecorded(rows, absent)
-    return out
+
+# -------------------------------------------------------------------- rows and their slots
+
+
+def pool_of(tables: Tables) -> Backend:
+    """Return the pool of open tables."""
+    pool = tables[0].tier.pool
+    for rows in tables:
+        if rows.backend is None:
+            rows.check_open()
+    return pool
+
+
+def keys_of(tables: Tables, plan: Plan) -> np.ndarray:
+    """Return the pool's keys of a plan's rows."""
+    bases = [tier.base for rows in tables if (tier := rows.backend) is not None]
+    if len(bases) == 1:
+        return plan.ids + bases[0] if bases[0] else plan.ids
+    return plan.ids + np.array(bases).repeat(plan.rows[1:] - plan.rows[:-1])
+
+
+def own_parts(tables: Tables, plan: Plan) -> Iterator[tuple[TableState, slice]]:
+    """Iterate over tables, each with its rows of the plan."""
+    return zip(tables, itertools.starmap(slice, itertools.pairwise(plan.rows.tolist())), strict=True)
+
+
+def is_reading(tables: Tables, plan: Plan) -> bool:
+    """Return whether the plan is that of the tables' last read batch, which is not stepped yet."""
+    last = tables[0].last_read
+    return last is not None and last[0]() is plan.ids
+
+
+def present_slots(pool: Backend, tables: Tables, plan: Plan, keys: np.ndarray) -> np.ndarray:
+    """Return the slots of a plan's rows in a pool now. Slots never move within an epoch."""
+    if plan.epoch != pool.epoch:
+        for rows, own in own_parts(tables, plan):
+            check_range(plan.ids[own], rows.spec.rows, rows.subject)
+        return pool.find(keys)
+    if not plan.missing:
+        return plan.slots
+    slots, unknown = plan.slots.copy(), plan.slots < 0
+    slots[unknown] = pool.find(keys[unknown])
+    return slots
+
+
+def located(tables: Tables, plan: Plan) -> Plan:
+    """Return a plan with present slots, and its rows loaded.
+
+    Raises:
+        CacheTooSmallError: they do not fit the cache.
+    """
+    pool, keys = pool_of(tables), keys_of(tables, plan)
+    if not is_reading(tables, plan):
+        ids = weakref.ref(plan.ids)
+        for rows, own in own_parts(tables, plan):
+            rows.last_read = ids, own
+        pool.begin_batch()  # may begin an epoch
+    slots = pool.bring(keys, present_slots(pool, tables, plan, keys))
+    return plan.with_slots(slots, pool.epoch)
+
+
+# -------------------------------------------------------------------- weights
+
+
+def source_of(tables: Tables, plan: Plan) -> PooledSource:
+    """Return the rows of a plan, in their records if possible."""
+    here = _brought(tables, plan)
+    if here is not None and not any(rows.lags for rows in tables):
+        return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here))
+    return PooledSource.of(_values(tables, plan, here))
+
+
+def read_unique(tables: Tables, plan: Plan) -> np.ndarray:
+    """Return the weights of a plan's rows: float32 (unique, dim)."""
+    return _values(tables, plan, _brought(tables, plan))
+
+
+@spanned("gather")
+def gather(source: PooledSource, positions: np.ndarray, out: np.ndarray) -> None:
+    """Write the weights of positions, int32 (n,), to `out`, float32 (n, dim)."""
+    words, slots, fresh = source
+    kernels.cpu.launch(kernels.cpu.rows.gather, words, slots, positions, fresh, out)
 
 
 def read(rows: TableState, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
     """Return the weights of a plan's positions: float32 of shape ``plan.shape + (dim,)``."""
     if out is None:
         out = buffers.empty((*plan.shape, rows.spec.dim), np.float32)
-    flat, here = out.reshape(-1, rows.spec.dim), _brought(rows, plan)
-    if here is not None and not rows.lags:
-        _read_rows(rows, rows.tier.records, here.ids, here.slots, here.inverse, flat)
-        return out
-    if here is None:
-        values = weights_of(rows, plan.ids)
-    else:
-        values, state = _weights_at(rows, rows.tier.records, plan.ids, here.slots)
-        # A plan without other references gets no step. A step rounds 16-bit weights itself.
-        if state is not None and plan.epoch >= 0 and rows.spec.dtype == "float32":
-            rows.reads.keep(plan, CaughtUpRows(rows.version.now, here.slots >= 0, values, state))
-    np.take(values, plan.inverse, axis=0, out=flat, mode="clip")
+    gather(source_of((rows,), plan), plan.inverse, out.reshape(-1, rows.spec.dim))
     return out
 
 
-def read_unique(rows: TableState, plan: Plan) -> np.ndarray:
-    """Return the weights of a plan's rows: float32 (unique, dim)."""
-    here = _brought(rows, plan)
-    if here is None:
-        return weights_of(rows, plan.ids)
-    return _weights_at(rows, rows.tier.records, plan.ids, here.slots)[0]
-
-
-def _brought(rows: TableState, plan: Plan) -> Plan | None:
+def _brought(tables: Tables, plan: Plan) -> Plan | None:
     """Return a plan with all rows loaded; None if they do not fit the cache."""
     try:
-        return rows.located(plan)
+        return located(tables, plan)
     except CacheTooSmallError:
         return None
+
+
+def _values(tables: Tables, plan: Plan, here: Plan | None) -> np.ndarray:
+    """Return the weights of a plan's rows: float32 (unique, dim). `here` has their slots; None: they are not loaded."""
+    if here is None:
+        return np.concatenate([weights_of(rows, plan.ids[own]) for rows, own in own_parts(tables, plan)])
+    records, values = pool_of(tables).records, buffers.empty((len(here.ids), tables[0].spec.dim), np.float32)
+    gather(PooledSource(records.weights, *_with_fresh(tables, here)), counting(len(values)), values)
+    for rows, own in own_parts(tables, here):
+        state = _refresh(rows, records, here.slots[own], values[own])
+        # A plan without other references gets no step. A step rounds 16-bit weights itself.
+        if state is not None and plan.epoch >= 0 and rows.spec.dtype == "float32" and len(tables) == 1:
+            rows.reads.keep(plan, CaughtUpRows(rows.version.now, here.slots >= 0, values, state))
+    return values
 
 
 def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:
@@ -71,34 +148,96 @@ def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:
     for start in range(0, len(ids), EXPORT_BATCH_ROWS):
         part = ids[start : start + EXPORT_BATCH_ROWS]
         records, slots = rows.tier.read_through(part)
-        values[start : start + EXPORT_BATCH_ROWS] = _weights_at(rows, records, part, slots)[0]
+        found, out = plan_of_rows(part, slots, -1), values[start : start + EXPORT_BATCH_ROWS]
+        gather(PooledSource(records.weights, *_with_fresh((rows,), found)), counting(len(part)), out)
+        _refresh(rows, records, slots, out)
     return values
 
 
-def _weights_at(
-    rows: TableState, records: Records, ids: np.ndarray, slots: np.ndarray
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return weights as of the last step, and the optimizer state that belongs to them if they were stale."""
-    values = buffers.empty((len(ids), rows.spec.dim), np.float32)
-    _read_rows(rows, records, ids, slots, counting(len(ids)), values)
+def _refresh(rows: TableState, records: Records, slots: np.ndarray, values: np.ndarray) -> np.ndarray | None:
+    """Catch up weights if they may be stale. Return the optimizer state that belongs to them; None: not stale."""
     if rows.history is None or not rows.history.moves_weights:
-        return values, None
-    return values, records.refresh(slots, values, rows.history.numbers())
+        return None
+    return records.refresh(slots, values, rows.history.numbers())
 
 
-def _read_rows(
-    rows: TableState, records: Records, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, out: np.ndarray
-) -> None:
-    """Write the weights of ``ids[positions]`` to `out`; their records are in ``slots[positions]``."""
-    missing, fresh = slots < 0, np.empty((0, rows.spec.dim), np.float32)
-    if missing.any():
-        fresh = unrecorded(rows, ids[missing])
-        slots = slots.copy()
-        slots[missing] = -1 - np.arange(len(fresh))
-    records.read(slots, positions, fresh, out)
+def _with_fresh(tables: Tables, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Return slots and the values of rows without a record, where slot ``-1 - k`` stands for value k."""
+    slots = plan.slots
+    if not plan.missing:
+        return slots, np.empty((0, tables[0].spec.dim), np.float32)
+    missing = (slots < 0).nonzero()[0]
+    fresh = np.concatenate([unrecorded(rows, ids) for rows, ids in missing_ids(tables, plan, missing)])
+    slots = slots.copy()
+    slots[missing] = -1 - np.arange(len(missing))
+    return slots, fresh
+
+
+def missing_ids(tables: Tables, plan: Plan, missing: np.ndarray) -> Iterator[tuple[TableState, np.ndarray]]:
+    """Iterate over the tables that have some of the `missing` rows of a plan, each with their ids."""
+    cuts = missing.searchsorted(plan.rows).tolist()
+    for rows, start, stop in zip(tables, cuts[:-1], cuts[1:], strict=True):
+        if start < stop:
+            yield rows, plan.ids[missing[start:stop]]
 
 
 def unrecorded(rows: TableState, ids: np.ndarray) -> np.ndarray:
     """Return the values of rows without records, float32 (n, dim)."""
     row = rows.default_row()
     return rows.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)
+
+
+# -------------------------------------------------------------------- without a plan
+
+
+def planned(tables: Tables, ids: Sequence[np.ndarray]) -> Plan:
+    """Return the plan of a batch of ids of each table, int64 of any shape, C-contiguous. The last step may still run.
+
+    Raises:
+        IdError: an id lies outside its table.
+    """
+    pool, each, n = pool_of(tables), [], [0]
+    for number, (rows, own) in enumerate(zip(tables, ids, strict=True)):
+        if rows.owns is not None:
+            check_owned(own, rows.owns, rows.subject)
+        low, end = bounds(rows.spec.rows)
+        each.append((number, number + 1, low, end - 1, 0 if rows.backend is None else rows.backend.base))
+        n.append(n[-1] + own.size)
+    shape = ids[0].shape if len(ids) == 1 else None
+    plan = plan_tables(sources_of(ids), np.array(each), np.array(n), pool.index, pool.epoch, shape)
+    if plan is not None:
+        return plan
+    for rows, own in zip(tables, ids, strict=True):
+        check_range(own, rows.spec.rows, rows.subject)
+    raise AssertionError("all ids are inside")
+
+
+def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Write the weights of the ids (n,) of each table, one table after the other, to `out`: float32 (n, dim)."""
+    pool, keys = pool_of(tables), []
+    for rows, own in zip(tables, ids, strict=True):
+        if rows.owns is not None:
+            check_owned(own, rows.owns, rows.subject)
+        if rows.history is not None and rows.lags:
+            return _look_up_all(tables, ids, out)
+        base = 0 if rows.backend is None else rows.backend.base
+        keys.append(own + base if base else own)
+    joined = keys[0] if len(keys) == 1 else np.concatenate(keys)
+    missing = (pool.look_up(joined, counting(len(joined)), out) < 0).nonzero()[0]
+    if not len(missing):
+        return None
+    starts = bounds_of([len(own) for own in ids])
+    cuts = missing.searchsorted(starts).tolist()
+    parts = zip(ids, starts.tolist(), itertools.pairwise(cuts), strict=False)
+    absent = [own[missing[lo:hi] - start] for own, start, (lo, hi) in parts]
+    values = np.empty((len(missing), out.shape[1]), np.float32)
+    if pool.evicts:
+        _look_up_all(tables, absent, values)
+    else:
+        np.concatenate([unrecorded(*own) for own in zip(tables, absent, strict=True)], out=values)
+    out[missing] = values
+
+
+def _look_up_all(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
+    plan = planned(tables, ids)
+    gather(source_of(tables, plan), plan.inverse, out)

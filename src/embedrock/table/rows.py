@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from embedrock import kernels
-from embedrock.admission.lifecycle import AdmissionDecision, RowLifecycle
-from embedrock.batch.gradients import RowGradients
-from embedrock.batch.ids import check_range
-from embedrock.batch.plan import Plan, counting, make_plan
+from embedrock.admission.lifecycle import RowLifecycle
+from embedrock.batch.plan import counting
 from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError, counted
 from embedrock.optimizers import Rule, StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.listeners import StaleExecutor
 from embedrock.storage.ram_backend import RamBackend
-from embedrock.storage.record_pools import RecordPools, RecordRange
+from embedrock.storage.record_pools import RecordPools
 from embedrock.storage.records import BEGINS_AS, SharedRow
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.manifest import HistoryFile
@@ -30,11 +28,9 @@ from embedrock.system import forks
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
 from embedrock.system.sizes import format_bytes
-from embedrock.table.prepared import NOBODY, CaughtUpReads, PreparedStep, PreparedSteps
+from embedrock.table.caught_up import CaughtUpReads
 
-STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
-
-
+NOBODY = np.empty(0, np.int64)
 NEVER = 1 << 63  # more steps than any table makes
 
 
@@ -104,8 +100,7 @@ class Location(ABC):
         is_alone: it is of one table without a group.
         table_lock: the common lock of the tables.
         subject: name of the table or group in error messages.
-        read_together: the last batch that the tables read together, until it is stepped: for each plan weak references
-            to its ids, the tables, and the bounds of the ids of each.
+        prepared: the last step of the tables that was prepared, and not made yet.
         steps_to_look: steps of a table between calls of `look`.
         went_back_to: the commit whose content the last one has, if that was a rollback.
         listener: weak reference to a function that gets the names of closed members.
@@ -116,7 +111,7 @@ class Location(ABC):
 
     def __init__(self, pools: RecordPools, is_alone: bool, table_lock: TableLock, subject: str) -> None:
         self.pools, self.is_alone, self.table_lock, self.subject = pools, is_alone, table_lock, subject
-        self.read_together: list[tuple[weakref.ref[np.ndarray], Sequence[TableState], np.ndarray]] = []
+        self.prepared: Any = None
         self._members: dict[str, weakref.ref[TableState] | ClosedMember] = {}
         self.listener: Callable[[], Callable[[str], None] | None] = lambda: None
 
@@ -267,6 +262,10 @@ class TableState:
         executor: of the rows in another memory.
         kept_options: of a member of a group on disk, options that commits keep beside its `spec`.
         owns: returns which ids have their rows here, if other processes have the others; None: all.
+        backend: of the rows; None: the table is closed. `tier` checks more.
+        process: number of the last process that used the rows: see `forks`.
+        last_read: the batch that was read, and may still be stepped: a weak reference to the ids of its plan, and the
+            part of this table.
         lifecycle: admission and eviction of rows; None: rows get records when they are stepped.
     """
 
@@ -284,10 +283,11 @@ class TableState:
         self.executor: StaleExecutor | None = None
         self.kept_options: dict[str, Any] = {}
         self.owns: Callable[[np.ndarray], np.ndarray] | None = None
-        self._tier: Backend | None = None
+        self.backend: Backend | None = None
+        self.last_read: tuple[weakref.ref[np.ndarray], slice] | None = None
         self._closed_at = ""
-        self._prepared_steps, self.reads = PreparedSteps(), CaughtUpReads()
-        self._process = forks.process
+        self.reads = CaughtUpReads()
+        self.process = forks.process
 
     def install(
         self,
@@ -303,7 +303,7 @@ class TableState:
         before = getattr(self, "spec", spec).eviction
         if spec.eviction is not None and before is not None and not spec.eviction.has_mirror:
             spec = replace(spec, eviction=replace(spec.eviction, **before.mirrors))  # files do not have them
-        self.spec, self._tier = spec, tier
+        self.spec, self.backend = spec, tier
         self.let(lifecycle)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
@@ -328,8 +328,8 @@ class TableState:
     def name_by(self, layer: str) -> None:
         """Name the table in error messages by the layer that has its rows, such as "'user', Embedding(100, 4)"."""
         self.subject = self.location.named_by(layer)
-        if self._tier is not None:
-            self._tier.subject = self.subject
+        if self.backend is not None:
+            self.backend.subject = self.subject
 
     @property
     def tier(self) -> Backend:
@@ -339,22 +339,22 @@ class TableState:
             ClosedTableError: the table is closed.
             EmbedrockError: this is a child process that cannot use it; `ReadOnlyTableError` if the parent writes it.
         """
-        if self._tier is None:
+        if self.backend is None:
             raise ClosedTableError(f"{self.subject} is closed{self._closed_at}. {self.location.reopening(self.name)}")
-        if self._process != forks.process:
+        if self.process != forks.process:
             self.check_process()
             self.location.after_fork(self.subject)
-            self._process = forks.process
+            self.process = forks.process
         if self.table_lock.failure is not None:
             raise EmbedrockError(
                 f"step {self.steps} of {self.subject} failed, and some of its rows may have been stepped: "
                 f"{self.table_lock.failure!r}. Make a new Table and load the last state that you saved."
             )
-        return self._tier
+        return self.backend
 
     def are_used_by(self, executor: StaleExecutor, tier: Backend, spec: Spec) -> bool:
         """Return whether an executor has the rows, in this backend, with the record layout of `spec`."""
-        is_there = self.executor is executor and self._tier is tier
+        is_there = self.executor is executor and self.backend is tier
         return is_there and (self.spec is spec or self.spec.layout == spec.layout)
 
     def check_open(self) -> None:
@@ -364,7 +364,7 @@ class TableState:
         """Raise `UnsupportedError` in a child process if an executor has rows."""
         if self.executor is not None and not self.is_of_this_process:
             raise UnsupportedError(
-                f"rows of {self.subject} are on a GPU, in process {self._process}, and this is its child "
+                f"rows of {self.subject} are on a GPU, in process {self.process}, and this is its child "
                 f"{forks.process}: no GPU is of use after a fork. Look rows up in the parent, or start processes by "
                 'multiprocessing.get_context("spawn").'
             )
@@ -376,11 +376,11 @@ class TableState:
 
     @property
     def is_of_this_process(self) -> bool:
-        return self._process == forks.process
+        return self.process == forks.process
 
     @property
     def is_closed(self) -> bool:
-        return self._tier is None
+        return self.backend is None
 
     def check_writable(self) -> None:
         """Raise `ReadOnlyTableError` if the table cannot change, or the errors of `tier`."""
@@ -393,29 +393,25 @@ class TableState:
 
     def drop(self) -> Backend | None:
         """Detach the backend and return it; None if the table was closed. Later uses raise `ClosedTableError`."""
-        tier, self._tier = self._tier, None
+        tier, self.backend = self.backend, None
         self.forget_batches()
         return tier
 
     def forget_batches(self) -> None:
-        self._prepared_steps = PreparedSteps()
+        self.last_read = self.location.prepared = None
         self.reads.clear()
 
     @property
     def unfinished(self) -> np.ndarray:
-        """Ids of batches that were read, and may still be stepped."""
-        self._prepared_steps.prepared = None  # it refers to the ids of a refused step, and can be prepared again
-        joint = [
-            ids[bounds[k] : bounds[k + 1]]
-            for ref, tables, bounds in self.location.read_together
-            for k, rows in enumerate(tables)
-            if rows is self and (ids := ref()) is not None
-        ]
-        return np.concatenate([self._prepared_steps.unfinished, *joint])
+        """Ids of the batch that was read, and may still be stepped."""
+        self.location.prepared = None  # it refers to the ids of a refused step, and can be prepared again
+        ref, own = self.last_read or (lambda: None, slice(0))
+        ids = ref()
+        return NOBODY if ids is None else ids[own]
 
     def close(self) -> None:
         """Wait for background work, close open files, and release the memory."""
-        is_usable = self._tier is not None and self.is_of_this_process and self.table_lock.failure is None
+        is_usable = self.backend is not None and self.is_of_this_process and self.table_lock.failure is None
         if is_usable and self.location.is_alone:
             self.location.commit_rest()
         tier = self.drop()
@@ -433,9 +429,12 @@ class TableState:
             self.attach(None)
 
     def __str__(self) -> str:
-        if self._tier is None:
+        if self.backend is None:
             return "closed"
-        count, used, budget = self._tier.count, *map(format_bytes, (self._tier.bytes_used, self._tier.budget_bytes))
+        count, used, budget = (
+            self.backend.count,
+            *map(format_bytes, (self.backend.bytes_used, self.backend.budget_bytes)),
+        )
         state = f"{counted(count, 'row')} touched, {self.location.where}, {used} of {budget}"
         return state if self.executor is None else f"{state}, {self.executor!r}"
 
@@ -445,13 +444,6 @@ class TableState:
     def lags(self) -> bool:
         """Return whether weights in records may be stale."""
         return self.history is not None and self.history.moves_weights
-
-    def plan(self, ids: np.ndarray) -> Plan:
-        """Return the plan of a batch. A step that moves no record may still run."""
-        if self.owns is not None:
-            check_owned(ids, self.owns, self.subject)
-        tier = self.tier
-        return make_plan(ids, tier.index, tier.epoch, tier.base)
 
     def default_row(self) -> np.ndarray | None:
         """Return the value of all rows without a record, float32 (dim,); None: each has its initial value."""
@@ -467,138 +459,7 @@ class TableState:
         self.spec.init.fill(ids, self.spec.key, values)
         return rounded(values, self.spec)
 
-    def located(self, plan: Plan) -> Plan:
-        """Return a plan with present slots, and its rows loaded.
-
-        Raises:
-            CacheTooSmallError: they do not fit the cache.
-        """
-        # Slots never move within an epoch. So only rows without a slot are searched again.
-        tier, slots = self.tier, plan.slots
-        if not self._prepared_steps.is_of(plan):
-            self._prepared_steps = PreparedSteps(plan)
-            tier.begin_batch()  # may begin an epoch
-        if plan.epoch != tier.epoch:
-            check_range(plan.ids, self.spec.rows, self.subject)
-            slots = tier.find(plan.ids)
-        elif plan.missing:
-            slots, unknown = plan.slots.copy(), plan.slots < 0
-            slots[unknown] = tier.find(plan.ids[unknown])
-        slots = tier.bring(plan.ids, slots)
-        is_same = slots is plan.slots and plan.epoch == tier.epoch
-        return plan if is_same else self.with_slots(plan, slots)
-
-    def with_slots(self, plan: Plan, slots: np.ndarray) -> Plan:
-        epoch = self.tier.epoch
-        if slots is plan.slots and plan.epoch == epoch:
-            return plan
-        return replace(plan, slots=slots, missing=int(np.count_nonzero(slots < 0)), epoch=epoch)
-
     # ---------------------------------------------------------------- training
-
-    def prepare(self, plan: Plan, is_step: bool = True) -> PreparedStep:
-        """Do all work of changing a plan's rows that can fail, and return it for the change. No row changes.
-
-        The change of the same batch reuses it, unless the table changes before. The caller has checked that the table
-        can change.
-
-        Args:
-            plan: of the rows.
-            is_step: it is a step of the rule, which admits rows.
-        """
-        ready = None if self._prepared_steps.prepared is None else self.known(plan, is_step)
-        if ready is None:
-            ready = self._with_room(plan, is_step)
-            self.go_on_from(plan, ready)
-        slots = ready.plan.slots
-        self.tier.copy_before_write(slots[slots >= 0] if ready.plan.missing else slots)
-        if self.history is not None:
-            self.history.make_room()
-        return ready
-
-    def known(self, plan: Plan, is_step: bool = True) -> PreparedStep | None:
-        """Return the result of the last `prepare` if it is of this batch and still valid."""
-        ready = self._prepared_steps.prepared if self._prepared_steps.is_of(plan) else None
-        if ready is None or ready.version != self.version.now or ready.plan.epoch != self.tier.epoch:
-            return None
-        if ready.decision is not None and ready.decision.counts != is_step:
-            return None
-        # On disk, evicted rows may not have been in RAM.
-        freed = 0 if self.tier.evicts else ready.leaving
-        return ready if self.tier.has_room(ready.plan.missing - freed) else None
-
-    def _with_room(self, batch: Plan, is_step: bool) -> PreparedStep:
-        tier, plan, decision = self.tier, self.located(batch), None
-        if self.lifecycle is not None:
-            plan, decision = self.elected(plan, is_step)
-        if tier.evicts or plan.missing:
-            slots = tier.make_room(plan.ids, plan.slots, 0 if decision is None else decision.excess)
-            plan = self.with_slots(plan, slots)
-        return self.ready(plan, decision)
-
-    def elected(self, plan: Plan, is_step: bool = True) -> tuple[Plan, AdmissionDecision | None]:
-        """Return the plan of the admitted rows, from a plan with present slots, and the decision."""
-        if self.lifecycle is None:
-            return plan, None
-        decision = self.lifecycle.vote(plan.ids, plan.slots < 0, self.tier.count, is_step)
-        return (plan if decision.rows is None else plan.of_rows(np.flatnonzero(decision.rows))), decision
-
-    def ready(self, plan: Plan, decision: AdmissionDecision | None) -> PreparedStep:
-        """Return the prepared change of a plan's rows: initial values of new rows, and the rows to evict."""
-        fresh = self.first_values(plan.ids[plan.slots < 0] if plan.missing else NOBODY)
-        left = NOBODY if self.lifecycle is None or decision is None else self.lifecycle.victims(decision)
-        return PreparedStep(self.version.now, plan, fresh, decision, left)
-
-    def go_on_from(self, batch: Plan, ready: PreparedStep) -> None:
-        """Keep a prepared change for the step of its batch. The slot for it may have another batch's work."""
-        if not self._prepared_steps.is_of(batch):
-            self._prepared_steps = PreparedSteps(batch)
-        self._prepared_steps.prepared = ready
-
-    def begin(self, ready: PreparedStep) -> np.ndarray:
-        """Begin a change; return the slots of its rows, all of which have records.
-
-        Admissions and evictions are recorded. Once the step is made, `tell` reports them.
-        """
-        slots = self._admit(ready)
-        self.note(ready)
-        return slots
-
-    def _admit(self, ready: PreparedStep) -> np.ndarray:
-        """Evict and insert rows, and return the slots of a plan's rows. The caller then calls `note`."""
-        slots, tier = ready.plan.slots, self.tier
-        if len(ready.left):
-            tier.discard(ready.left)
-        self._prepared_steps.prepared = None  # it does not have the records that are made now
-        self._prepared_steps.is_stepped = True
-        if ready.plan.missing:
-            slots = tier.admit(ready.plan.ids, slots, ready.fresh, self.spec.first_state)
-        tier.mark_dirty(slots)
-        return slots
-
-    def note(self, ready: PreparedStep) -> None:
-        """Record the effect of a batch: evicted, admitted and used rows."""
-        if self.lifecycle is not None and ready.decision is not None:
-            self.lifecycle.note(ready.decision, ready.left)
-
-    def step(self, rule: Rule, grads: RowGradients) -> None:
-        """Make one step by finite gradients, in the background. `tell` follows after all steps."""
-        ready = self.prepare(grads.plan)
-        plan, records, now = ready.plan, self.tier.records, self.version.now
-        refreshed = self.reads.take(grads.plan, plan.slots, now) if self.history is not None else ()
-        values, gradient = grads.values, None
-        if ready.decision is not None:
-            values, gradient = ready.taking_part(values), ready.gradient_of_others(self.shared, values)
-        scratch, draft = records.scratch(len(plan.ids)), self.draft(rule)
-        slots = self._admit(ready)  # nothing changed before this line, and nothing after it can fail
-        numbers = self.count(draft)
-        if gradient is not None and (shared := self.shared) is not None:
-            shared.step(gradient, numbers, self.steps)
-        args = plan.ids, slots, values, numbers, self.steps, scratch, refreshed
-        here = self.history is None and len(plan.ids) * self.spec.record_bytes <= STEP_HERE_BYTES
-        self.table_lock.start(records.step, *args, here=here)
-        if ready.decision is not None:
-            self.note(ready)  # while the rows are stepped
 
     def tell(self) -> None:
         if self.lifecycle is not None:
@@ -614,7 +475,8 @@ class TableState:
     def count(self, draft: Any) -> Any:
         """Count a drafted step, and return its kernel's arguments."""
         self.steps += 1
-        self.version.advance()
+        self.version.now += 1
+        self.version.of_rows += 1
         if self.history is None:
             return draft
         self.history.append()
@@ -635,14 +497,14 @@ class TableState:
         It is made if needed and possible; None: there is no memory for it.
         """
         made = self.location.pools.laid_out(self.tier, self.spec, directory, self.subject)
-        if made is not None and made is not self._tier:
+        if made is not None and made is not self.backend:
             made.history = self.history
             self.replace_tier(made)
-        memory = None if made is None else made.beneath(NOBODY)[0]
+        memory = None if made is None else made.pool
         return memory if isinstance(memory, RamBackend) else None
 
     def replace_tier(self, tier: Backend) -> None:
-        self._tier = tier
+        self.backend = tier
         self.forget_batches()
         self.version.advance(keeps_rows=True)
 
@@ -684,10 +546,3 @@ def check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subje
             f"rows of {subject} that other processes have cannot be reached here: got ids {flat[~here][:4].tolist()}. "
             "Look them up by the layer, on all processes at once."
         )
-
-
-def part_of(rows: TableState) -> RecordRange:
-    """Return the key range of a member's records."""
-    tier = rows.tier
-    assert isinstance(tier, RecordRange)  # members have no other kind
-    return tier

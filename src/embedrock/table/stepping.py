@@ -1,36 +1,39 @@
-"""One step of several tables: all of them or, on an error, none. Members of a group are stepped as one.
+"""The step phase: one step of several tables, all of them or, on an error, none. One table is the usual case.
 
-Members of a group share a table lock. So a step of them takes one search for rows, and one kernel call, for each pool.
+Tables that share a lock are stepped as one: one search for rows, and one kernel call, for each pool.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.gradients import RowGradients, run_of
-from embedrock.batch.ids import check_range
-from embedrock.batch.plan import Plan, bounds_of, counting, plan_of_rows
+from embedrock import kernels
+from embedrock.admission.lifecycle import AdmissionDecision
+from embedrock.batch.gradients import RowGradients, as_one
+from embedrock.batch.plan import Plan, counting
 from embedrock.errors import ArgumentError, CacheTooSmallError, counted
 from embedrock.optimizers import SGD, Rule
 from embedrock.storage.backend import Backend
 from embedrock.storage.ram_layout import memory_for
-from embedrock.storage.record_pools import MOST_NAMED, NewRows, RecordRange
+from embedrock.storage.record_pools import MOST_NAMED, NewRows
 from embedrock.storage.records import Records
 from embedrock.storage.table_lock import TableLock, together
+from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
-from embedrock.table import rows as table_rows
-from embedrock.table.prepared import PreparedStep
-from embedrock.table.rows import TableState, part_of, rounded
+from embedrock.table.reading import is_reading, keys_of, missing_ids, present_slots
+from embedrock.table.rows import NOBODY, TableState, rounded
+
+STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
 
 # Returns new weights from the stepped weights, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
@@ -38,31 +41,42 @@ NO_RULE = SGD(lr=0.0)
 
 
 class StepRequest(NamedTuple):
-    """One table's part in a step.
+    """A part of a step: tables that one rule steps by gradients that were summed together.
 
     Attributes:
-        rows: of the table.
-        rule: with the table's record layout.
+        tables: states of the tables, in the order of the gradients' rows.
+        rule: with the tables' record layout.
         grads: `RowGradients`, or the sums of an executor on a device.
-        change: function of the stepped weights that returns the final ones, if the CPU steps them.
+        change: function of the stepped weights that returns the final ones, if the CPU steps them. Of one table.
         executor: of a front end, if it uses the rows.
     """
 
-    rows: TableState
+    tables: Sequence[TableState]
     rule: Rule
     grads: Any
     change: Change | None = None
     executor: Any = None
 
     def check(self) -> None:
-        """Raise an error if the table cannot be stepped so. Caller holds the table lock."""
-        rows, rule = self.rows, self.rule
-        if rows.executor is not None:
-            rows.check()
-        rows.check_commit()
-        if rule is not rows.spec.rule and not rule.same_layout(rows.spec.rule):
-            raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {rows.spec.rule}: got {rule}.")
-        checks.check_gradients(self.grads, rows.spec.dim, rows.subject)
+        """Raise an error if a table cannot be stepped so. Caller holds the table lock."""
+        first = self.tables[0]
+        first.check_commit()
+        checks.check_gradients(self.grads, first.spec.dim, first.subject)
+        rule = self.rule
+        for rows in self.tables:
+            if rows.backend is None:
+                rows.check_open()
+            if rows.executor is not None:
+                rows.check()
+            own = rows.spec.rule
+            if rule is not own and not rule.same_layout(own):
+                raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
+
+    def split(self) -> list[StepRequest]:
+        """Return a request for each table."""
+        if len(self.tables) == 1:
+            return [self]
+        return [self._replace(tables=(rows,), grads=self.grads.of(k)) for k, rows in enumerate(self.tables)]
 
 
 class DeferredInserts(NamedTuple):
@@ -87,17 +101,19 @@ class CheckedStep(ABC):
         table_locks: locks of the tables.
     """
 
+    __slots__ = ("rows", "table_locks")
+
     rows: Sequence[TableState]
     table_locks: Sequence[TableLock]
 
     @property
-    def plans(self) -> Mapping[TableState, Plan]:
-        """Batches of tables in RAM that share a lock, and so the room for rows, with other steps."""
-        return {}
+    def due(self) -> Sequence[tuple[Sequence[TableState], Plan]]:
+        """Batches of tables whose rows are found in RAM."""
+        return ()
 
     @property
     def elsewhere(self) -> Sequence[DeferredInserts]:
-        """New rows of such tables with batches planned elsewhere."""
+        """New rows of tables with batches planned elsewhere."""
         return ()
 
     @abstractmethod
@@ -117,27 +133,7 @@ class CheckedStep(ABC):
         """Make the step, and prepare it first if needed. Caller holds the table locks."""
 
 
-class _SingleStep(CheckedStep):
-    def __init__(self, request: StepRequest) -> None:
-        self._request, self._rows = request, request.rows
-        self.rows, self.table_locks = (request.rows,), (request.rows.table_lock,)
-
-    def check(self) -> None:
-        with self._rows.table_lock.whole():
-            self._request.check()
-            self._rows.prepare(self._request.grads.plan)
-
-    def is_prepared(self) -> bool:
-        self._rows.check_writable()
-        return self._rows.known(self._request.grads.plan) is not None
-
-    def prepare(self) -> None:
-        self._rows.table_lock.wait_for_step()
-        self._rows.prepare(self._request.grads.plan)
-
-    def step(self) -> None:
-        self._rows.table_lock.wait_for_step()
-        self._rows.step(self._request.rule, self._request.grads)
+# -------------------------------------------------------------------- steps of any tables
 
 
 def step_all(requests: Sequence[StepRequest]) -> None:
@@ -154,47 +150,49 @@ def judge(requests: Sequence[StepRequest]) -> list[CheckedStep]:
         MemoryBudgetError: the new rows of a table do not fit its memory.
         ClosedTableError, ReadOnlyTableError: a table was closed, or opened with ``mode="r"``.
     """
-    judged = _joined([each for each in requests if each.grads.is_finite])
+    finite, others = _by_finiteness(requests)
+    judged = _joined(finite)
     for step in judged:
         step.check()
-    refuse_nonfinite([each for each in requests if not each.grads.is_finite])
+    refuse_nonfinite(others)
     return judged
+
+
+def _by_finiteness(requests: Sequence[StepRequest]) -> tuple[Sequence[StepRequest], Sequence[StepRequest]]:
+    """Return requests with finite gradients, and others with NaN or Inf: of one table each."""
+    for each in requests:
+        if not each.grads.is_finite:
+            break
+    else:
+        return requests, ()
+    each_table = [own for each in requests for own in each.split()]
+    finite = [each for each in each_table if each.grads.is_finite]
+    return finite, [each for each in each_table if not each.grads.is_finite]
 
 
 def refuse_nonfinite(requests: Iterable[StepRequest]) -> None:
     """Raise the error of steps by gradients with NaN or Inf. If all tables skip such steps, count them."""
-    for each in sorted(requests, key=lambda each: each.rows.on_nonfinite != "raise"):
-        with each.rows.table_lock.whole():
+    for each in sorted(requests, key=lambda each: each.tables[0].on_nonfinite != "raise"):
+        (rows,) = each.tables
+        with rows.table_lock.whole():
             each.check()
-            make_step(each.rows, each.rule, each.grads)
-
-
-def make_step(rows: TableState, rule: Rule, grads: RowGradients) -> None:
-    """Make a checked step. Caller holds the table lock exclusively, with Ctrl-C held back."""
-    if grads.is_finite:
-        rows.step(rule, grads)
-        if rows.lifecycle is not None:
-            rows.tell()
-        if rows.steps >= rows.due:
-            rows.location.look()
-    elif rows.on_nonfinite == "skip":
-        rows.skipped_steps += 1
-    else:
-        raise checks.nonfinite(grads, rows.subject)
+            if rows.on_nonfinite != "skip":
+                raise checks.nonfinite(each.grads, rows.subject)
+            rows.skipped_steps += 1
 
 
 def _joined(requests: Sequence[StepRequest]) -> list[CheckedStep]:
-    """Return the steps of tables: one for each group."""
-    groups: dict[TableLock, list[StepRequest]] = {}
-    alone: list[CheckedStep] = []
+    """Return the steps of tables: one for each table lock. Further requests of a table get steps of their own."""
+    locks: dict[TableLock, list[StepRequest]] = {}
+    again: list[list[StepRequest]] = []
     seen = set[TableState]()
     for each in requests:
-        if each.rows.location.is_alone or each.rows in seen:
-            alone.append(_SingleStep(each))
+        if seen.isdisjoint(each.tables):
+            locks.setdefault(each.tables[0].table_lock, []).append(each)
         else:
-            groups.setdefault(each.rows.table_lock, []).append(each)
-        seen.add(each.rows)
-    return [*map(MemberSteps, groups.values()), *alone]
+            again.append([each])
+        seen.update(each.tables)
+    return [*map(HostStep, (*locks.values(), *again))]
 
 
 def step_judged(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest] = ()) -> None:
@@ -218,16 +216,14 @@ def _find_together(steps: Sequence[CheckedStep]) -> None:
     Several steps share a lock if some of their tables are on a device. Otherwise one step could evict rows of another,
     or take their room.
     """
-    members = [(step, rows, plan) for step in steps for rows, plan in step.plans.items()]
+    batches = [(step, tables, plan) for step in steps for tables, plan in step.due]
     others = [(step, each) for step in steps for each in step.elsewhere]
-    for table_lock in {rows.table_lock for _, rows, _ in members}:
-        own = [member for member in members if member[1].table_lock is table_lock]
+    for table_lock in {tables[0].table_lock for _, tables, _ in batches}:
+        own = [batch for batch in batches if batch[1][0].table_lock is table_lock]
         elsewhere = [(step, each) for step, each in others if each.rows.table_lock is table_lock]
         if len({id(step) for step, *_ in (*own, *elsewhere)}) > 1:
-            together = [rows for step, rows, _ in own if isinstance(step, MemberSteps)]
             with table_lock.whole():
-                plans = {rows: plan for _, rows, plan in own}
-                prepare_each(plans, together, [each for _, each in elsewhere])
+                prepare_each([(tables, plan) for _, tables, plan in own], [each for _, each in elsewhere])
 
 
 def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) -> bool:
@@ -241,36 +237,38 @@ def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) ->
         if len(steps) > 1:  # a single step prepares itself first
             for step in steps:
                 step.prepare()
-        changed = [each.change(previewed(*each[:3])) for each in mark_dirty if each.change is not None]
+        changed = [each.change(previewed(each.tables[0], *each[1:3])) for each in mark_dirty if each.change is not None]
         for step in steps:
             if mark_dirty:  # previews may have moved rows
                 step.prepare()
         for step in steps:
             step.step()
         for each, values in zip(mark_dirty, changed, strict=True):
-            _rewrite(each.rows, each.grads.plan, values)
+            _rewrite(each.tables[0], each.grads.plan, values)
         tell([rows for step in steps for rows in step.rows])
         return True
 
 
-def tell(tables: Iterable[TableState]) -> None:
+def tell(tables: Sequence[TableState]) -> None:
     """Report the evicted rows of all tables. An error in one report is raised after all of them."""
-    come_and_go = [rows for rows in tables if rows.lifecycle is not None]
-    if not come_and_go:  # the usual case, checked because making a stack takes longer
+    for rows in tables:
+        if rows.lifecycle is not None:
+            break
+    else:  # the usual case, checked because making a stack takes longer
         return
     with ExitStack() as told:
-        for rows in reversed(come_and_go):
+        for rows in reversed(tables):
             told.callback(rows.tell)
 
 
 def previewed(rows: TableState, rule: Rule, grads: RowGradients) -> np.ndarray:
     """Return the weights of rows after a step, float32 (unique, dim). Nothing changes."""
     rows.table_lock.wait_for_step()
-    ready, spec, ids = rows.prepare(grads.plan, is_step=False), rows.spec, grads.plan.ids
+    ready, spec, ids = prepare(rows, grads.plan, is_step=False), rows.spec, grads.plan.ids
     slots, places = ready.plan.slots, np.arange(len(ids))
     is_new = slots < 0
     twins = Records(spec, np.zeros(len(ids) * spec.record_bytes, np.uint8))
-    twins.bytes[~is_new] = rows.tier.records.bytes[slots[~is_new]]
+    twins.bytes[~is_new] = ready.pool.records.bytes[slots[~is_new]]
     twins.begin(places[is_new], ready.fresh, spec.first_state)
     twins.step(ids, places, grads.values, next_numbers(rows, rule), rows.steps + 1, twins.scratch(len(ids)))
     values = np.empty((len(ids), spec.dim), np.float32)
@@ -294,28 +292,32 @@ def _rewrite(rows: TableState, plan: Plan, values: np.ndarray) -> None:
     if rows.lifecycle is not None:  # rows that were not admitted get no record
         stepped = np.flatnonzero(rows.tier.holds(plan.ids))
         plan, values = plan.of_rows(stepped), values[stepped]
-    slots = rows.prepare(plan, is_step=False).plan.slots  # all have records, because they were stepped
-    rows.tier.mark_dirty(slots)
-    rows.tier.records.write(slots, rounded(values, rows.spec))
+    ready = prepare(rows, plan, is_step=False)  # all have records, because they were stepped
+    ready.pool.mark_dirty(ready.plan.slots)
+    ready.pool.records.write(ready.plan.slots, rounded(values, rows.spec))
     rows.version.advance()
 
 
-# -------------------------------------------------------------------- members of a group
+# -------------------------------------------------------------------- steps of the CPU
 
 
-class MemberSteps(CheckedStep):
-    """A step of members of one group, each once, by finite gradients.
+class HostStep(CheckedStep):
+    """A step of tables that share a lock, each once, by finite gradients.
 
     Args:
-        requests: one for each member.
-        beside: new records of other members in the same step, which need room, too.
+        requests: of the tables.
+        beside: new records of other tables in the same step, which need room, too.
+        is_step: the rule steps the rows, and admits some of them. False: all of them get records.
     """
 
-    def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = ()) -> None:
-        self._requests, self._beside, self._table_lock = requests, beside, requests[0].rows.table_lock
-        self.rows = [each.rows for each in requests]
+    __slots__ = ("_beside", "_requests", "_table_lock", "_versions", "is_step", "pools")
+
+    def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = (), is_step: bool = True) -> None:
+        self._requests, self._beside, self.is_step = requests, beside, is_step
+        self.rows = tables_of(requests)
+        self._table_lock = self.rows[0].table_lock
         self.table_locks = (self._table_lock,)
-        self.pools: list[_PoolStep] = []
+        self.pools: list[PoolStep] = []
         self._versions: list[int] = []
 
     def check(self) -> None:
@@ -329,20 +331,25 @@ class MemberSteps(CheckedStep):
         self.find()
 
     @property
-    def plans(self) -> Mapping[TableState, Plan]:
-        return {each.rows: each.grads.plan for each in self._requests}
+    def due(self) -> Sequence[tuple[Sequence[TableState], Plan]]:
+        return [(each.tables, each.grads.plan) for each in self._requests]
 
     def is_prepared(self) -> bool:
+        self.rows[0].check_writable()
         for rows in self.rows:
-            rows.check_writable()
-        is_current = self._versions == [rows.version.now for rows in self.rows]
-        is_current = is_current and all(pool.is_current for pool in self.pools)
-        more = _more(self.pools)
-        return is_current and all(new.part.room.has_room(more) for new in more[:1])
+            if rows.backend is None:
+                rows.check_open()
+        return bool(self.pools) and self._is_current()
+
+    def _is_current(self) -> bool:
+        if self._versions != [rows.version.now for rows in self.rows]:
+            return False
+        is_found = all(pool.is_current for pool in self.pools)
+        return is_found and self.rows[0].location.pools.has_room(_more(self.pools))
 
     def prepare(self) -> None:
         self._table_lock.wait_for_step()
-        if not (self.pools and self.is_prepared()):
+        if not self.is_prepared():
             self.find()
 
     def find(self) -> None:
@@ -350,43 +357,77 @@ class MemberSteps(CheckedStep):
 
         A step may be running on a device.
         """
-        by_pool: dict[Backend, list[tuple[StepRequest, RecordRange]]] = {}
-        for each in self._requests:
-            part = part_of(each.rows)
-            by_pool.setdefault(part.pool, []).append((each, part))
-        self.pools = []  # the previous result is no longer valid
-        pools = [_PoolStep(pool, members) for pool, members in by_pool.items()]
-        self._make_room(pools)
-        for pool in pools:
-            pool.copy_before_write()
-        self.pools = pools
+        known = self.rows[0].location.prepared
+        if known is None or not known.goes_on_as(self):
+            self.pools = []  # the previous result is no longer valid
+            self._make_room(pools := self._found())
+            self.pools = pools
+            self._versions = [rows.version.now for rows in self.rows]
+        for pool in self.pools:
+            if pool.pool.evicts:
+                pool.copy_before_write()
         for rows in self.rows:
             if rows.history is not None:
                 rows.history.make_room()
-        self._versions = [rows.version.now for rows in self.rows]
 
-    def _make_room(self, pools: Sequence[_PoolStep]) -> None:
+    def _found(self) -> list[PoolStep]:
+        if len(self.rows) == 1:
+            return [PoolStep(self.rows[0].tier.pool, self._requests, self.is_step)]
+        return [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests).items()]
+
+    def goes_on_as(self, other: HostStep) -> bool:
+        """Give another step of the same batch what was found for this one, if that is still valid."""
+        if not (self.is_same(other) and self._is_current()):
+            return False
+        other.pools, other._versions = self.pools, self._versions
+        for pool, own in zip(other.pools, _by_pool(other._requests).values(), strict=True):
+            pool.take(own)
+        return True
+
+    def is_same(self, other: HostStep) -> bool:
+        if self.is_step is not other.is_step or self._beside or other._beside or self.rows != other.rows:
+            return False
+        pairs = zip(self._requests, other._requests, strict=False)
+        return bool(self.pools) and all(mine.grads.plan.ids is its.grads.plan.ids for mine, its in pairs)
+
+    def part(self, rows: TableState, plan: Plan) -> PoolStep | None:
+        """Return what was found for the batch of one table; None if that is no longer valid."""
+        for pool in self.pools:
+            part = pool.part(rows, plan)
+            if part is not None:
+                number = self.rows.index(rows)
+                is_current = pool.is_current and self._versions[number] == rows.version.now
+                return part if is_current and rows.location.pools.has_room(part.more) else None
+        return None
+
+    def _make_room(self, pools: Sequence[PoolStep]) -> None:
         """Load all rows at once, with room for new ones.
 
         A pool that needs more than its share of the budget borrows from others. Their rows may then move or leave. So
         it repeats until all are loaded; other pools never take room reserved for the batch.
         """
+        location = self.rows[0].location
         try:
             for pool in pools:
-                pool.decide_admission()
-            _check_room([*_more(pools), *self._beside])
-            for pool in pools:
+                if pool.tables[0].lifecycle is not None:
+                    pool.decide_admission()
+            if more := [*_more(pools), *self._beside]:
+                location.pools.check_room(more)
+            late = [pool for pool in pools if pool.pool.evicts]
+            for pool in late:
                 pool.make_room()
-            while not all(pool.is_current for pool in pools):
-                for pool in pools:
+            while late and not all(pool.is_current for pool in late):
+                for pool in late:
                     if not pool.is_current:
                         pool.find_again()
                         pool.make_room()
         except CacheTooSmallError as error:
+            if location.is_alone:
+                raise
             raise self._explained(error, pools) from error
 
-    def _explained(self, error: CacheTooSmallError, pools: Sequence[_PoolStep]) -> CacheTooSmallError:
-        counts = [(len(each.grads.plan.ids), each.rows) for each in self._requests]
+    def _explained(self, error: CacheTooSmallError, pools: Sequence[PoolStep]) -> CacheTooSmallError:
+        counts = [(len(own.grads.plan.ids), own.tables[0]) for each in self._requests for own in each.split()]
         counts.sort(key=lambda each: each[0] * each[1].spec.record_bytes, reverse=True)
         named = [
             f"{count:,} of {rows.subject} ({format_bytes(count * rows.spec.record_bytes)})"
@@ -402,104 +443,134 @@ class MemberSteps(CheckedStep):
 
     def step(self) -> None:
         """Make the prepared step, in the background. All work that can fail is done before any change."""
-        self._table_lock.wait_for_step()
+        self.prepare()
         for pool in self.pools:
             pool.copy_before_write()  # for a commit that has begun since
-        scratch = [pool.scratch() for pool in self.pools]
-        drafts = [each.rows.draft(each.rule) for each in self._requests]
-        admissions = [pool for pool in self.pools if pool.admission is not None]
-        for pool in admissions:
-            pool.draft_shared()
-        _admit(self.pools)
-        self.rows[0].location.read_together = []
-        numbers = {rows: rows.count(draft) for rows, draft in zip(self.rows, drafts, strict=True)}
-        for pool in admissions:
-            pool.step_shared(numbers)
-        calls = [call for pool, own in zip(self.pools, scratch, strict=True) for call in pool.calls(numbers, own)]
-        has_history = any(rows.history is not None for rows in self.rows)
-        is_small = sum(pool.nbytes for pool in self.pools) <= table_rows.STEP_HERE_BYTES
-        self._table_lock.start(lambda: [call() for call in calls], here=is_small and not has_history)
-        for pool in admissions:  # runs while the rows are stepped
-            pool.note()
+        self.make()
+
+    def make(self) -> None:
+        """Make the step. Nothing has changed since it was found."""
+        pools, calls, nbytes, catches_up = self.pools, [], 0, False
+        for pool in pools:
+            pool.draft()
+        _admit(pools)
+        self.rows[0].location.prepared = None  # it does not have the records that are made now
+        for pool in pools:
+            calls += pool.count()
+            nbytes += pool.nbytes
+        for rows in self.rows:
+            catches_up |= rows.history is not None
+        self._table_lock.start(_call_all, calls, here=nbytes <= STEP_HERE_BYTES and not catches_up)
+        for pool in pools:  # runs while the rows are stepped
+            if pool.decision is not None:
+                pool.note()
 
 
-def step_members(requests: Sequence[StepRequest]) -> None:
-    """Step members of one group, each once, or skip NaN and Inf. Caller holds the table lock."""
-    finite = [each for each in requests if each.grads.is_finite]
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def tables_of(requests: Sequence[StepRequest]) -> Sequence[TableState]:
+    """Return the tables of all requests."""
+    return requests[0].tables if len(requests) == 1 else [rows for each in requests for rows in each.tables]
+
+
+def _by_pool(requests: Sequence[StepRequest]) -> dict[Backend, list[StepRequest]]:
+    """Return the requests of each pool. Tables may have moved since their gradients were summed together."""
+    found: dict[Backend, list[StepRequest]] = {}
+    for each in requests:
+        pool = each.tables[0].tier.pool
+        if all(rows.tier.pool is pool for rows in each.tables[1:]):
+            found.setdefault(pool, []).append(each)
+        else:
+            for own in each.split():
+                found.setdefault(own.tables[0].tier.pool, []).append(own)
+    return found
+
+
+def step_checked(requests: Sequence[StepRequest]) -> None:
+    """Step tables that share a lock, each once, or skip NaN and Inf. Caller holds the table lock."""
+    finite, others = _by_finiteness(requests)
     with held_back():
-        requests[0].rows.table_lock.wait_for_step()
-        step = MemberSteps(finite) if finite else None
+        requests[0].tables[0].table_lock.wait_for_step()
+        step = HostStep(finite) if finite else None
         if step is not None:
             step.find_checked()
-        if len(finite) < len(requests):
-            refuse_nonfinite([each for each in requests if not each.grads.is_finite])
+        if others:
+            refuse_nonfinite(others)
         if step is not None:
-            step.step()
+            step.make()
             tell(step.rows)
             look(step.rows)
 
 
-def keys_of(parts: Sequence[tuple[RecordRange, np.ndarray]]) -> np.ndarray:
-    """Return the keys of the rows of several members of a pool, one after the other."""
-    return np.concatenate([part.keys(ids) for part, ids in parts])
+def prepare(rows: TableState, plan: Plan, is_step: bool = True) -> PoolStep:
+    """Do all work of changing a plan's rows of a table that can fail, and return it. No row changes.
 
-
-def prepare_each(
-    plans: Mapping[TableState, Plan], together: Collection[TableState] = (), elsewhere: Sequence[DeferredInserts] = ()
-) -> None:
-    """Prepare single steps as `TableState.prepare` does: of a table alone, or of members of one group.
+    The change of the same batch reuses it, unless the table changes before. The caller has checked that the table can
+    change.
 
     Args:
-        plans: of the batch of each table.
-        together: members that `MemberSteps` steps: it finds their rows again.
-        elsewhere: other members of the group in the same step, which need room as well.
+        rows: state of the table.
+        plan: of the rows.
+        is_step: it is a step of the rule, which admits rows.
     """
-    beside = [NewRows(part_of(each.rows), each.count_new()) for each in elsewhere]
-    if any(rows.location.is_alone for rows in plans):
-        for rows, plan in plans.items():
-            rows.prepare(plan)
-    elif plans:  # gradients and rules are with the single steps
-        nothing = [RowGradients(plan, np.empty((len(plan.ids), 0), np.float32), 0.0) for plan in plans.values()]
-        step = MemberSteps([StepRequest(rows, NO_RULE, own) for rows, own in zip(plans, nothing, strict=True)], beside)
+    ready = known(rows, plan, is_step)
+    if ready is None:
+        step = HostStep([_without_values((rows,), plan)], is_step=is_step)
         step.find()
-        for pool in step.pools:
-            pool.lend(together)
-    else:
-        _check_room(beside)
+        rows.location.prepared = step
+        (ready,) = step.pools
+    ready.copy_before_write()
+    if rows.history is not None:
+        rows.history.make_room()
+    return ready
+
+
+def known(rows: TableState, plan: Plan, is_step: bool = True) -> PoolStep | None:
+    """Return the result of the last `prepare` if it is of this batch and still valid."""
+    step = rows.location.prepared
+    ready = None if step is None else step.part(rows, plan)
+    if ready is None or step is None or (ready.decision is not None and step.is_step != is_step):
+        return None
+    return ready
+
+
+def prepare_each(due: Sequence[tuple[Sequence[TableState], Plan]], elsewhere: Sequence[DeferredInserts] = ()) -> None:
+    """Prepare steps of tables that share a lock together, for `prepare` of each.
+
+    Args:
+        due: tables of each batch, and its plan.
+        elsewhere: other tables in the same step, which need room as well.
+    """
+    beside = [NewRows(each.rows.tier, each.count_new()) for each in elsewhere]
+    if due:
+        step = HostStep([_without_values(tables, plan) for tables, plan in due], beside)
+        step.find()
+        due[0][0][0].location.prepared = step
+    elif elsewhere:
+        elsewhere[0].rows.location.pools.check_room(beside)
     for each, new in zip(elsewhere, beside, strict=True):
         each.keep_room(new.rows)
 
 
-def _check_room(new: Sequence[NewRows]) -> None:
-    for first in new[:1]:
-        first.part.room.check_room(new)
+def _without_values(tables: Sequence[TableState], plan: Plan) -> StepRequest:
+    """Return a request whose gradients are not known here."""
+    nothing = np.empty((len(plan.ids), 0), np.float32)
+    return StepRequest(tables, NO_RULE, RowGradients(plan, nothing, 0.0, [0.0] * len(tables)))
 
 
-def _more(pools: Sequence[_PoolStep]) -> list[NewRows]:
-    return [each for pool in pools for each in pool.more]
+def _more(pools: Sequence[PoolStep]) -> list[NewRows]:
+    return [each for pool in pools if pool.new for each in pool.more]
 
 
-def _as_one(parts: Sequence[RowGradients]) -> RowGradients:
-    """Return the gradients of several tables as one, without a copy if they were summed together."""
-    run = parts[0] if len(parts) == 1 else run_of(parts)
-    if run is not None:
-        return run
-    plans = [part.plan for part in parts]
-    epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
-    ids, slots = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
-    rows, may_miss = bounds_of([len(plan.ids) for plan in plans]), any(plan.missing for plan in plans)
-    plan, values = plan_of_rows(ids, slots, epoch, rows, may_miss), np.concatenate([part.values for part in parts])
-    return RowGradients(plan, values, sum(part.square_norm for part in parts))
-
-
-def _one_after_another(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _admit(pools: Sequence[_PoolStep]) -> None:
-    done: list[_PoolStep] = []
+def _admit(pools: Sequence[PoolStep]) -> None:
+    if len(pools) == 1:
+        return pools[0].admit()
+    done: list[PoolStep] = []
     try:
-        for pool in sorted(pools, key=lambda pool: pool.admission is not None):  # reversible ones first
+        for pool in sorted(pools, key=lambda pool: pool.decision is not None):  # reversible ones first
             pool.admit()
             done.append(pool)
     except BaseException:
@@ -508,161 +579,248 @@ def _admit(pools: Sequence[_PoolStep]) -> None:
         raise
 
 
-class _PoolStep:
-    """The part of a step in one pool. The rows of its members come one after the other.
+@dataclass(slots=True)
+class StepRun:
+    """Consecutive tables of a pool with equal step constants, which one call steps.
 
     Attributes:
-        new: number of records to make, for each member that has any.
-        admission: admission and eviction of a pool's only member, if its rows are dynamic.
+        tables: states of the tables.
+        start, stop: bounds of their rows.
+        draft: from `TableState.draft`.
+        scratch: from `Records.scratch`.
     """
 
-    def __init__(self, pool: Backend, members: Sequence[tuple[StepRequest, RecordRange]]) -> None:
-        self._pool, tier = pool, pool
-        self._requests, self._parts = [each for each, _ in members], [part for _, part in members]
-        self.admission: PreparedStep | None = None
-        if not (tier.evicts and tier.goes_on_with(self._keys())):
-            tier.begin_batch()
-        self._take([each.grads for each in self._requests])
-        plan = self._grads.plan
-        is_current = plan.epoch == self._epoch
-        for each in () if is_current else self._requests:
-            check_range(each.grads.plan.ids, each.rows.spec.rows, each.rows.subject)
-        self._is_found = is_current and not plan.missing
-        self._slots = plan.slots if self._is_found else tier.find(self._keys())
-        self._count_new()
+    tables: list[TableState]
+    start: int
+    stop: int
+    draft: Any
+    scratch: Any
 
-    def _take(self, grads: Sequence[RowGradients]) -> None:
-        self._epoch, self._grads = self._pool.epoch, _as_one(grads)
-        self._spans = [slice(*pair) for pair in itertools.pairwise(self._grads.plan.rows.tolist())]
+    def takes(self, draft: Any) -> bool:
+        """Return whether a table with such constants may be the next one."""
+        if draft is self.draft:
+            return self.scratch is None and self.tables[0].history is None
+        return type(draft) is type(self.draft) and draft == self.draft and self.scratch is None
 
-    def decide_admission(self) -> None:
-        rows = self._requests[0].rows
-        if rows.lifecycle is None:
-            return
-        (self._of_all,), tier = self._requests, self._pool  # a pool of dynamic rows has one member
-        grads = self._of_all.grads
-        slots = tier.bring(self._keys(), self._slots)  # only rows without a record have no slot then
-        self.admission = ready = rows.ready(*rows.elected(rows.with_slots(grads.plan, slots)))
-        own = RowGradients(ready.plan, ready.taking_part(grads.values), grads.square_norm)
-        self._requests, self._slots = [self._of_all._replace(grads=own)], ready.plan.slots
-        self._take([own])
-        self._is_found = not (self._slots < 0).any()
-        self._count_new()
 
-    def draft_shared(self) -> None:
-        assert self.admission is not None  # only dynamic rows
-        self._shared = self.admission.gradient_of_others(self._of_all.rows.shared, self._of_all.grads.values)
+class PoolStep:
+    """The part of a step in one pool. The rows of its tables come one after the other.
 
-    def step_shared(self, numbers: Mapping[TableState, Any]) -> None:
-        rows = self._of_all.rows
-        if self._shared is not None and (shared := rows.shared) is not None:
-            shared.step(self._shared, numbers[rows], rows.steps)
+    Args:
+        pool: of the tables.
+        requests: of the tables.
+        is_step: see `HostStep`.
 
-    def note(self) -> None:
-        assert self.admission is not None  # only dynamic rows
-        self._of_all.rows.note(self.admission)
+    Attributes:
+        tables: states of the tables.
+        plan: of the rows to change, with present slots.
+        fresh: float32 (missing, dim), initial weights of rows without records.
+        new: number of records to make, for each table that has any.
+        decision: of a pool's only table, if its rows are dynamic: the rows of the batch that the plan has.
+        left: ids of the rows that are evicted for it.
+    """
 
-    def find_again(self) -> None:
-        self._is_found, self._slots = False, self._pool.find(self._keys())
+    __slots__ = (
+        "_grads", "_is_step", "_of_others", "_runs", "_slots", "decision", "fresh", "keys", "left", "new", "plan",
+        "pool", "requests", "tables",
+    )  # fmt: skip
 
-    def make_room(self) -> None:
-        tier = self._pool
-        if not tier.evicts:
-            return
-        if not self.is_current:  # another pool took some of its room
-            self.find_again()
-        self._slots = tier.make_room(self._keys(), self._slots, self._leaving)
-        self._epoch, self._is_found = tier.epoch, not (self._slots < 0).any()
-        self._count_new()
+    def __init__(self, pool: Backend, requests: Sequence[StepRequest], is_step: bool) -> None:
+        self.pool, self._is_step = pool, is_step
+        self.decision: AdmissionDecision | None = None
+        self.left = NOBODY
+        self.new: list[NewRows] = []
+        self.take(requests)
+        self.plan = self._grads.plan
+        self.keys = keys_of(self.tables, self.plan)
+        if not (is_reading(self.tables, self.plan) or (pool.is_shared and pool.goes_on_with(self.keys))):
+            pool.begin_batch()
+        self._found(present_slots(pool, self.tables, self.plan, self.keys))
 
-    @property
-    def _leaving(self) -> int:
-        """Number of slots that evictions free. On disk, evicted rows may not have had one."""
-        return 0 if self.admission is None or self._pool.evicts else self.admission.leaving
+    def take(self, requests: Sequence[StepRequest]) -> None:
+        """Take the gradients of requests of the same batch."""
+        self.requests, self.tables = requests, tables_of(requests)
+        self._grads = requests[0].grads if len(requests) == 1 else as_one([each.grads for each in requests])
 
-    @property
-    def more(self) -> list[NewRows]:
-        """Number of additional records of each member after the step, if any."""
-        return [NewRows(part, max(0, count - self._leaving)) for part, count in self.new]
+    def part(self, rows: TableState, plan: Plan) -> PoolStep | None:
+        """Return the part of one table, if the batch is of this plan."""
+        start = 0
+        for each in self.requests:
+            own = each.grads.plan
+            if own.ids is plan.ids and each.tables[0] is rows and len(each.tables) == 1:
+                return self if len(self.requests) == 1 else self._cut(each, slice(start, start + len(own.ids)))
+            start += len(own.ids)
+        return None
 
-    @property
-    def least_memory(self) -> int:
-        return memory_for(self._pool.spec, len(self._slots))
+    def _cut(self, request: StepRequest, own: slice) -> PoolStep:
+        part, plan = copy.copy(self), request.grads.plan
+        part.take([request])
+        part.plan, part.keys = plan.with_slots(self.plan.slots[own], self.plan.epoch), self.keys[own]
+        done = int(np.count_nonzero(self.plan.slots[: own.start] < 0))
+        part.new = [NewRows(request.tables[0].tier, part.plan.missing)] if part.plan.missing else []
+        part.fresh = self.fresh[done : done + part.plan.missing]
+        return part
 
-    def copy_before_write(self) -> None:
-        if self._pool.evicts:
-            self._pool.copy_before_write(self._slots[self._slots >= 0])
-
-    def _keys(self) -> np.ndarray:
-        return keys_of([(part, each.grads.plan.ids) for part, each in zip(self._parts, self._requests, strict=True)])
+    def _found(self, slots: np.ndarray) -> None:
+        self.plan = self.plan.with_slots(slots, self.pool.epoch)
+        if not self.pool.evicts:
+            self._count_new()
 
     def _count_new(self) -> None:
-        self.new, fresh = list[NewRows](), [np.empty((0, self._pool.spec.dim), np.float32)]
-        if not self._is_found:
-            for each, part, own in zip(self._requests, self._parts, self._spans, strict=True):
-                missing = self._slots[own] < 0
-                if missing.any():
-                    fresh.append(each.rows.first_values(each.grads.plan.ids[missing]))
-                    self.new.append(NewRows(part, len(fresh[-1])))
-        self._fresh = _one_after_another(fresh)
+        self.new, fresh = [], []
+        if self.plan.missing:
+            missing = (self.plan.slots < 0).nonzero()[0]
+            for rows, ids in missing_ids(self.tables, self.plan, missing):
+                fresh.append(rows.first_values(ids))
+                self.new.append(NewRows(rows.tier, len(ids)))
+        self.fresh = np.concatenate(fresh) if fresh else np.empty((0, self.pool.spec.dim), np.float32)
+
+    # ---------------------------------------------------------------- rows that come and go
+
+    def decide_admission(self) -> None:
+        """Decide which rows of a table with dynamic rows get records, and which other ones leave."""
+        rows, pool = self.tables[0], self.pool  # a pool of dynamic rows has one table
+        assert rows.lifecycle is not None
+        plan = self.plan.with_slots(pool.bring(self.keys, self.plan.slots), pool.epoch)
+        self.decision = rows.lifecycle.vote(plan.ids, plan.slots < 0, rows.tier.count, self._is_step)
+        self.left = rows.lifecycle.victims(self.decision)
+        if self.decision.rows is not None:
+            plan = plan.of_rows(np.flatnonzero(self.decision.rows))
+            self.keys = keys_of(self.tables, plan)
+        self.plan = plan
+        self._count_new()
+
+    def _values(self) -> np.ndarray:
+        """Return the gradients of the rows to change: without rows that are not admitted."""
+        values = self._grads.values
+        if self.decision is None or self.decision.rows is None:
+            return values
+        rows = np.flatnonzero(self.decision.rows)
+        out = buffers.empty((len(rows), values.shape[1]), np.float32)
+        kernels.cpu.launch(kernels.cpu.rows.gather, values, rows, counting(len(rows)), values[:0], out)
+        return out
+
+    def _gradient_of_others(self) -> np.ndarray | None:
+        """Return the gradient of the default row: the sum over rows that are not admitted. None without such rows."""
+        shared = self.tables[0].shared
+        if shared is None or self.decision is None or self.decision.rows is None:
+            return None
+        return shared.gradient(self._grads.values, np.flatnonzero(~self.decision.rows))
+
+    def note(self) -> None:
+        """Record the effect of a step: evicted, admitted and used rows."""
+        lifecycle = self.tables[0].lifecycle
+        if lifecycle is not None and self.decision is not None:
+            lifecycle.note(self.decision, self.left)
+
+    # ---------------------------------------------------------------- room
 
     @property
     def is_current(self) -> bool:
-        return self._pool.epoch == self._epoch
+        return self.pool.epoch == self.plan.epoch
+
+    def find_again(self) -> None:
+        self._found(self.pool.find(self.keys))
+
+    def make_room(self) -> None:
+        """Load the rows, and free slots for new ones."""
+        pool = self.pool
+        if not self.is_current:  # another pool took some of its room
+            self.find_again()
+        self._found(pool.make_room(self.keys, self.plan.slots))
+        self._count_new()
+
+    @property
+    def more(self) -> list[NewRows]:
+        """Number of additional records of each table after the step, if any."""
+        # On disk, evicted rows may not have had a slot.
+        leaving = 0 if self.decision is None or self.pool.evicts else self.decision.excess
+        return [NewRows(part, max(0, count - leaving)) for part, count in self.new]
+
+    @property
+    def least_memory(self) -> int:
+        return memory_for(self.pool.spec, len(self.plan.ids))
 
     @property
     def nbytes(self) -> int:
-        return len(self._slots) * self._pool.spec.record_bytes
+        return len(self.plan.ids) * self.pool.spec.record_bytes
 
-    def scratch(self) -> list[Any]:
-        """Return the buffers of each member's step. Only `admit` can fail after it."""
-        if self._pool.spec.dtype == "float32":
-            return [None] * len(self._parts)
-        return [part.records.scratch(own.stop - own.start) for part, own in zip(self._parts, self._spans, strict=True)]
+    def copy_before_write(self) -> None:
+        if self.pool.evicts:
+            slots = self.plan.slots
+            self.pool.copy_before_write(slots[slots >= 0] if self.plan.missing else slots)
+
+    # ---------------------------------------------------------------- the step
+
+    def begin(self) -> np.ndarray:
+        """Begin a change; return the slots of its rows, all of which have records.
+
+        Admissions and evictions are recorded. Once the step is made, `TableState.tell` reports them.
+        """
+        self.tables[0].location.prepared = None  # it does not have the records that are made now
+        self.admit()
+        self.note()
+        return self._slots
+
+    def draft(self) -> None:
+        """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
+        known: dict[tuple[int, int], Any] = {}  # tables of one rule have the same constants
+        last, bounds, number = None, self.plan.rows.tolist(), 0
+        self._runs: list[StepRun] = []
+        is_exact = self.pool.spec.dtype == "float32"
+        for each in self.requests:
+            for rows in each.tables:
+                start, stop, key = bounds[number], bounds[number + 1], (id(each.rule), rows.steps)
+                is_alone = rows.history is not None or not is_exact  # histories and rounding are per table
+                draft = rows.draft(each.rule) if is_alone or key not in known else known[key]
+                known[key], number = draft, number + 1
+                if last is not None and not is_alone and last.takes(draft):
+                    last.tables.append(rows)
+                    last.stop = stop
+                else:
+                    scratch = None if is_exact else rows.tier.records.scratch(stop - start)
+                    last = StepRun([rows], start, stop, draft, scratch)
+                    self._runs.append(last)
+        self._of_others = None if self.decision is None else self._gradient_of_others()
 
     def admit(self) -> None:
         """Evict rows, then make the missing records."""
-        if self.admission is not None and len(self.admission.left):
-            self._of_all.rows.tier.discard(self.admission.left)
+        if len(self.left):
+            self.tables[0].tier.discard(self.left)
+        self._slots = slots = self.plan.slots
         if self.new:
-            self._made, keys = self._slots < 0, self._keys()
-            first_state = self._requests[0].rows.spec.first_state  # all have the same record layout
-            self._slots = self._pool.admit(keys, self._slots, self._fresh, first_state)
+            first_state = self.tables[0].spec.first_state  # all have the same record layout
+            self._slots = self.pool.admit(self.keys, slots, self.fresh, first_state)
             for part, count in self.new:
-                part.count += count
-        self._pool.mark_dirty(self._slots)
+                part.admitted(count)
+        self.pool.mark_dirty(self._slots)
+        for rows in self.tables:
+            rows.last_read = None
 
     def undo_steps(self) -> None:
         if self.new:
-            self._pool.remove(self._keys()[self._made])
+            self.pool.remove(self.keys[self.plan.slots < 0])
             for part, count in self.new:
-                part.count -= count
+                part.admitted(-count)
 
-    def lend(self, but_to: Collection[TableState]) -> None:
-        done = 0
-        for (rows, _, grads, *_), own in zip(self._requests, self._spans, strict=True):
-            plan = rows.with_slots(grads.plan, self._slots[own])
-            ready = PreparedStep(rows.version.now, plan, self._fresh[done : done + plan.missing])
-            if self.admission is not None:
-                ready = ready._replace(decision=self.admission.decision, left=self.admission.left)
-            if rows not in but_to:
-                rows.go_on_from(grads.plan if self.admission is None else self._of_all.grads.plan, ready)
-            done += plan.missing
-
-    def calls(self, numbers: Mapping[TableState, Any], scratch: Sequence[Any]) -> list[Callable[[], None]]:
-        """Return the calls that step the records: one for consecutive members with equal step constants."""
-        made, members = [], list(zip(self._requests, self._parts, self._spans, scratch, strict=True))
-        cohorts = [self._cohort(k, numbers, scratch[k]) for k in range(len(members))]
-        for _, alike in itertools.groupby(range(len(members)), cohorts.__getitem__):
-            of = list(alike)
-            (first, part, own, room), last = members[of[0]], members[of[-1]][2]
-            own = slice(own.start, last.stop)
-            rows = self._grads.plan.ids[own], self._slots[own], self._grads.values[own]
-            made.append(functools.partial(part.records.step, *rows, numbers[first.rows], first.rows.steps, room))
+    def count(self) -> list[Callable[[], None]]:
+        """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
+        made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
+        for run in self._runs:
+            rows, own = run.tables[0], slice(run.start, run.stop)
+            refreshed = () if rows.history is None else self._taken(rows)
+            for each in run.tables:
+                numbers = each.count(run.draft)
+            of_rows = self.plan.ids[own], self._slots[own], values[own], numbers, rows.steps
+            made.append(functools.partial(rows.tier.records.step, *of_rows, run.scratch, refreshed))
+        rows = self.tables[0]
+        if self._of_others is not None and (shared := rows.shared) is not None:
+            shared.step(self._of_others, numbers, rows.steps)
         return made
 
-    def _cohort(self, index: int, numbers: Mapping[TableState, Any], scratch: Any) -> Any:
-        """Return a key that is equal for members that one call can step."""
-        rows = self._requests[index].rows
-        is_alone = scratch is not None or rows.history is not None  # rounding and histories are per member
-        return index if is_alone else (type(numbers[rows]), *numbers[rows])
+    def _taken(self, rows: TableState) -> Sequence[Any]:
+        """Return rows that a read caught up, and that the step takes over: see `CaughtUpReads.take`."""
+        if len(self.tables) > 1:
+            rows.reads.clear()
+            return ()
+        return rows.reads.take(self._grads.plan, self.plan.slots, rows.version.now)

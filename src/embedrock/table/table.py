@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.ids import check_ids
+from embedrock.batch.ids import are_ids, check_ids
 from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.initializers import FromArray
@@ -21,6 +21,7 @@ from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Pin
 from embedrock.storage.listeners import StaleExecutor
 from embedrock.storage.ram_layout import memory_for
+from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.table import changes, checks, opened, reading, saved
 from embedrock.table.changes import first_scale, give_rule
@@ -29,7 +30,7 @@ from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.rows import ChangeCounter, TableState
-from embedrock.table.stepping import make_step
+from embedrock.table.stepping import StepRequest, prepare, step_checked
 from embedrock.table.storage import StorageManager
 from embedrock.table.stored import StoredVerbs
 
@@ -253,7 +254,10 @@ class Table(StoredVerbs):
             checks.check_out(out, (*checked.shape, rows.spec.dim), rows.subject)
         if rows.executor is not None:
             rows.check()
-        return reading.look_up(rows, checked, out)
+        if out is None:
+            out = buffers.empty((*checked.shape, rows.spec.dim), np.float32)
+        reading.look_up((rows,), [checked.reshape(-1)], out.reshape(-1, rows.spec.dim))
+        return out
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return the plan of a batch: unique rows, the row of each position, and the slots of the records."""
@@ -262,10 +266,11 @@ class Table(StoredVerbs):
 
     def _planned(self, ids: npt.ArrayLike) -> Plan:
         rows = self._rows
-        checked = check_ids(ids, rows.spec.rows, rows.subject)
+        if not are_ids(ids):
+            ids = check_ids(ids, rows.spec.rows, rows.subject)
         if rows.executor is not None:
             rows.check()
-        return rows.plan(checked)
+        return reading.planned((rows,), [ids])
 
     @exclusive
     def read(self, plan: Plan, out: np.ndarray | None = None) -> np.ndarray:
@@ -279,9 +284,17 @@ class Table(StoredVerbs):
         return reading.read(self._checked_rows(), plan, out)
 
     @exclusive
+    def read_parts(self, plan: Plan, outs: Sequence[np.ndarray]) -> None:
+        """Write the weights of a plan's positions to several arrays, one after the other: float32 (n, dim)."""
+        source, at = reading.source_of((self._checked_rows(),), plan), 0
+        for out in outs:
+            reading.gather(source, plan.inverse[at : at + len(out)], out)
+            at += len(out)
+
+    @exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return the weights of a plan's unique rows: float32 (unique, dim)."""
-        return reading.read_unique(self._checked_rows(), plan)
+        return reading.read_unique((self._checked_rows(),), plan)
 
     # ---------------------------------------------------------------- training
 
@@ -335,21 +348,15 @@ class Table(StoredVerbs):
             lr: learning rate of this step; None: the rule's.
             changes: other hyperparameters of this step, by name.
         """
-        rows = self._checked_rows()
-        rows.check_commit()
+        rows = self._rows
         rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
-        grads = grads.scaled(scale, clip_value)
-        checks.check_gradients(grads, rows.spec.dim, rows.subject)
-        with held_back():
-            make_step(rows, rule, grads)
+        step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value))])
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
-        rows.check_commit()
         rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
         try:
-            with held_back():
-                make_step(rows, rule, summed)
+            step_checked([StepRequest((rows,), rule, summed)])
         except NonFiniteGradientError as error:
             raise checks.nonfinite_in(error, plan, grads) from None
 
@@ -362,7 +369,7 @@ class Table(StoredVerbs):
         rows = self._checked_rows()
         rows.check_commit()
         checks.check_gradients(grads, self.dim, self.subject)
-        rows.prepare(grads.plan)
+        prepare(rows, grads.plan)
 
     @whole
     def assign(self, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:
@@ -376,7 +383,7 @@ class Table(StoredVerbs):
         rows.check_commit()
         plan = self._planned(ids)
         kept = checks.assigned(plan, values, rows)
-        slots = rows.begin(rows.prepare(plan, is_step=False))
+        slots = prepare(rows, plan, is_step=False).begin()
         rows.tier.records.write(slots, kept)
         rows.version.advance()
         rows.tell()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from embedrock import optimizers as rules
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
 from embedrock.frontend.steps import step_all
@@ -24,8 +25,9 @@ from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.backward import as_it_is
-from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.handle import Handle, check_untouched, drop_gradients, note_steps
 from embedrock.torch.training.parameters import handles
+from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import OptimizedRows, announce_steps, fall_behind
 from embedrock.torch.training.unapplied import UntrainedWeightsCheck
 
@@ -78,6 +80,7 @@ class RowOptimizer(torch.optim.Optimizer):
     fields: ClassVar[tuple[str, ...]]
     _resets_state = False
     _watches: Sequence[UntrainedWeightsCheck] = ()
+    _checked_groups: dict[int, _CheckedGroup]
 
     def __init_subclass__(cls, *, rule: type[Rule] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,7 +114,7 @@ class RowOptimizer(torch.optim.Optimizer):
         rule = self.rule_type(**{name: _plain(value) for name, value in given.items()})
         defaults = {name: getattr(rule, name) for name in self.fields}
         fixed = {name: hyperparameters.get(name) for name in self.rule_type.FIXED}  # None: as in the table's rule
-        self._resets_state = reset_state
+        self._resets_state, self._checked_groups = reset_state, {}
         super().__init__(_param_groups(layers), {**defaults, **fixed, "clip_value": clip_value})
         self._resets_state = False  # for later tables, in a param group or a copy
 
@@ -192,6 +195,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._checked_groups = {}
         for group in self.param_groups:  # a copy, or an unpickled one, holds its handles as the original did
             self._bind(group, None)
 
@@ -239,39 +243,50 @@ class RowOptimizer(torch.optim.Optimizer):
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a context manager takes four times as long
         try:
-            due = [part for group in self.param_groups for part in self._due(group)]
-            announce_steps(due)
-            step_all([step for _, step in due])
+            due, parts = list[StepRequest](), list[OptimizedRows]()
+            for group in self.param_groups:
+                self._find_due(group, due, parts)
+            if are_there_groups():
+                announce_steps(parts)
+            step_all(due)
         except (MemoryError, OSError) as error:  # all ranks refuse other errors alike
             fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
             raise
         finally:
             torch._C._set_grad_enabled(records)
         for group in self.param_groups:
-            for handle in group["params"]:
-                handle.stepped()
+            note_steps(group["params"])
         if self._watches:
             for watch in self._watches:
                 watch.after_step()
             self._watches = [watch for watch in self._watches if not watch.is_over]
         return loss
 
-    def _due(self, group: dict[str, Any]) -> list[tuple[OptimizedRows, StepRequest]]:
-        due: list[tuple[OptimizedRows, StepRequest]] = []
-        for part in self._bound(group):
-            handle, rule, clip = part
-            if rule is None:
-                if (grads := handle.gradients()) is not None:
+    def _find_due(self, group: dict[str, Any], due: list[StepRequest], parts: list[OptimizedRows]) -> None:
+        """Add the steps of a param group to `due`, and its rows with gradients to `parts`."""
+        bound, runs = self._bound(group), list[tuple[RowGradients, dict[int, OptimizedRows]]]()
+        check_untouched([part.handle for part in bound if part.rule is not None])
+        last, same, own = None, None, dict[int, OptimizedRows]()
+        for part in bound:
+            handle, rule, clip, rows = part
+            joint = handle.pending.joint
+            if joint is not None and rule is not None and clip is None and not handle.followers:
+                if joint is not last or rule is not same:
+                    last, same, own = joint, rule, {}
+                    runs.append((joint, own))
+                own[handle.pending.number] = part
+            elif (grads := handle.gradients()) is not None:
+                if rule is None:
                     handle.pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
-                continue
-            handle.check_untouched()
-            grads = handle.gradients()
-            if grads is not None:
-                for follower in handle.followers or ():  # rare, and iterating over a WeakSet takes longer
+                    continue
+                for follower in handle.followers or ():
                     follower.note(grads)
-                rows, executor = rows_of(handle.table), handle.executor_of_gradients()
-                due.append((part, StepRequest(rows, rule, grads.clipped(clip), executor=executor)))
-        return due
+                executor = handle.executor_of_gradients()
+                due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
+                parts.append(part)
+        for joint, own in runs:
+            due += _of_joint(joint, own)
+            parts += own.values()
 
     def bound(self) -> list[OptimizedRows]:
         """Return the rows that a step may change, each with its rule and clip value.
@@ -281,13 +296,24 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         return [part for group in self.param_groups for part in self._bound(group)]
 
-    def _bound(self, group: dict[str, Any]) -> Iterator[OptimizedRows]:
+    def _bound(self, group: dict[str, Any]) -> Sequence[OptimizedRows]:
+        values = tuple(map(group.__getitem__, (*self.fields, "clip_value")))
+        known = self._checked_groups.get(id(group))
+        if known is not None and known.is_current(group, values):
+            return known.bound
+        bound = list(self._checked(group))
+        are_laid_out = all(part.rule is None or part.rule.same_layout(part.handle.table.rule) for part in bound)
+        if are_laid_out and _PLAIN.issuperset(map(type, values)):
+            self._checked_groups[id(group)] = _CheckedGroup.of(group, values, bound)
+        return bound
+
+    def _checked(self, group: dict[str, Any]) -> Iterator[OptimizedRows]:
         rules = dict[int, tuple[Rule, bool]]()  # by identity of the tables' own rules, which are few
         clip, mine = group["clip_value"], type(self).__name__
         _check_clip_value(clip)
         for handle in group["params"]:
             if handle.table.mode == "r":
-                yield OptimizedRows(handle, None, clip)
+                yield OptimizedRows(handle, None, clip, rows_of(handle.table))
                 continue
             own = handle.table.rule
             known = rules.get(id(own))
@@ -308,7 +334,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     f"the rows of {handle.label} are laid out for {handle.table.rule}, and this ert.{mine} steps by "
                     f"{rule}. Make the ert.{mine} anew."
                 )
-            yield OptimizedRows(handle, rule, clip)
+            yield OptimizedRows(handle, rule, clip, rows_of(handle.table))
 
     @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -316,10 +342,50 @@ class RowOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             super().zero_grad(set_to_none)
         for group in self.param_groups:
-            for handle in group["params"]:
-                handle.pending.grads = None
-                if set_to_none:
-                    handle.grad = None
+            drop_gradients(group["params"], set_to_none)
+
+
+def _of_joint(joint: RowGradients, parts: Mapping[int, OptimizedRows]) -> list[StepRequest]:
+    """Return the steps of tables by one rule, whose gradients were summed together: one, if it is of all of them."""
+    count, (handle, rule, *_) = len(joint.plan.rows) - 1, next(iter(parts.values()))
+    assert rule is not None
+    executor = handle.pending.executor
+    if len(parts) == count:
+        return [StepRequest([parts[number].rows for number in range(count)], rule, joint, None, executor)]
+    each = ((part.rows, joint.of(number)) for number, part in parts.items())
+    return [StepRequest((rows,), rule, own, None, executor) for rows, own in each]
+
+
+class _CheckedGroup(NamedTuple):
+    """The rows of a param group that a step may change, as long as nothing changes that their checks rest on.
+
+    Attributes:
+        group: the param group.
+        values: its hyperparameters.
+        bound: the rows.
+        rests: for each handle its table, the table's state and rule, and the optimizer that holds it.
+    """
+
+    group: dict[str, Any]
+    values: tuple[Any, ...]
+    bound: list[OptimizedRows]
+    rests: list[tuple[Any, ...]]
+
+    @staticmethod
+    def of(group: dict[str, Any], values: tuple[Any, ...], bound: list[OptimizedRows]) -> _CheckedGroup:
+        rests = [(h, h.table, rows_of(h.table), h.table.rule, h.unapplied.holder) for h in group["params"]]
+        return _CheckedGroup(group, values, bound, rests)
+
+    def is_current(self, group: dict[str, Any], values: tuple[Any, ...]) -> bool:
+        handles, rests = group["params"], self.rests
+        if group is not self.group or values != self.values or len(handles) != len(rests):
+            return False
+        for handle, (known, table, rows, rule, holder) in zip(handles, rests, strict=True):
+            if handle is not known or handle.table is not table or handle.unapplied.holder is not holder:
+                return False
+            if rows.spec.rule is not rule:
+                return False
+        return True
 
 
 def _param_groups(layers: Layers) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, Pen
 from embedrock.keras.training.placement import executor_of
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
 from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, reading
+from embedrock.keras.workers.shards import shard_of
 from embedrock.optimizers import Rule
 from embedrock.table.changes import RuleTaker
 from embedrock.table.table import Table, rows_of
@@ -43,6 +44,8 @@ class TableHandle:
 
     Attributes:
         table: the table.
+        state: the table's rows.
+        shard: the part of all rows that the table is; None: all.
         executor: the executor that programs use.
         variable: the Keras variable, float32 (SLOTS,).
         strategy: the `tf.distribute` strategy that it was made under.
@@ -54,12 +57,12 @@ class TableHandle:
     """
 
     def __init__(self, table: Table, label: str) -> None:
-        self.table, self.label = table, label
+        self.table, self.label, self.state, self.shard = table, label, rows_of(table), shard_of(table)
         self.brought: dict[str, Any] = {}
         self.executor = executor_of(table, label)
         self.pending = PendingGradients(self.executor.sum_of)
         self.functions: list[Callable[..., Any]] = []
-        rows_of(table).name_by(label)
+        self.state.name_by(label)
         self._number = next(_numbers)
         self.strategy = tf.distribute.get_strategy()
         with _outside_of_programs():
@@ -82,13 +85,15 @@ class TableHandle:
         Several may take turns if their steps leave no state, or if the rows have their own rule. Otherwise the
         optimizer built last owns the rows, and earlier ones may not step them.
         """
+        owns = [owner for owner in self._owners if owner() is optimizer]
+        if owns and len(owns) == len(self._owners):
+            return True
         rule = self.table.rule
         if self.own_rule is not None or rule is None or not rule.state():
             return True
-        if all(owner() is not optimizer for owner in self._owners):
-            return False
-        self._owners = [weakref.ref(optimizer)]
-        return True
+        if owns:
+            self._owners = owns
+        return bool(owns)
 
     def bring(self, name: str, given: Any) -> None:
         """Record an argument of a layer on the table, or None.
@@ -130,7 +135,7 @@ class TableHandle:
     @property
     def own_rule(self) -> Rule | None:
         """The rule of a layer on the table, or of the table; None if the rows follow the optimizer."""
-        return self.brought.get("rule") or rows_of(self.table).given_rule
+        return self.brought.get("rule") or self.state.given_rule
 
     def bind(self, owner: Any, rule: Rule) -> None:
         """Record the optimizer that steps the rows, and set its rule. (Rows of a snapshot are not stepped.)
@@ -147,7 +152,7 @@ class TableHandle:
 
         They lack it if the table got another rule later, or if the model's file has another one.
         """
-        if not rule.same_layout(self.table.rule):
+        if not rule.same_layout(self.state.spec.rule):
             bind_rule(self.table, rule, self._taken_by(owner))
 
     def _taken_by(self, owner: Any) -> RuleTaker:
@@ -264,7 +269,7 @@ class TableHandle:
         """Write rows back from a GPU until the next lookup. Then a step by gradients that wait there is an error."""
         if self.executor.is_on_gpu:
             self.pending.drop()
-            rows_of(self.table).leave_side()
+            self.state.leave_side()
 
     def no_gradients(self) -> Any:
         return self.executor.of_rows(np.empty((0, self.table.dim), np.float32), np.empty(0, np.int64), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import traceback
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.profiler import trace
 from tensorflow.python.util import tf_stack
 
@@ -86,6 +88,31 @@ class _Frameless(tf_stack.StackTraceFilter):
         making = {str(sys.modules[name].__file__) for name in _MAKING if name in sys.modules}
         calling = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())}
         return self.parent.get_filtered_filenames() | making | calling
+
+
+@functools.cache
+def _order() -> Any:
+    """Return the variable that orders lookups among steps. No strategy mirrors it."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return ResourceVariable(0.0, trainable=False, name="embedrock_order")
+
+
+def after_earlier_steps(after: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    """Return, in a program, a read that waits for `after` and the steps before it; later steps wait for the read.
+
+    TensorFlow never moves a write to a variable before an earlier read, or a read before an earlier write.
+    """
+    if tf.executing_eagerly() or tf.distribute.get_replica_context() is None:  # eager, or a symbolic build
+        return []
+    with tf.control_dependencies(after):
+        return [tf.raw_ops.ReadVariableOp(resource=_order().handle, dtype=tf.float32)]
+
+
+def after_earlier_lookups() -> list[tf.Operation]:
+    """Return, in a program, a write that waits for the lookups before it; later lookups wait for the write."""
+    if tf.executing_eagerly():
+        return []
+    return [tf.raw_ops.AssignAddVariableOp(resource=_order().handle, value=0.0)]
 
 
 def once_differentiable(function: Callable[..., list[tf.Tensor]], refusal: str) -> Callable[..., Any]:

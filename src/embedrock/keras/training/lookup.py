@@ -62,17 +62,20 @@ class ProgramLookup:
         # Without their tensors, which would live as long as the program.
         self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
 
-    def look_up(self, *inputs: Any) -> list[Any]:
+    def look_up(self, values: Any, *inputs: Any) -> list[Any]:
         """Return the number of kept plans, the rows or bags of each request, and saved arrays for the backward pass.
 
         Args:
-            inputs: the handles' values, the parts of the requests, and rows fetched from other workers.
+            values: the handles' values.
+            inputs: the parts of the requests, and rows fetched from other workers.
         """
-        values, requests = inputs[: len(self.handles)], self._filled(inputs[len(self.handles) :])
-        fetched = self._fetched(requests, inputs[len(self.handles) + self._part_count :])
+        requests = self._filled(inputs)
+        fetched = self._fetched(requests, inputs[self._part_count :])
         with span("lookup"):
-            for handle, value in zip(self.handles, values, strict=True):
-                handle.check_untouched(value)
+            if values.any():
+                for handle, value in zip(self.handles, values, strict=True):
+                    handle.check_untouched(value)
+            for handle in self.handles:
                 handle.executor.begin()
             rows: list[Any] = [None] * len(requests)
             plans, kept = [], []
@@ -143,12 +146,12 @@ class ProgramLookup:
             out.set_shape(shape)
         return [*(tokens.get(handle) for handle in self.handles), *found[len(tokens) :]]
 
-    def fetch(self, parts: list[tf.Tensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
+    def fetch(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return, in a program, the rows from other workers for `look_up`; nothing without other workers."""
         if self._fetching is None:
             return []
         unique = host_calls.call(self.unique_ids, parts, [tf.int32], functions=self.functions, stateful=False)
-        return self._fetching.fetch([tf.stop_gradient(value) for value in values], unique[0])
+        return self._fetching.fetch(unique[0])
 
     def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
         """Return a message to the other workers: the ids of the rows that the lookup needs."""
@@ -213,16 +216,18 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
     values = [v if h in lookup.trained else tf.stop_gradient(v) for h, v in zip(lookup.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
-    fetched = lookup.fetch(parts, values)
+    fetched = lookup.fetch(parts)
     known = host_calls.known_to_programs(lookup)
 
     @tf.custom_gradient
     def rows_of(*values_and_weights: tf.Tensor) -> Any:
-        inputs = [*values_and_weights[: len(values)], *parts, *fetched]
+        inputs = [tf.stack(values_and_weights[: len(values)]), *parts, *fetched]
         saved = [one.trace if one.is_max else tf.float32 for one in lookup.by_table if one.saves]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
         # Stateless, so that calls of several replicas, or in several places, need not wait for each other.
-        plans_number, *found = lookup.call(lookup.look_up, inputs, dtypes, functions=lookup.functions, stateful=False)
+        with tf.control_dependencies(host_calls.after_earlier_steps()):
+            made = lookup.call(lookup.look_up, inputs, dtypes, functions=lookup.functions, stateful=False)
+        plans_number, *found = made
         rows, kept = found[: len(requests)], found[len(requests) :]
         for request, out in zip(requests, rows, strict=True):
             out.set_shape(_shape(request))
@@ -230,7 +235,7 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
         return rows, lambda *grads: known().gradients(sent, grads, shapes)
 
     rows = rows_of(*values, *weights)
-    _before_next_step(lookup.handles, rows)
+    host_calls.after_earlier_steps(rows)  # later steps wait for it, even if nothing uses its results
     return rows
 
 
@@ -247,17 +252,6 @@ def _served(request: LookupRequest) -> tf.Tensor:
     shards.check_whole(request.handle.table, request.handle.label, "exported")
     rows = serving_table(request.handle.table)(request.ids)
     return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
-
-
-def _before_next_step(handles: list[TableHandle], rows: list[tf.Tensor]) -> None:
-    """Make later steps of the program wait for a lookup, even if they do not use its results.
-
-    TensorFlow never moves a write to a variable before an earlier read, and a step writes to the handle.
-    """
-    if not tf.executing_eagerly() and tf.distribute.get_replica_context() is not None:
-        with tf.control_dependencies(rows):
-            for handle in handles:
-                tf.raw_ops.ReadVariableOp(resource=handle.variable.value.handle, dtype=tf.float32)
 
 
 def checked_ids(ids: Any, label: str) -> tf.Tensor:

@@ -101,7 +101,7 @@ class RowOptimizer:
 
     def _check_rule(self: Any, handle: TableHandle) -> None:
         if handle.own_rule is None:
-            check_followed(self, steps.decays(self, handle))
+            check_followed(self, steps.decays_rows(self, handle))
 
     def __reduce__(self: Any) -> tuple[Any, ...]:
         _, arguments = super().__reduce__()
@@ -227,22 +227,15 @@ class RowOptimizer:
             inputs = [tensor for parts in by_replica for part in parts for tensor in part]
             sizes = [[len(part) for part in parts] for parts in by_replica]
             step = functools.partial(steps.step, weakref.ref(self), handles, sizes)
-        cells = [cell for handle in handles for cell in handle.cells()]
-        with tf.control_dependencies(_touch(cells)):
+        with tf.control_dependencies(host_calls.after_earlier_lookups()):
             done = host_calls.call(step, [*now, *inputs], [tf.int64], functions=functions_of(handles))
         with tf.control_dependencies(done):
-            # With the step count: Keras must not advance it after a refused step. A symbolic build has none.
-            _touch([*cells, *(count for count in locals_of(self.iterations) if hasattr(count, "handle"))])
+            host_calls.after_earlier_lookups()
+            for count in locals_of(self.iterations):  # Keras must not advance it after a refused step
+                if hasattr(count, "handle"):  # a symbolic build has none
+                    tf.raw_ops.AssignAddVariableOp(resource=count.handle, value=tf.zeros((), count.dtype))
             # If the step of the rows is refused, no variable is stepped.
             self._distributed_tf_update_step(distribution, dense, learning_rate)
-
-
-def _touch(cells: list[Any]) -> list[Any]:
-    """Write to variables the values that they hold. TensorFlow keeps reads and writes in program order."""
-    ops = [
-        tf.raw_ops.AssignAddVariableOp(resource=cell.handle, value=tf.zeros(cell.shape, cell.dtype)) for cell in cells
-    ]
-    return [op for op in ops if op is not None]  # eager ops return None
 
 
 def optimizer(identifier: Any, *, reset_state: bool = False) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -66,12 +65,11 @@ class PendingGradients:
         self.outlives_steps, self._sum_of = False, sum_of
         self._lock = forks.lock(forks.LockRank.SECTION)
         self._arrivals: dict[int, list[BackwardResult]] = {}  # by number, in order of arrival
-        self._next, self._orders = 0, itertools.count()
+        self._next = self._order = self._steps = 0
         self._shared: dict[tuple[int, int], int] = {}  # by place, the number that its passes share until it is read
         self._read: deque[tuple[int, list[BackwardResult]]] = deque()  # read by programs, in that order
         self._plans: deque[Any] = deque(maxlen=KEPT)  # plans of these, until the next step
         self._taken: dict[int, list[BackwardResult]] = {}  # of the current step
-        self._steps = 0
 
     def add(self, place: tuple[int, int], lookup: int, grads: Any) -> np.ndarray:
         """Store the gradients of a backward pass; return its token, float32 (SLOTS,).
@@ -82,8 +80,8 @@ class PendingGradients:
             grads: gradients of the rows.
         """
         with self._lock:
-            number = self._number(place)
-            arrival = BackwardResult(place[1], lookup, next(self._orders), self._steps, grads)
+            number, self._order = self._number(place), self._order + 1
+            arrival = BackwardResult(place[1], lookup, self._order, self._steps, grads)
             self._arrivals.setdefault(number, []).append(arrival)
         token = np.zeros(SLOTS, np.float32)
         if number < SINGLES:
@@ -139,35 +137,37 @@ class PendingGradients:
         """The plans of the latest gradients that were read since the last step."""
         return list(self._plans)
 
-    def _summed(self, found: Mapping[int, Iterable[BackwardResult]]) -> Any:
-        arrivals = itertools.chain.from_iterable(found.values())
-        ordered = sorted(arrivals, key=lambda each: each[:3])
-        return self._sum_of([each.grads for each in ordered]) if ordered else None
+    def _summed(self, found: Mapping[int, list[BackwardResult]]) -> Any:
+        arrivals = [arrival for passes in found.values() for arrival in passes]
+        if len(arrivals) < 2:
+            return arrivals[0].grads if arrivals else None
+        return self._sum_of([each.grads for each in sorted(arrivals, key=lambda each: each[:3])])
 
     def end_step(self) -> None:
         """Drop the gradients of the step, and unused old ones."""
         with self._lock:
             self._steps += 1
-            self._forget(() if self.outlives_steps else self._taken.items())
-            self._forget([pair for pair in self._arrivals.items() if pair[1][-1].step <= self._steps - KEPT])
+            old = [pair for pair in self._arrivals.items() if pair[1][-1].step <= self._steps - KEPT]
+            self._forget([*old, *(() if self.outlives_steps else self._taken.items())])
             self._taken = {}
             self._plans.clear()
 
     def _found(self, token: np.ndarray) -> dict[int, list[BackwardResult]]:
         counts = _counts(token)
-        if missing := [number for number in counts if number not in self._arrivals]:
+        found = {number: self._arrivals[number] for number in counts if number in self._arrivals}
+        if len(found) < len(counts):
             raise ArgumentError(
-                f"a gradient of rows is the sum of {len(counts)} backward passes, {len(missing)} of which are gone. "
-                f"Inside of a tf.function, use gradients before {KEPT} more steps of their table."
+                f"a gradient of rows is the sum of {len(counts)} backward passes, {len(counts) - len(found)} of which "
+                f"are gone. Inside of a tf.function, use gradients before {KEPT} more steps of their table."
             )
-        found = {number: self._arrivals[number] for number in counts}
         if any(counts[number] != len(passes) for number, passes in found.items()):
             raise ArgumentError(
                 f"a gradient of rows is the sum of some of more than {SINGLES} backward passes of its table that wait: "
                 "which ones cannot be told then. Apply the gradients of one long loop before the next one is run, or "
                 "look several inputs up in one call, layer([ids, more_ids])."
             )
-        self._shared = {place: number for place, number in self._shared.items() if number not in found}
+        if self._shared:
+            self._shared = {place: number for place, number in self._shared.items() if number not in found}
         return found
 
     def _forget(self, pairs: Iterable[tuple[int, list[BackwardResult]]]) -> None:
@@ -175,7 +175,8 @@ class PendingGradients:
         for number, arrivals in pairs:
             if self._arrivals.get(number) is arrivals:
                 del self._arrivals[number]
-        self._shared = {place: number for place, number in self._shared.items() if number in self._arrivals}
+        if self._shared:
+            self._shared = {place: number for place, number in self._shared.items() if number in self._arrivals}
 
     def drop(self) -> None:
         with self._lock:
@@ -191,15 +192,20 @@ class PendingGradients:
 
 def _counts(token: np.ndarray) -> dict[int, int]:
     """Return the number of passes by number in a sum of tokens."""
-    slots = np.flatnonzero(token)
-    whole = token[slots].astype(np.int64)
-    is_single = slots < SLOTS - COUNTING
-    if (whole != token[slots]).any() or (whole[is_single] & ~USED).any():
-        raise ArgumentError(
-            "a gradient of rows was changed before its tape returned it, by a gradient function of your own. Change "
-            "the gradients of what the layer returns, or those that the tape returns."
-        )
-    singles = zip(slots[is_single].tolist(), whole[is_single].tolist(), strict=True)
-    counts = {slot * BITS + bit: 1 for slot, bits in singles for bit in range(BITS) if bits >> 2 * bit & 1}
-    shared = slots[~is_single] - (SLOTS - COUNTING) + SINGLES
-    return counts | dict(zip(shared.tolist(), whole[~is_single].tolist(), strict=True))
+    slots, counts = token.nonzero()[0], dict[int, int]()
+    for slot, value in zip(slots.tolist(), token[slots].tolist(), strict=True):
+        counted = slot - (SLOTS - COUNTING)
+        if value % 1 or (counted < 0 and int(value) & ~USED):  # also NaN and Inf
+            raise ArgumentError(
+                "a gradient of rows was changed before its tape returned it, by a gradient function of your own. "
+                "Change the gradients of what the layer returns, or those that the tape returns."
+            )
+        left = int(value)
+        if counted >= 0:
+            counts[SINGLES + counted] = left
+            continue
+        while left:
+            bit = left.bit_length() - 1
+            left ^= 1 << bit
+            counts[slot * BITS + bit // 2] = 1
+    return counts

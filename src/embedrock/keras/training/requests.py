@@ -335,16 +335,12 @@ class WorkerLookup:
         self._lookups = lookups
         self._shard = shard_of(lookups[0].handle.table) or Shard(0, 1)
 
-    def fetch(self, values: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tf.Tensor]:
-        """Return, in a program, the argument `served` of `rows`.
-
-        Args:
-            values: values of the handles, which order the lookup among the steps.
-            ids: the message of `ask`.
-        """
+    def fetch(self, ids: tf.Tensor) -> list[tf.Tensor]:
+        """Return, in a program, the argument `served` of `rows`, given the message of `ask`."""
         asked = gather(ids)
         functions = functions_of(one.handle for one in self._lookups)
-        served = host_calls.call(self.serve, [asked, *values], [tf.int32], functions=functions, stateful=False)
+        with tf.control_dependencies(host_calls.after_earlier_steps()):
+            served = host_calls.call(self.serve, [asked], [tf.int32], functions=functions, stateful=False)
         return [gather(served[0])]
 
     def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:
@@ -355,10 +351,13 @@ class WorkerLookup:
         plans = self.plans(requests)
         return addressed(stages.ask([plan.ids for plan in plans], self._splits(plans)))
 
-    def serve(self, asked: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    def serve(self, asked: np.ndarray) -> np.ndarray:
         """Return a message with this worker's rows for the requests of all workers."""
         sources = self._sources()
-        return addressed([stages.serve(message, sources) for message in self._taken(asked)])
+        reply = stages.serve([stages.asked(message, len(sources)) for message in self._taken(asked)], sources)
+        message = addressed(reply.letters)
+        reply.fill()
+        return message
 
     def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
         """Return the unique rows of each lookup from the messages of all workers."""
@@ -368,7 +367,7 @@ class WorkerLookup:
         return found
 
     def _sources(self) -> list[stages.RowSource]:
-        return [stages.RowSource(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
+        return [stages.RowSource.of(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
 
     def _splits(self, plans: Sequence[Plan]) -> list[Split]:
         return [self._shard.split(plan.ids) for plan in plans]

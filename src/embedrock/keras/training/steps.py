@@ -6,7 +6,6 @@ weakly: see `host_calls.call`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from embedrock.keras.workers.shards import own_part, wire_of
 from embedrock.optimizers import Rule
 from embedrock.table.checks import of_step
 from embedrock.table.stepping import StepRequest
-from embedrock.table.table import rows_of
 
 
 def _summed(handles: Sequence[TableHandle], sizes: Sequence[Sequence[int]], arrays: Sequence[np.ndarray]) -> list[Any]:
@@ -36,11 +34,14 @@ def _summed(handles: Sequence[TableHandle], sizes: Sequence[Sequence[int]], arra
         sizes: number of arrays of each replica, for each handle: see `RowSlices.sent`.
         arrays: all arrays, in that order.
     """
-    left = iter(arrays)
-    return [
-        handle.executor.sum_of([handle.gradients(list(itertools.islice(left, size))) for size in of_replicas])
-        for handle, of_replicas in zip(handles, sizes, strict=True)
-    ]
+    found, start = list[Any](), 0
+    for handle, of_replicas in zip(handles, sizes, strict=True):
+        parts = []
+        for size in of_replicas:
+            parts.append(handle.gradients(arrays[start : start + size]))
+            start += size
+        found.append(parts[0] if len(parts) == 1 else handle.executor.sum_of(parts))
+    return found
 
 
 def step(
@@ -96,14 +97,15 @@ def _checked_owner(known: Any, handles: list[TableHandle]) -> Any:
 
 
 def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, summed: Sequence[Any]) -> np.int64:
-    made = [step_rule(optimizer, handle, lr, steps) for handle in handles]
-    for handle, rule in zip(handles, made, strict=True):
+    made = dict[Any, Rule]()
+    found = [step_rule(optimizer, handle, lr, steps, made) for handle in handles]
+    for handle, rule in zip(handles, found, strict=True):
         handle.check_rule(optimizer, rule)  # before rows are copied to the GPU
     due = [
         StepRequest(
-            rows_of(handle.table), rule, own_part(handle.table, grads), constraint_on(handle), handle.executor.stepped
+            (handle.state,), rule, own_part(handle.shard, grads), constraint_on(handle), handle.executor.stepped
         )
-        for handle, rule, grads in zip(handles, made, summed, strict=True)
+        for handle, rule, grads in zip(handles, found, summed, strict=True)
     ]
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
     for handle in handles:
@@ -128,23 +130,34 @@ def rebind(handle: TableHandle) -> None:
         keep_rule(handle.table, step_rule(handle.owner, handle))
 
 
-def step_rule(optimizer: Any, handle: TableHandle, lr: float | None = None, steps: int = 0) -> Rule:
+def step_rule(
+    optimizer: Any, handle: TableHandle, lr: float | None = None, steps: int = 0, made: dict[Any, Rule] | None = None
+) -> Rule:
     """Return the rule of a table's next step: its own, or else the optimizer's.
 
     Args:
+        optimizer: steps the rows.
+        handle: handle of the table.
         lr: learning rate of the step; None if only the record layout matters.
         steps: number of the optimizer's steps.
+        made: rules of this step, which tables share.
     """
-    own = handle.own_rule
-    try:
-        if own is None:
-            rate = 1e-3 if lr is None else lr
-            return follow(optimizer, rate, decays(optimizer, handle), steps, handle.table.steps)
-        return own if lr is None or own.brings_lr else own.with_changes({"lr": lr})
-    except (ArgumentError, UnknownArgumentError) as error:
-        raise of_step(error, handle.label) from error
+    own, table_steps = handle.own_rule, handle.state.steps
+    if own is not None and (lr is None or own.brings_lr):
+        return own
+    decays = own is None and decays_rows(optimizer, handle)
+    key, made = (id(own), decays, table_steps), {} if made is None else made
+    if key not in made:
+        try:
+            if own is None:
+                made[key] = follow(optimizer, 1e-3 if lr is None else lr, decays, steps, table_steps)
+            else:
+                made[key] = own.with_changes({"lr": lr})
+        except (ArgumentError, UnknownArgumentError) as error:
+            raise of_step(error, handle.label) from error
+    return made[key]
 
 
-def decays(optimizer: Any, handle: TableHandle) -> bool:
+def decays_rows(optimizer: Any, handle: TableHandle) -> bool:
     """Return whether an optimizer's weight decay applies to a table's rows."""
     return bool(optimizer.weight_decay) and optimizer._use_weight_decay(handle.variable)

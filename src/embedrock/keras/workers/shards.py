@@ -104,9 +104,8 @@ def check_whole(table: Table, label: str, verb: str) -> None:
 # ---------------------------------------------------------------- steps and lookups
 
 
-def own_part(table: Table, grads: RowGradients) -> RowGradients:
+def own_part(shard: Shard | None, grads: RowGradients) -> RowGradients:
     """Return the gradients of the worker's own rows; all gradients if the step will be refused."""
-    shard = shard_of(table)
     if shard is None or not grads.is_finite:
         return grads
     return grads.kept(shard.owns(grads.plan.ids))

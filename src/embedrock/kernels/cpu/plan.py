@@ -114,26 +114,43 @@ def _owner(key, ranks):
 
 
 @kernel(reads=("ids",))
-def by_owner(ids, inverse, ranks, places, moved, bounds):
-    """Group unique ids by owner, in their order, and update the positions."""
+def by_owner(ids, ranks, order, bounds):
+    """Group the positions of ids by owner, in order of occurrence; return whether they were grouped already."""
     for r in range(ranks + 1):
         bounds[r] = 0
+    last, is_grouped = 0, True
     for k in range(ids.shape[0]):
         owner = _owner(ids[k], ranks)
-        places[k] = owner
         bounds[owner + 1] += 1
+        is_grouped &= owner >= last
+        last = owner
     for r in range(ranks):
         bounds[r + 1] += bounds[r]
     for k in range(ids.shape[0] - 1, -1, -1):  # from the back, so that `bounds` end where each owner's ids begin
-        owner = places[k]
+        owner = _owner(ids[k], ranks)
         bounds[owner + 1] -= 1
-        places[k] = bounds[owner + 1]
-        moved[places[k]] = ids[k]
+        order[bounds[owner + 1]] = k
     for r in range(ranks):
         bounds[r] = bounds[r + 1]
     bounds[ranks] = ids.shape[0]
+    return is_grouped
+
+
+@kernel(reads=("moves", "ids", "inverse", "starts", "order"))
+def move_rows(moves, places, ids, inverse, starts, order, new_ids, new_inverse, new_starts, new_order):
+    """Change the order of a plan's rows: row k becomes what row ``moves[k]`` was."""
+    at = 0
+    for k in range(ids.shape[0]):
+        old = moves[k]
+        places[old] = k
+        new_ids[k] = ids[old]
+        new_starts[k] = at
+        for i in range(starts[old], starts[old + 1]):
+            new_order[at] = order[i]
+            at += 1
+    new_starts[ids.shape[0]] = at
     for i in range(inverse.shape[0]):
-        inverse[i] = places[inverse[i]]
+        new_inverse[i] = places[inverse[i]]
 
 
 @kernel(reads=("ids",))

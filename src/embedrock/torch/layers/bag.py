@@ -10,17 +10,24 @@ from torch import Tensor
 
 from embedrock.batch.wrong_ids import in_bags
 from embedrock.errors import ArgumentError, EmbedrockError, IdError, UnsupportedError, not_one_of
-from embedrock.table.batches import BatchFeature
-from embedrock.table.group import Group
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.embedding import is_jagged, offsets_of, on_plain_tensors, place_in
 from embedrock.torch.layers.features import BagInput, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.training.cpu_executor import host_weights
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, host_ids, needs_gradient
+from embedrock.torch.training.lookup import (
+    ExecutorLookup,
+    FeatureRequest,
+    HostInput,
+    HostLookup,
+    LayerLayout,
+    LookupState,
+    check_ids,
+    host_ids,
+    looked_up,
+)
 
 MODES = ("sum", "mean", "max")
 
@@ -114,12 +121,9 @@ class EmbeddingBag(RowLayer):
             ArgumentError: shapes or offsets do not match.
             Otherwise as `Embedding.forward`.
         """
-        handle = self._usable_handle()
-        trains = self._trains(handle)
-        reading, weights = self.reading(handle, input, offsets, per_sample_weights, trains)
-        if trains or needs_gradient(weights):
-            return Lookup.of(handle, weights, reading)
-        return reading.read(weights)
+        layout = self._cpu_layout()
+        value = BagInput(input, offsets, per_sample_weights)
+        return looked_up(self._planned_lookup(layout, self._trained(layout), value))[0]
 
     def in_graph(
         self,
@@ -134,39 +138,46 @@ class EmbeddingBag(RowLayer):
         return self._by_operator(input, offsets, per_sample_weights, self.include_last_offset)
 
     def looked_up(
-        self, handle: Handle, ids: Tensor, offsets: Any, weights: Any, trains: bool, weights_train: bool
+        self, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any, weights_train: bool
     ) -> tuple[Tensor, LookupState]:
-        reading, flat = self.reading(handle, ids, offsets, weights, trains)
-        return reading.read(flat, weights_train), reading
+        lookup = self._planned_lookup(self._cpu_layout(), trained, BagInput(ids, offsets, weights))
+        return lookup.read(weights_train)[0], lookup
 
-    def reading(
-        self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, trains: bool
-    ) -> tuple[LookupState, Tensor | None]:
-        """Plan a lookup. Return it with the weights (n,) of its positions."""
+    def _planned_lookup(self, layout: LayerLayout | None, trained: list[Handle], value: BagInput) -> LookupState:
+        try:
+            if layout is None:
+                return self._planned_by_executor(trained, *value[:3])
+            arrays = layout.plain((value.ids,)) if value.offsets is None else None
+            if arrays is not None and arrays[0].ndim == 2:
+                weights = self._flat_weights(value.ids, value.weights, arrays[0].size)
+                return HostLookup(layout, trained, arrays, weights=() if weights is None else [weights])
+            given = self._flat_input(*value[:3])
+            return HostLookup(layout, trained, [given.ids], False, [given.bounds], [given.weights])
+        except IdError as error:
+            raise self.outside(error, value) from None
+
+    def _planned_by_executor(
+        self, trained: list[Handle], ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> LookupState:
+        handle = self.handle
         executor = handle.executor()
         try:
             flat, bounds = self._flat(ids, offsets, handle)
             weights = self._flat_weights(ids, weights, len(flat))
             bounds = executor.bounds(bounds, len(flat))
         except EmbedrockError as error:
-            handle.refuse(error, trains)
-        try:
-            plan = self._planned(executor, flat, trains)
-        except IdError as error:
-            raise self.outside(error, ids, offsets) from None
+            handle.refuse(error, bool(trained))
+        plan = self._planned(executor, flat, bool(trained))
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        state = LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq, bags)
-        return state, weights
+        return ExecutorLookup(self, executor, plan, trained, weights, bags)
 
     # ------------------------------------------------------------ as a feature of a collection
 
     @staticmethod
-    def feature_input(value: Any) -> BagInput:
-        if not isinstance(value, tuple):
-            return BagInput(value)
-        if len(value) not in (2, 3):
+    def feature_input(value: Any) -> Any:
+        if isinstance(value, tuple) and len(value) not in (2, 3):
             raise ArgumentError(f"a tuple must be (ids, offsets) or (ids, offsets, weights): got {len(value)} parts.")
-        return BagInput(*value)
+        return BagInput(*value) if isinstance(value, tuple) else value
 
     @staticmethod
     def keyed_input(part: BagInput, has_end: bool) -> BagInput:
@@ -174,47 +185,30 @@ class EmbeddingBag(RowLayer):
         return part if has_end else part._replace(offsets=part.offsets[:-1])
 
     @staticmethod
-    def called(layer: Any, *given: Any) -> Tensor:
-        return layer(*BagInput(*given).arguments)
+    def called(layer: Any, value: Any) -> Tensor:
+        return layer(*BagInput.of(value).arguments)
 
-    def shaped(self, output: Tensor, *given: Any) -> Tensor:
+    @staticmethod
+    def shaped(output: Tensor, value: Any) -> Tensor:
         return output
 
-    def joined_by(self, *given: Any) -> Any:
-        joins = super().joined_by(*given)
-        if joins is None or isinstance(joins, Group):
-            return joins
-        return joins if isinstance(given[0], Tensor) else None  # `forward` refuses all else
-
-    def asked(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, host: Any = None) -> FeatureRequest:
-        """Return the layer's request for a lookup together with other layers.
-
-        Args:
-            ids, offsets, weights: as in `forward`; or ids (bags,) without offsets, one for each bag.
-            host: the ids and offsets as arrays, if they exist.
-        """
-        handle = self._usable_handle()
-        if not isinstance(handle.pending.executor.joins, Group):
-            return self._gpu_request(handle, *BagInput(ids, offsets, weights).arguments)
-        bounds = None
+    def host_input(self, value: Any) -> HostInput:
+        ids, offsets, weights, host = BagInput.of(value)
         if host is not None:
-            array, bounds = host
-        elif offsets is None and getattr(ids, "ndim", 0) in (1, 2) and not is_jagged(ids):  # bags of one size
-            array = host_ids(ids, handle.label)
-            array = array if array.ndim == 2 else array.reshape(-1, 1)
-        else:
-            flat, cuts = self._flat(ids, offsets, handle)
-            array, bounds = flat.cpu().numpy(), cuts.cpu().numpy()
-        values = None
-        if weights is not None:
-            weights = self._flat_weights(ids, weights, array.size)
-            values = host_weights(weights)
-        feature = BatchFeature(self.table, array, bounds, values, self.mode, self.padding_idx)
-        return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
+            return HostInput(*host, self._flat_weights(ids, weights, host[0].size))
+        if offsets is None and getattr(ids, "ndim", 0) in (1, 2) and not is_jagged(ids):  # bags of one size
+            array = host_ids(ids, self.handle.label)
+            return HostInput(array, None, self._flat_weights(ids, weights, array.size))
+        return self._flat_input(ids, offsets, weights)
 
-    def _gpu_request(
-        self, handle: Handle, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> FeatureRequest:
+    def _flat_input(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> HostInput:
+        flat, cuts = self._flat(ids, offsets, self.handle)
+        return HostInput(flat.cpu().numpy(), cuts.cpu().numpy(), self._flat_weights(ids, weights, len(flat)))
+
+    def gpu_request(self, value: Any) -> FeatureRequest:
+        handle, (ids, offsets, weights) = self._usable_handle(), BagInput.of(value).arguments
+        if not isinstance(ids, Tensor):
+            check_ids(ids, handle.label)  # an error
         if ids.ndim == 2 and ids.shape[1] and offsets is None and not is_jagged(ids):
             flat, starts = check_ids(ids, handle.label), None
         elif offsets is not None and self._has_starts_there(ids, offsets, handle):
@@ -227,9 +221,9 @@ class EmbeddingBag(RowLayer):
         feature = executor.pooled_feature(flat, self.padding_idx, self.mode, starts, weights)
         return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
 
-    def outside(self, error: IdError, *given: Any) -> IdError:
+    def outside(self, error: IdError, value: Any) -> IdError:
         """Return the error of a lookup, with the position of the id in the arguments of `forward`."""
-        ids, offsets, _ = BagInput(*given).arguments
+        ids, offsets, _ = BagInput.of(value).arguments
         flat, _ = self._flat(ids, offsets, self.handle)
         if offsets is None:  # each row, or each part of a jagged tensor, is a bag
             return self._outside(error, flat, place_in(ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, IdError, IdTypeError, counted, not_one_of
 from embedrock.initializers import Initializer
 from embedrock.optimizers import Rule
+from embedrock.storage.table_lock import TableLock
 from embedrock.table.group import Group
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, are_plain
 from embedrock.torch.layers.features import BagInput, KeyedFeatures, check_names, is_keyed, parts_of
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
-from embedrock.torch.training.lookup import FeatureRequest, look_up, look_up_side_by_side
+from embedrock.torch.training.generation import generation
+from embedrock.torch.training.lookup import HostLookup, LayerLayout, look_up_on_gpu, looked_up
+from embedrock.torch.training.ranks import are_there_groups
 
 NOT_OF_LAYERS = ("feature_names", "options", "pooling")  # fields of a config
 POOLINGS = ("sum", "mean", "max")
@@ -104,7 +107,6 @@ class EmbeddingBagConfig(EmbeddingConfig):
         return {**super().arguments(group), "mode": self.pooling}
 
 
-Given = tuple[Any, ...]  # arguments of a layer for one feature
 Result = TypeVar("Result")
 Features = Mapping[str, Any] | KeyedFeatures
 
@@ -114,6 +116,56 @@ class Layers(nn.ModuleDict):
 
     def add_module(self, name: str, module: Any) -> None:
         self._modules[name] = module
+
+
+class Share:
+    """Features of a collection that one call looks up.
+
+    Args:
+        now: the generation.
+        joins: see `Executor.joins`.
+        layers: of the features, by the names of their outputs.
+
+    Attributes:
+        each_once: each layer once.
+        layout: of the layers, if the CPU has their rows.
+    """
+
+    def __init__(self, now: int, joins: Any, layers: dict[str, Any]) -> None:
+        self.joins, self.layers, self.features = joins, layers, tuple(layers)
+        self.each_once = tuple(dict.fromkeys(layers.values()))
+        self.layout = LayerLayout(now, joins, tuple(layers.values())) if isinstance(joins, TableLock) else None
+
+
+class Route(NamedTuple):
+    """How a collection looks up its features.
+
+    Attributes:
+        generation: of the layers and handles, as of which it holds.
+        container: layers by name.
+        layers: layers of the outputs.
+        shares: features that are looked up together.
+        alone: outputs of layers that are called by themselves.
+        hooks: of the layers, by the layer and the kind of hook.
+    """
+
+    generation: int
+    container: dict[str, Any]
+    layers: dict[str, Any]
+    shares: list[Share]
+    alone: list[str]
+    hooks: list[Any]
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Return whether a later lookup can tell that something has changed."""
+        return not (any(self.hooks) or any(share.layout is None for share in self.shares) or are_there_groups())
+
+    def is_current(self, container: dict[str, Any]) -> bool:
+        is_same = self.generation == generation.now and self.container == container
+        if not is_same or any(self.hooks) or are_there_groups():
+            return False
+        return all(share.layout is not None and share.layout.has_its_handles() for share in self.shares)
 
 
 class Collection(nn.Module):
@@ -129,6 +181,7 @@ class Collection(nn.Module):
     container: ClassVar[str]  # attribute with the layers
     layer_type: ClassVar[type[Embedding | EmbeddingBag]]
     config_type: ClassVar[type[EmbeddingConfig]]
+    _known_route: Route | None = None
 
     def __init__(
         self,
@@ -198,82 +251,112 @@ class Collection(nn.Module):
         """Features in the order of the outputs. A feature of several tables has the name ``feature@table`` here."""
         return tuple(self._name_of)
 
-    def _of_outputs(self, values: Sequence[Given]) -> dict[str, Given]:
-        """Return the value of each output, from values of the input features."""
-        places = range(len(values)) if self._places is None else self._places
-        return {feature: values[place] for feature, place in zip(self._name_of, places, strict=True)}
-
     def layer_of(self, feature: str) -> Any:
         """Return the layer that looks up a feature's ids."""
-        return self._layers[feature]
+        return self._container[self._name_of[feature]]
 
     @property
-    def _layers(self) -> dict[str, Any]:
-        """Layers by feature, without the microsecond that `nn.Module` takes for an attribute."""
+    def _container(self) -> dict[str, Any]:
+        """Layers by name, without the microsecond that `nn.Module` takes for an attribute."""
         container = self._modules[self.container]
         assert container is not None
-        layers = container._modules
-        return {feature: layers[name] for feature, name in self._name_of.items()}
+        return container._modules
 
     def extra_repr(self) -> str:
         others = {feature: name for feature, name in self._name_of.items() if feature != name}
         return ", ".join(f"{feature!r} in {name!r}" for feature, name in others.items())
 
-    def _given(self, features: Features) -> dict[str, Given]:
-        """Return the arguments of the layer of each output."""
-        layer_type = self.layer_type
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known_route": None}  # a copy has layers of its own
+
+    def _route(self) -> Route:
+        """Return how the features are looked up now."""
+        layers = self._container
+        if not are_plain():
+            return self._resolved(layers, 0)
+        known = self._known_route
+        if known is None or not known.is_current(layers):
+            known = self._resolved(layers, generation.now)
+            self._known_route = known if known.may_be_kept else None
+        return known
+
+    def _resolved(self, container: dict[str, Any], now: int) -> Route:
+        """Find the features of each joint lookup: see `Executor.joins`."""
+        layers = {feature: container[name] for feature, name in self._name_of.items()}
+        if not are_plain():
+            return Route(now, container, layers, [], list(layers), [])
+        joint: dict[Any, dict[str, Any]] = {}
+        for feature, layer in layers.items():
+            is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
+            joins = layer.joined_by() if is_own and not any(map(vars(layer).get, HOOKS)) else None
+            if joins is not None:
+                joint.setdefault(joins, {})[feature] = layer
+        shares = [Share(now, *one) for one in joint.items()]
+        alone = [feature for feature in layers if not any(feature in share.layers for share in shares)]
+        hooks = [vars(layer).get(name) for layer in container.values() for name in HOOKS]
+        return Route(now, dict(container), layers, shares, alone, hooks)
+
+    def _given(self, features: Features) -> dict[str, Any]:
+        """Return the input of each output's layer."""
+        layer_type, inputs = self.layer_type, self._inputs
         if is_keyed(features):
-            parts = self._of_outputs(parts_of(features, self._inputs, self.kind))
-            return {name: layer_type.keyed_input(BagInput(*part), self._has_end[name]) for name, part in parts.items()}
+            parts = self._of_outputs(parts_of(features, inputs, self.kind))
+            return {name: layer_type.keyed_input(part, self._has_end[name]) for name, part in parts.items()}
         if not isinstance(features, Mapping):
             raise ArgumentError(
                 f"{self.kind} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
                 f"{type(features).__name__}."
             )
-        check_names(list(features), self._inputs, self.kind)
-        inputs = self._call_for_each(lambda feature: layer_type.feature_input(features[feature]), self._inputs)
-        return self._of_outputs(inputs)
+        check_names(list(features), inputs, self.kind)
+        given = {name: features[name] for name in inputs}
+        others = [name for name, value in given.items() if type(value) is not Tensor]
+        if others:
+            found = self._call_for_each(lambda name: layer_type.feature_input(given[name]), others)
+            given |= zip(others, found, strict=True)
+        return given if self._places is None else self._of_outputs(list(given.values()))
 
-    def _each(self, given: Mapping[str, Given]) -> dict[str, Tensor]:
+    def _of_outputs(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return the value of each output, from values of the input features."""
+        places = range(len(values)) if self._places is None else self._places
+        return {feature: values[place] for feature, place in zip(self._name_of, places, strict=True)}
+
+    def _each(self, given: Mapping[str, Any], route: Route) -> dict[str, Tensor]:
         """Return the output of each feature. Features of a group take one call."""
-        layers = self._layers
         found: dict[str, Tensor] = {}
-        for group, features in self._groups(layers, given).items():
-            outputs = self._request_all(group, features, layers, given, look_up)
-            for feature, output in zip(features, outputs, strict=True):
-                found[feature] = layers[feature].shaped(output, *given[feature])
-        alone = [feature for feature in given if feature not in found]
-        outputs = self._call_for_each(lambda each: self.layer_type.called(layers[each], *given[each]), alone)
-        found |= dict(zip(alone, outputs, strict=True))
+        for share in route.shares:
+            found |= zip(share.features, self._looked_up(share, given), strict=True)
+        called, layers = self.layer_type.called, route.layers
+        alone = self._call_for_each(lambda each: called(layers[each], given[each]), route.alone)
+        found |= zip(route.alone, alone, strict=True)
         return {feature: found[feature] for feature in given}
 
-    def _groups(self, layers: Mapping[str, Any], given: Mapping[str, Given]) -> dict[Any, list[str]]:
-        """Return the features of each joint lookup, by key: see `Executor.joins`."""
-        groups: dict[Any, list[str]] = {}
-        for feature, layer in layers.items() if are_plain() else ():
-            is_own = isinstance(layer, RowLayer) and type(layer).forward is self.layer_type.forward
-            group = layer.joined_by(*given[feature]) if is_own and not any(map(vars(layer).get, HOOKS)) else None
-            if group is not None:
-                groups.setdefault(group, []).append(feature)
-        return groups
-
-    def _request_all(
-        self,
-        group: Any,
-        features: Sequence[str],
-        layers: Mapping[str, Any],
-        given: Mapping[str, Given],
-        call: Callable[[Any, Sequence[FeatureRequest]], Result],
-    ) -> Result:
-        requests = self._call_for_each(lambda feature: layers[feature].asked(*given[feature]), features)
+    def _looked_up(self, share: Share, given: Mapping[str, Any], side_by_side: bool = False) -> Sequence[Tensor]:
+        """Return the output of each feature of a share; one of all if that is wished and possible."""
         try:
-            return call(group, requests)
+            if share.layout is not None:
+                return self._read(share, share.layout, given, side_by_side)
+            layers = share.layers
+            requests = self._call_for_each(lambda each: layers[each].gpu_request(given[each]), share.features)
+            return look_up_on_gpu(share.joins, requests)
         except IdError as error:
-            for feature in features:
-                placed = layers[feature].outside(error, *given[feature])
+            for feature, layer in share.layers.items():
+                placed = layer.outside(error, given[feature])
                 if placed is not error:
                     raise IdError(f"feature {feature!r}: {placed}") from None
             raise
+
+    def _read(
+        self, share: Share, layout: LayerLayout, given: Mapping[str, Any], side_by_side: bool
+    ) -> Sequence[Tensor]:
+        trained, values = layout.trained(share.each_once), [given[feature] for feature in share.features]
+        arrays = layout.plain(values)
+        if arrays is not None:
+            return looked_up(HostLookup(layout, trained, arrays, side_by_side))
+        layers = share.layers
+        inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), share.features)
+        ids, bounds, weights = map(list, zip(*inputs, strict=True))
+        outputs = looked_up(HostLookup(layout, trained, ids, side_by_side, bounds, weights))
+        return outputs if side_by_side else list(map(self.layer_type.shaped, outputs, values))
 
     @staticmethod
     def _call_for_each(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:
@@ -333,27 +416,26 @@ class EmbeddingBagCollection(Collection):
             UnsupportedError: features of a `KeyedJaggedTensor` have different numbers of bags.
             Otherwise as `EmbeddingBag.forward`.
         """
-        given = self._given(features)
+        given, route = self._given(features), self._route()
         if not concatenate:
-            return self._each(given)
+            return self._each(given, route)
         try:
-            return self._concatenated(given)
+            return self._concatenated(given, route)
         except RuntimeError as error:
             self._check_batch(given, error)
             raise
 
-    def _concatenated(self, given: Mapping[str, Given]) -> Tensor:
-        layers = self._layers
-        groups = self._groups(layers, given)
-        if [len(features) for features in groups.values()] == [len(given)]:
-            ((group, features),) = groups.items()
-            return self._request_all(group, features, layers, given, look_up_side_by_side)
-        return torch.cat(list(self._each(given).values()), dim=1)
+    def _concatenated(self, given: Mapping[str, Any], route: Route) -> Tensor:
+        shares = route.shares
+        if len(shares) != 1 or route.alone:
+            return torch.cat(list(self._each(given, route).values()), dim=1)
+        found = self._looked_up(shares[0], given, side_by_side=True)
+        return found[0] if len(found) == 1 else torch.cat(list(found), dim=1)
 
-    def _check_batch(self, given: Mapping[str, Given], error: RuntimeError) -> None:
+    def _check_batch(self, given: Mapping[str, Any], error: RuntimeError) -> None:
         counts = dict[int, str]()
         for feature, one in given.items():
-            ids, offsets, _ = BagInput(*one).arguments
+            ids, offsets, _ = BagInput.of(one).arguments
             counts.setdefault(len(ids) if offsets is None else len(offsets) - self._has_end[feature], feature)
         if len(counts) > 1:
             bag_counts = ", ".join(f"{counted(count, 'bag')} of {feature!r}" for count, feature in counts.items())
@@ -399,4 +481,4 @@ class EmbeddingCollection(Collection):
             ArgumentError: the features are others.
             Otherwise as `Embedding.forward`.
         """
-        return self._each(self._given(features))
+        return self._each(self._given(features), self._route())

@@ -20,7 +20,18 @@ from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
 from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import FeatureRequest, Lookup, LookupState, check_ids, needs_gradient
+from embedrock.torch.training.lookup import (
+    ExecutorLookup,
+    FeatureRequest,
+    HostInput,
+    HostLookup,
+    LayerLayout,
+    LookupState,
+    check_ids,
+    host_ids,
+    looked_up,
+    needs_gradient,
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -253,10 +264,11 @@ class Embedding(RowLayer):
                 return jagged_like(ids, self(ids.values()))
             except IdError as error:
                 raise self.outside(error, ids) from None
-        handle = self._usable_handle()
-        if self._trains(handle):
-            return Lookup.of(handle, None, self.reading(handle, input))
-        return self.rows_for_no_gradient(handle, input)
+        layout = self._cpu_layout()
+        trained = self._trained(layout)
+        if not trained:
+            return self._without_gradients(layout, input)
+        return looked_up(self._planned_lookup(layout, trained, input))[0]
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
@@ -266,19 +278,34 @@ class Embedding(RowLayer):
         return self._by_operator(input)
 
     def looked_up(
-        self, handle: Handle, ids: Tensor, offsets: None, weights: None, trains: bool, weights_train: bool
+        self, trained: list[Handle], ids: Tensor, offsets: None, weights: None, weights_train: bool
     ) -> tuple[Tensor, LookupState | None]:
         """Return the output of an operator, and its lookup if that trains."""
-        if not trains:
-            return self.rows_for_no_gradient(handle, ids), None
-        reading = self.reading(handle, ids)
-        return reading.read(), reading
+        layout = self._cpu_layout()
+        if not trained:
+            return self._without_gradients(layout, ids), None
+        lookup = self._planned_lookup(layout, trained, ids)
+        return lookup.read(for_weights=False)[0], lookup
 
-    def reading(self, handle: Handle, ids: Tensor) -> LookupState:
-        """Plan a lookup of rows that train."""
-        executor = handle.executor()
+    def _planned_lookup(self, layout: LayerLayout | None, trained: list[Handle], ids: Tensor) -> LookupState:
+        if layout is not None:
+            return HostLookup(layout, trained, layout.plain((ids,)) or [self.host_input(ids).ids])
+        handle, executor = trained[0], trained[0].executor()
         plan = self._planned(executor, self._checked(handle, ids, True), True)
-        return LookupState(handle, executor, plan, self.dtype, self.padding_idx, self.scale_grad_by_freq)
+        return ExecutorLookup(self, executor, plan, trained)
+
+    def _without_gradients(self, layout: LayerLayout | None, ids: Tensor) -> Tensor:
+        if layout is not None:
+            array, *_ = layout.plain((ids,)) or self.host_input(ids)
+            with span("read"):
+                rows = torch.from_numpy(self._table.lookup(array))
+            return rows if layout.are_as_read else rows.to(layout.handles[0].device, self.dtype)
+        handle = self.handle
+        executor, ids = handle.executor(), self._checked(handle, ids, False)
+        if self.max_norm is not None:
+            return executor.read(self._planned(executor, ids, trains=False)).to(handle.device, self.dtype)
+        with span("read"):
+            return executor.lookup(ids).to(handle.device, self.dtype)
 
     def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
         try:
@@ -289,44 +316,42 @@ class Embedding(RowLayer):
     # ------------------------------------------------------------ as a feature of a collection
 
     @staticmethod
-    def feature_input(value: Any) -> tuple[Tensor]:
-        """Return the arguments of the methods below, from the value of a feature in a dict."""
+    def feature_input(value: Any) -> Any:
+        """Return the input of the methods below, from the value of a feature in a dict."""
         if isinstance(value, tuple):
             raise IdTypeError(
                 "ids with offsets are for bags, whose rows are pooled. For rows one by one pass a nested tensor: "
                 "torch.nested.nested_tensor_from_jagged(ids, torch.cat([offsets, offsets.new_tensor([len(ids)])]))."
             )
-        return (value,)
+        return value
 
     @staticmethod
-    def keyed_input(part: BagInput, has_end: bool) -> tuple[Tensor]:
-        """Return the arguments of the methods below, from a part of a `KeyedJaggedTensor`."""
+    def keyed_input(part: BagInput, has_end: bool) -> Any:
+        """Return the input of the methods below, from a part of a `KeyedJaggedTensor`."""
         assert part.offsets is not None
-        return (torch.nested.nested_tensor_from_jagged(part.ids, part.offsets.to(part.ids.device)),)
+        return torch.nested.nested_tensor_from_jagged(part.ids, part.offsets.to(part.ids.device))
 
     @staticmethod
     def called(layer: Any, ids: Tensor) -> Tensor:
         """Return the output of a layer of this kind, which may be PyTorch's."""
         return layer(ids)
 
-    def shaped(self, output: Tensor, ids: Tensor) -> Tensor:
+    @staticmethod
+    def shaped(output: Tensor, ids: Tensor) -> Tensor:
         """Return the output of a joint lookup in the shape of the layer's output."""
         return jagged_like(ids.contiguous(), output) if is_jagged(ids) else output
 
-    def asked(self, ids: Tensor) -> FeatureRequest:
-        """Return the layer's request for a lookup together with other layers."""
+    def host_input(self, ids: Tensor) -> HostInput:
+        """Return the input of a lookup on the CPU together with other layers."""
+        return HostInput(host_ids(flat_ids(ids), self.handle.label))
+
+    def gpu_request(self, ids: Tensor) -> FeatureRequest:
+        """Return the request of a lookup on a GPU together with other layers."""
         handle = self._usable_handle()
-        feature = handle.pending.executor.feature(check_ids(flat_ids(ids), handle.label), self.padding_idx)
+        executor: Any = handle.executor()
+        feature = executor.feature(check_ids(flat_ids(ids), handle.label), self.padding_idx)
         return FeatureRequest(handle, feature, None, self.dtype, self._trains(handle))
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:
         """Return the error of a lookup of ids, dense or jagged, with the position of the id."""
         return self._outside(error, flat_ids(ids), place_in(ids))
-
-    def rows_for_no_gradient(self, handle: Handle, ids: Tensor) -> Tensor:
-        """Look up rows without gradients."""
-        executor, ids = handle.executor(), self._checked(handle, ids, False)
-        if self.max_norm is None:
-            with span("read"):
-                return executor.lookup(ids).to(handle.device, self.dtype)
-        return executor.read(self._planned(executor, ids, trains=False)).to(handle.device, self.dtype)

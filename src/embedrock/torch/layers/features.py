@@ -40,6 +40,11 @@ class BagInput(NamedTuple):
     weights: Tensor | None = None
     host: tuple[np.ndarray, np.ndarray] | None = None
 
+    @staticmethod
+    def of(value: Any) -> BagInput:
+        """Return the input of bags, also for a tensor of ids."""
+        return value if isinstance(value, BagInput) else BagInput(value)
+
     @property
     def arguments(self) -> tuple[Any, Tensor | None, Tensor | None]:
         is_flat = isinstance(self.ids, Tensor) and not self.ids.is_nested and self.ids.dim() == 1

@@ -23,7 +23,7 @@ from torch import Tensor
 from embedrock.errors import UnsupportedError
 from embedrock.torch.training.backward import accumulator
 from embedrock.torch.training.handle import Handle
-from embedrock.torch.training.lookup import refuse_second_derivative
+from embedrock.torch.training.lookup import LookupState, refuse_second_derivative
 
 # ---------------------------------------------------------------- layers
 
@@ -66,24 +66,24 @@ def new_call() -> Tensor:
 class _TicketTensor(np.ndarray):
     """Memory of a ticket: int64 (1,), the number of the ticket."""
 
-    reading: Any
+    lookup: LookupState
 
 
 _tickets: weakref.WeakValueDictionary[int, _TicketTensor] = weakref.WeakValueDictionary()
 
 
-def _ticket_for(reading: Any) -> Tensor:
+def _ticket_for(found: LookupState | None) -> Tensor:
     """Return the ticket of a lookup; an empty one for None."""
-    if reading is None:
+    if found is None:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     number = next(_count)
     ticket = np.array([number]).view(_TicketTensor)
-    ticket.reading = reading
+    ticket.lookup = found
     _tickets[number] = ticket
     return torch.from_numpy(ticket)
 
 
-def _reading(ticket: Tensor) -> Any:
+def _found(ticket: Tensor) -> LookupState:
     found = _tickets.get(int(ticket))
     if found is None:
         raise UnsupportedError(
@@ -91,7 +91,7 @@ def _reading(ticket: Tensor) -> Any:
             "copied (torch.autograd.graph.save_on_cpu, saved_tensors_hooks). Leave that out, or look the rows up "
             "outside of what is compiled."
         )
-    return found.reading
+    return found.lookup
 
 
 # ---------------------------------------------------------------- operators
@@ -123,8 +123,10 @@ def lookup(
         trains, weights_train: the rows or the weights train.
     """
     layer, own = _layer(number, handle, trains)
-    out, reading = layer.looked_up(own, _own(ids, own), offsets, weights, trains, weights_train)
-    return out, _ticket_for(reading if trains or weights_train else None)
+    if weights is not None and (trains or weights_train):
+        weights = weights.clone()  # a graph may overwrite its inputs
+    out, found = layer.looked_up([own] if trains else [], _own(ids, own), offsets, weights, weights_train)
+    return out, _ticket_for(found if trains or weights_train else None)
 
 
 @lookup.register_fake
@@ -139,17 +141,13 @@ def _(
     return torch.empty((*counts, dim), dtype=dtype, device=handle.device), ticket
 
 
-def _flat(weights: Tensor, reading: Any) -> Tensor:
-    """Return the weights (n,) of a lookup's positions. Ids after the last bag have no weight."""
-    return weights.resolve_neg().reshape(-1)[: reading.plan.shape[0]]
-
-
 @torch.library.custom_op("embedrock::lookup_backward", mutates_args=())
 def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
     """Return the handle's gradient, float32 ()."""
-    reading = _reading(ticket)
-    flat = None if weights is None else _flat(weights, reading)
-    return reading.receive(grads, flat, accumulator(reading.handle)).clone()  # a graph may overwrite its inputs
+    found = _found(ticket)
+    (handle,) = found.trained
+    summed = found.sums(found.taken([grads.resolve_neg()]))[handle]
+    return handle.receive(summed, accumulator(handle)).clone()  # a graph may overwrite its inputs
 
 
 @lookup_backward.register_fake
@@ -160,9 +158,9 @@ def _(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
 @torch.library.custom_op("embedrock::weights_backward", mutates_args=())
 def weights_backward(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
     """Return the gradient of the positions' weights, of the same shape."""
-    reading, out = _reading(ticket), torch.zeros_like(weights, memory_format=torch.contiguous_format)
-    flat = _flat(weights, reading)
-    out.view(-1)[: len(flat)] = reading.weight_grads(grads, flat)
+    found, out = _found(ticket), torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    (own,) = found.weight_grads(found.taken([grads.resolve_neg()]))
+    out.view(-1)[: len(own)] = own  # ids after the last bag have no weight
     return out
 
 

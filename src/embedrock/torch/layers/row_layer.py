@@ -18,6 +18,7 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
+from embedrock.storage.table_lock import TableLock
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers import operators, row_state
 from embedrock.torch.layers.arguments import (
@@ -31,8 +32,9 @@ from embedrock.torch.layers.arguments import (
     table_of,
 )
 from embedrock.torch.training.executor import Executor
+from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import needs_gradient, renormalize
+from embedrock.torch.training.lookup import LayerLayout, needs_gradient, refuse_tracing, renormalize
 from embedrock.torch.training.sharing import ShardingOptions
 
 IMPORT_ROWS = 65_536
@@ -70,6 +72,7 @@ class RowLayer(nn.Module):
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     rows: ClassVar[row_state.RowKeys] = row_state.RowKeys()
     handle: Handle
+    _known_layout: LayerLayout | None = None
     _number: Tensor  # graphs identify the layer by it
 
     def __init__(
@@ -250,10 +253,7 @@ class RowLayer(nn.Module):
     def _usable_handle(self) -> Handle:
         handle = self._own_handle()
         if torch._C._is_tracing():
-            raise UnsupportedError(
-                "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
-                "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
-            )
+            refuse_tracing()
         if not isinstance(handle, Handle):
             raise UnsupportedError(REPLACED)
         handle.check_untouched()
@@ -272,16 +272,36 @@ class RowLayer(nn.Module):
         self._check_applied(handle)
         return True
 
+    def _trained(self, layout: LayerLayout | None) -> list[Handle]:
+        """Return the handle if its rows train, after all checks of a lookup."""
+        if layout is not None:
+            return layout.trained((self,))
+        handle = self._usable_handle()
+        return [handle] if self._trains(handle) else []
+
     def _check_applied(self, handle: Handle) -> None:
         if self.training:
             handle.unapplied.check(handle.label)
 
-    def joined_by(self, *given: Any) -> Any:
-        """Return a key that layers share if one call can look up such input together; None: no layer joins this one."""
+    def joined_by(self) -> Any:
+        """Return a key that layers share if one call can look them up together; None: no layer joins this one."""
         handle = self._own_handle()
         if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
             return None
-        return handle.executor().joins if self._table.group is not None or handle.rows_on is not None else None
+        return handle.executor().joins
+
+    def _cpu_layout(self) -> LayerLayout | None:
+        """Return the layout of lookups if the CPU has all rows, and reads them as they are; else None."""
+        known = self._known_layout
+        if known is not None and known.is_current(self._parameters):
+            return known
+        now, joins = generation.now, self.joined_by()
+        known = LayerLayout(now, joins, (self,)) if isinstance(joins, TableLock) else None
+        self.__dict__["_known_layout"] = known  # an attribute that is set otherwise begins a generation
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known_layout": None}  # a copy has a handle of its own
 
     def _planned(self, executor: Executor, ids: Tensor, trains: bool) -> Any:
         plan = executor.plan(ids, trains)
@@ -352,6 +372,8 @@ class RowLayer(nn.Module):
         if name == "padding_idx":
             value = resolve_padding(value, self.table.rows)
         super().__setattr__(name, value)
+        if name != "training":  # lookups ask for that each time
+            generation.advance()
 
     # ------------------------------------------------------------ moving and saving
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -51,6 +52,7 @@ class RowAverage:
         # Open ids, because the table may grow.
         self._distances = Table(None, table.dim + 1, init=Zeros(), seed=0)
         self._follow_from_here()
+        handle.followers = handle.followers or weakref.WeakSet()
         handle.followers.add(self)
 
     def note(self, grads: Gradients) -> None:
@@ -179,6 +181,7 @@ class AveragedHandle(Handle):
         made.average, made.label = average, f"the average of {handle.label}"
         made.pending.executor = made._host = _AveragedExecutor(average)
         made.requires_grad_(False)
+        made.is_watched = True  # so that `receive` refuses at once
         made.move(handle.device)
         return made
 

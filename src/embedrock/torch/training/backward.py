@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
-from torch._dynamo import decorators
+from torch._dynamo import compiled_autograd, decorators
 from torch.autograd import Variable, profiler
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.system.spans import PREFIX, trace_by
+from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Gradients
+from embedrock.torch.training.handle_gradient import Pending, number_of
+from embedrock.torch.training.ranks import are_there_groups
+from embedrock.torch.training.unapplied import received_each
 
+Block = tuple[RowGradients, list[Any]]  # gradients of tables, and their handles
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Returns the compiler of frames that are run now, None without one.
@@ -42,22 +48,28 @@ def as_it_is(function: Function) -> Function:
 
 
 class BackwardPass:
-    """Row gradients of one backward, before autograd accumulates them.
+    """Row gradients of one backward, before they are pending.
 
     Threads may run backwards on one model at once. A backward may run inside another (checkpointing), and one may fail.
     So each backward has its own object, which only autograd keeps alive, while that backward runs.
 
     Attributes:
-        gradients: the row gradients, by the id of their handle.
+        gradients: row gradients that autograd will accumulate, by the id of their handle.
+        brought: row gradients of tables that were summed together, with their handles. They become pending when the
+            backward ends. None: these gradients are dropped, or in `gradients`.
+        has_eager: autograd has accumulated row gradients in this process.
     """
+
+    has_eager: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.gradients: dict[int, Gradients] = {}
+        self.brought: list[Block] = []
 
     @staticmethod
     def running() -> BackwardPass | None:
         """Return the backward of this thread; None if it has no row gradients yet."""
-        return _run_of(torch._C._current_graph_task_id())
+        return _run_of(torch._C._current_graph_task_id()) if _running else None
 
     @staticmethod
     def current() -> BackwardPass:
@@ -70,7 +82,28 @@ class BackwardPass:
             Variable._execution_engine.queue_callback(run._end)
         return run
 
+    def take(self, handle: Any) -> RowGradients | None:
+        """Take what was brought for a handle out of `brought`; None without any."""
+        parts: list[RowGradients] = []
+        for grads, handles in self.brought:
+            for number, each in enumerate(handles):
+                if each is handle:
+                    handles[number] = None
+                    parts.append(grads.of(number))
+        self.brought = [block for block in self.brought if any(each is not None for each in block[1])]
+        return RowGradients.sum_of(parts) if parts else None
+
+    def arrive(self) -> None:
+        """Make what was brought pending."""
+        brought = self.brought if len(self.brought) < 2 else _merged(self)
+        self.brought = []
+        for grads, handles in brought:
+            for number in _made_pending(grads, handles):
+                handles[number].add_rows(grads.of(number))
+            received_each(handles)
+
     def _end(self) -> None:
+        self.arrive()
         self.gradients.clear()
 
 
@@ -80,6 +113,68 @@ _running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` t
 def _run_of(task: int) -> BackwardPass | None:
     known = _running.get(task)
     return None if known is None else known()
+
+
+def _merged(run: BackwardPass) -> list[Block]:
+    """Return what was brought, with each handle in one block."""
+    handles = [handle for _, several in run.brought for handle in several if handle is not None]
+    if len(set(map(id, handles))) == len(handles):
+        return run.brought
+    found = [(run.take(handle), [handle]) for handle in handles]
+    return [(grads, own) for grads, own in found if grads is not None]
+
+
+def _made_pending(grads: RowGradients, handles: Sequence[Any]) -> list[int]:
+    """Make gradients pending that no code looks at. Return the numbers of handles whose gradients must be added."""
+    others: list[int] = []
+    with Pending.arriving:
+        for number, handle in enumerate(handles):
+            if handle is None or not handle.requires_grad:
+                continue
+            pending = handle.pending
+            if pending.joint is None and number_of(handle) is None:
+                pending.joint, pending.number, pending.seen = grads, number, None
+                handle.is_applied = False
+            else:
+                others.append(number)
+    return others
+
+
+def bring(blocks: list[Block], handles: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+    """Bring the row gradients of one lookup, during a backward.
+
+    They become pending when the backward ends. Autograd accumulates those that other code must see before.
+
+    Args:
+        blocks: see `BackwardPass.brought`. A handle is in one block.
+        handles: inputs of the lookup.
+        nodes: for each, autograd's node that accumulates its gradient, and 0.
+
+    Returns:
+        What autograd adds for each handle: None, or see `Handle.receive`.
+    """
+    run = BackwardPass.current()
+    run.brought += blocks
+    eager = _eager(run, handles, nodes)
+    if not eager:
+        return [None] * len(handles)
+    found: list[Tensor | None] = []
+    for handle, (node, _) in zip(handles, nodes, strict=False):
+        grads = run.take(handle) if id(handle) in eager else None
+        found.append(None if grads is None else handle.receive(HostGradients.of(grads), node, run))
+    return found
+
+
+def _eager(run: BackwardPass, handles: Sequence[Any], nodes: Sequence[Any]) -> set[int]:
+    """Return the ids of handles whose gradients autograd must accumulate."""
+    if run.gradients or are_there_groups() or compiled_autograd.in_compiled_autograd_region:
+        return set(map(id, handles))
+    executes = torch._C._will_engine_execute_node
+    try:
+        pairs = zip(handles, nodes, strict=False)
+        return {id(handle) for handle, (node, _) in pairs if handle.is_watched or not executes(node)}
+    except RuntimeError:  # as in `accumulates`
+        return set(map(id, handles))
 
 
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).remove(torch._C.DispatchKey.CPU)

@@ -16,17 +16,18 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import Plan, make_plan
+from embedrock.batch.plan import make_plan
 from embedrock.distributed import stages
 from embedrock.distributed.exchange import IdRequest, MessageSizes
 from embedrock.distributed.messages import pack_all, words_of
+from embedrock.distributed.owners import SharedPlan
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, OtherRankError
 from embedrock.storage.backend import Pin
 from embedrock.torch.training.sharing import RankGroup, SharedTable
@@ -36,22 +37,9 @@ IdsOf = Callable[[Any], np.ndarray]
 
 AT_END = -1
 LOOP = 2**32  # difference between the batch numbers of two loops
-WORDS = 6  # words of a header: batch number, length of the ids, length of their gradients
+ROW = 3  # numbers that go ahead of ids: the batch's, length of the ids, length of their gradients
 
 _open: weakref.WeakSet[BatchPrefetcher] = weakref.WeakSet()
-
-
-@dataclass(frozen=True, eq=False)
-class PrefetchedRankPlan(Plan):
-    """Plan of ids that went ahead.
-
-    Attributes:
-        round: the batch of the ids.
-        places: int64 (unique,), positions of their rows among the rows of the batch; None: all rows, in order.
-    """
-
-    round: Any = None
-    places: np.ndarray | None = None
 
 
 class PrefetchedBatch:
@@ -68,12 +56,12 @@ class PrefetchedBatch:
 
     def __init__(self, rank_group: RankGroup) -> None:
         self.number, self._rank_group = 0, rank_group
-        self.plans: dict[SharedTable, Plan] = {}
+        self.plans: dict[SharedTable, SharedPlan] = {}
         self.flat: dict[SharedTable, np.ndarray] = {}
         self.error: Exception | None = None
         self.others_ended: OtherRankError | None = None
         self.sent = threading.Event()
-        self._told: Callable[[], list[np.ndarray]] | None = None
+        self._told: Callable[[], np.ndarray] | None = None
         self._received: Callable[[], list[np.ndarray]] | None = None
         self._ask: IdRequest | None = None
         self._rows: dict[SharedTable, np.ndarray] = {}
@@ -83,27 +71,24 @@ class PrefetchedBatch:
 
     def tell(self, number: int, gradients: Sequence[int]) -> None:
         """Begin to send all ranks the number of their ids, and the length of the gradients that will come back."""
-        self.number, ranks = number, self._rank_group.ahead
-        self._splits = [sharing.shard.split(plan.ids) for sharing, plan in self.plans.items()]
-        letters = stages.ask([plan.ids for plan in self.plans.values()], self._splits)
-        self._messages = pack_all(letters, last=ranks.rank)
-        self._go = list(gradients)
-        numbers = zip(map(len, self._messages), gradients, strict=True)
-        told = [np.array([self.number, *pair], np.int64).view(np.int32) for pair in numbers]
-        self._told = ranks.begin(told, [WORDS] * ranks.ranks)
+        self.number, self._go, ranks = number, list(gradients), self._rank_group.ahead
+        letters = stages.ask([plan.ids for plan in self.plans.values()], [plan.split for plan in self.plans.values()])
+        self._mail = pack_all([[] if to == ranks.rank else letter for to, letter in enumerate(letters)])
+        told = np.array([[number] * ranks.ranks, self._mail.sizes, self._go], np.int64)
+        self._told = ranks.begin_rows(told.T)
 
     def send(self) -> None:
         """Begin to send the ids. If some ranks have not sent their sizes yet, wait for them."""
         if self._told is not None:
-            told = np.stack([part.view(np.int64) for part in self._told()])
-            if (told[:, 0] == AT_END).any():
-                self.others_ended = _uneven(told[:, 0])
+            numbers, words, gradients = self._told().T
+            if (numbers == AT_END).any():
+                self.others_ended = _uneven(numbers)
             else:
-                if (told[:, 0] != self.number).any():
-                    self.error = self.error or _uneven(told[:, 0])
-                self._received = self._rank_group.ahead.begin(self._messages, told[:, 1].tolist())
+                if (numbers != self.number).any():
+                    self.error = self.error or _uneven(numbers)
+                self._received = self._rank_group.ahead.begin(self._mail, words.tolist())
                 known = self._go[0] >= 0
-                self._gradients = MessageSizes(told[:, 2].tolist(), self._go) if known else None
+                self._gradients = MessageSizes(gradients.tolist(), self._go) if known else None
         self.sent.set()
 
     def load_near(self) -> Sequence[Pin]:
@@ -113,12 +98,11 @@ class PrefetchedBatch:
             raise self.others_ended
         if self._received is None:
             return ()
-        requests, members = self._received(), list(self.plans)
-        self._ask = IdRequest(self.number, members, self._splits, requests, self._gradients)
-        wanted = zip(*(stages.asked(message, len(members)) for message in requests), strict=True)
+        messages, members = self._received(), list(self.plans)
+        self._ask = IdRequest.of(self.number, members, list(self.plans.values()), messages, self._gradients)
         pins: list[Pin] = []
         try:
-            for sharing, ids in zip(members, wanted, strict=True):
+            for sharing, ids in zip(members, zip(*self._ask.asked, strict=True), strict=True):
                 if sharing.table.is_on_disk:
                     pins.append(sharing.table.bring(np.concatenate(ids)))
         except CacheTooSmallError as error:  # every rank must get the error
@@ -127,7 +111,7 @@ class PrefetchedBatch:
 
     # ------------------------------------------------------------ lookups
 
-    def plan(self, sharing: SharedTable, ids: np.ndarray) -> PrefetchedRankPlan:
+    def plan(self, sharing: SharedTable, ids: np.ndarray) -> SharedPlan:
         """Return the plan of ids of the batch, int64 of any shape.
 
         Raises:
@@ -135,25 +119,27 @@ class PrefetchedBatch:
         """
         own, flat = self.plans[sharing], ids.reshape(-1)
         if np.array_equal(flat, self.flat[sharing]):
-            return PrefetchedRankPlan(ids.shape, own.ids, own.inverse, own.starts, own.order, round=self)
-        plan = sharing.shard.plan(ids)
+            return replace(own, shape=ids.shape, fetch=lambda _: self.rows(sharing))
         order = np.argsort(own.ids)
-        places = order[np.searchsorted(own.ids, plan.ids, sorter=order).clip(max=max(0, len(order) - 1))]
-        if len(others := plan.ids[own.ids[places] != plan.ids] if len(order) else plan.ids):
+
+        def fetch(plan: SharedPlan) -> np.ndarray:
+            return self.rows(sharing)[order[np.searchsorted(own.ids, plan.ids, sorter=order)]]
+
+        plan = sharing.shard.plan(ids, fetch)
+        if len(others := plan.ids[~np.isin(plan.ids, own.ids)]):
             raise ArgumentError(
                 f"{sharing.label} looks up ids that ert.prefetch was not told of: got {others[:4].tolist()}. Its "
                 "function of a batch must return all ids that the layer gets of it: rows of other processes come by "
                 "them. Look up others under torch.no_grad(), or leave the layer out of prefetch."
             )
-        return PrefetchedRankPlan(ids.shape, plan.ids, plan.inverse, plan.starts, plan.order, round=self, places=places)
+        return plan
 
-    def rows(self, sharing: SharedTable, places: np.ndarray | None) -> np.ndarray:
+    def rows(self, sharing: SharedTable) -> np.ndarray:
         """Return the current rows of the batch: float32 (unique, dim)."""
         if self._as_of != self._rank_group.changes:
             self._as_of, members = self._rank_group.changes, list(self.plans)
             self._rows = dict(zip(members, self._fetched(members), strict=True))
-        found = self._rows[sharing]
-        return found if places is None else found[places]
+        return self._rows[sharing]
 
     def _fetched(self, members: Sequence[SharedTable]) -> list[np.ndarray]:
         exchange = self._rank_group.exchange
@@ -161,7 +147,7 @@ class PrefetchedBatch:
             return exchange.answer(self._ask, self.error)
         if self.error is not None:
             exchange.refuse(members, self.error)
-        return exchange.rows(members, [plan.ids for plan in self.plans.values()])
+        return exchange.rows(members, list(self.plans.values()))
 
 
 class BatchPrefetcher:
@@ -219,9 +205,7 @@ class BatchPrefetcher:
         has_said = last is not None and last.others_ended is not None  # the other ranks have the error already
         if not (has_said or self._rank_group.exchange.uneven.is_on):
             ranks = self._rank_group.ahead
-            end = np.array([AT_END, 0, 0], np.int64).view(np.int32)
-            theirs = ranks.begin([end] * ranks.ranks, [WORDS] * ranks.ranks)()
-            numbers = np.array([part.view(np.int64)[0] for part in theirs])
+            numbers = ranks.begin_rows(np.full((ranks.ranks, ROW), AT_END, np.int64))()[:, 0]
             if (numbers != AT_END).any():
                 raise _uneven(numbers)
 
@@ -258,9 +242,9 @@ class BatchPrefetcher:
         words = np.full(ranks, 2 + 6 * len(trains))
         for sharing in trains:
             if sharing in made.plans:
-                shard, ids = sharing.shard, made.plans[sharing].ids
-                ids = made.flat[sharing] if sharing.sums_positions else ids
-                counts = np.diff(shard.split(ids).bounds)
+                shard, plan = sharing.shard, made.plans[sharing]
+                ids = made.flat[sharing] if sharing.sums_positions else plan.ids
+                counts = np.array((shard.split(ids) if sharing.sums_positions else plan.split).counts)
                 np.subtract.at(counts, shard.owners(self._dropped(sharing, ids)), 1)
             else:
                 counts = np.full(ranks, self._copies[sharing])

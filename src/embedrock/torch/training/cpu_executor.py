@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +18,8 @@ from embedrock.distributed.exchange import Exchange, ExchangeVerdict
 from embedrock.distributed.owners import Placement, Replica
 from embedrock.distributed.stages import GradientBlock
 from embedrock.frontend.executor import ArrayExecutor
-from embedrock.table.batches import BatchFeature
-from embedrock.table.group import Group
+from embedrock.storage.table_lock import TableLock
+from embedrock.table.table import rows_of
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -94,12 +95,11 @@ class CpuExecutor(ArrayExecutor):
         return False
 
     @property
-    def joins(self) -> Group | None:
-        """Group of the table; None for subclasses, which share rows with other processes or average them."""
-        return self.table.group if type(self) is CpuExecutor else None
-
-    def feature(self, ids: Tensor, padding: int | None) -> BatchFeature:
-        return BatchFeature(self.table, ids.cpu().numpy(), padding=padding)
+    def joins(self) -> TableLock | None:
+        """Lock of the table, and of the others of its group; None for subclasses, which share rows with other
+        processes or average them.
+        """
+        return rows_of(self.table).table_lock if type(self) is CpuExecutor else None
 
     def lookup(self, ids: Tensor) -> Tensor:
         return torch.from_numpy(self.table.lookup(ids.cpu().numpy()))
@@ -138,6 +138,16 @@ class CpuExecutor(ArrayExecutor):
 def host_floats(grads: Tensor) -> np.ndarray:
     """Return the gradient of an output, of any dtype and on any device, as float32."""
     return grads.to("cpu", torch.float32).contiguous().numpy()
+
+
+def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
+    """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
+    if {(own.dtype, own.is_cpu) for own in grads if own is not None} <= {(torch.float32, True)}:
+        try:
+            return [None if own is None else own.numpy() for own in grads]
+        except RuntimeError:  # a negating view
+            pass
+    return [None if own is None else host_floats(own.resolve_neg()) for own in grads]
 
 
 def host_weights(weights: Tensor | None) -> np.ndarray | None:

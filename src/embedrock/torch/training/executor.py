@@ -73,12 +73,8 @@ class Executor(Protocol):
     def joins(self) -> Any:
         """Key that executors share if one call can look up their tables together; None: no table joins.
 
-        It is a `Group`, or belongs to a GPU.
+        It is a `TableLock`, or belongs to a GPU.
         """
-        ...
-
-    def feature(self, ids: Tensor, padding: int | None) -> Any:
-        """Return ids for a joint lookup with other tables. The row of `padding` gets no gradient."""
         ...
 
     @property

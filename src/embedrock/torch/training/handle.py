@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections.abc import Iterable
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo import decorators
 from torch.utils._mode_utils import no_dispatch
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.device.requirements import device_side, indexed
 from embedrock.distributed.owners import Replica, Shard
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
@@ -21,7 +24,8 @@ from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
 from embedrock.torch.training.cpu_executor import CpuExecutor, HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
-from embedrock.torch.training.handle_gradient import HandleGradient, Pending, is_in_process_group
+from embedrock.torch.training.generation import generation
+from embedrock.torch.training.handle_gradient import HandleGradient, Pending, number_of, set_number
 from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
@@ -52,17 +56,18 @@ class Handle(HandleValue, nn.Parameter):
         pending: row gradients since the last zeroing.
         unapplied: check that an optimizer applies the gradients.
         state_dicts: check of the rows in state dicts.
-        followers: observers, whose `note` gets the gradients of each step before it.
+        followers: observers, whose `note` gets the gradients of each step before it; None: none so far.
         terms: how the rows are shared with other processes.
         known_as: name of the table among processes that share it; None: not named yet.
         average: average of the rows, for an `AveragedHandle`; else None.
         max_norm: `max_norm` of the layers on the table; None without one.
         is_applied: a step has applied the pending gradients.
+        is_watched: other code may look at ``.grad`` when autograd accumulates it.
     """
 
     table: Table
     max_norm: float | None
-    followers: weakref.WeakSet[Any]
+    followers: weakref.WeakSet[Any] | None
     average: Any = None
     terms: ShardingOptions
     known_as: str | None
@@ -72,7 +77,7 @@ class Handle(HandleValue, nn.Parameter):
     _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
     _untouched: tuple[int, int] | None  # version and address of the value; None: other code wrote to it
     _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
-    _bits: np.ndarray | None  # the value as an int32 view, faster in NumPy; None unless the value is on the CPU
+    _bits: memoryview | None  # the value as an int32, faster than a tensor; None unless the value is on the CPU
     _is_original: bool  # no copy of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:
@@ -84,7 +89,7 @@ class Handle(HandleValue, nn.Parameter):
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
         self._host, self.unapplied, self.max_norm = CpuExecutor(table), UnappliedGradientsCheck(self), None
-        self.followers, self.terms, self._sharing = weakref.WeakSet(), ShardingOptions(), None
+        self.followers, self.terms, self._sharing = None, ShardingOptions(), None
         self.known_as = None
         self.state_dicts = StateDictCheck()
         self.pending = Pending(self._host)
@@ -93,7 +98,8 @@ class Handle(HandleValue, nn.Parameter):
         self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)  # a constant zero
         self._placed_on = self._stays_on_cpu = None
         self.is_applied = False
-        self.register_post_accumulate_grad_hook(_show_pending)
+        self.register_post_accumulate_grad_hook(_accumulated)
+        self.is_watched = False
 
     # ------------------------------------------------------------ forward and backward
 
@@ -115,9 +121,12 @@ class Handle(HandleValue, nn.Parameter):
         self.pending.drop_unless_shown(self)
         run = BackwardPass.current() if run is None else run
         earlier = run.gradients.get(id(self))
+        if run.brought and (brought := run.take(self)) is not None:
+            earlier = HostGradients.of(brought)
         both = grads if earlier is None else self.pending.executor.merge(earlier, grads)
         run.gradients[id(self)] = both
         if accumulates(node):
+            BackwardPass.has_eager = True
             own = grads.nothing()  # autograd keeps this tensor without a copy
             if own is not None and own.device == self.device:
                 return own
@@ -131,18 +140,55 @@ class Handle(HandleValue, nn.Parameter):
 
         Autograd calls it for one backward at a time.
         """
-        run, grad = BackwardPass.running(), self.grad
+        run, grad = BackwardPass.running(), self._number()
         arrived = None if run is None else run.gradients.pop(id(self), None)
         if arrived is None or grad is None:  # the gradient is not of rows: of a penalty on all parameters
             return
+        if self._sharing is None:  # as the forward set it
+            self._add(arrived, grad)
+            return
         self.is_applied = False
         self._check_origin(grad)
-        sharing = self._sharing  # as the forward set it
-        if sharing is None:
-            self._show(self.pending.add(arrived, grad), grad)
-        else:
-            self.pending.follow(grad)  # before DistributedDataParallel averages it
-            sharing.arrive(cast(HostGradients, arrived))  # the CPU holds rows that processes share
+        self.pending.follow(grad)  # before DistributedDataParallel averages it
+        self._sharing.arrive(cast(HostGradients, arrived))  # the CPU holds rows that processes share
+
+    def add_rows(self, rows: RowGradients) -> None:
+        """Add gradients to the pending ones, which other code may have seen."""
+        grad = self._number()
+        self._add(HostGradients.of(rows), torch.zeros((), device=self.device) if grad is None else grad)
+
+    def _add(self, grads: Gradients, grad: Tensor) -> None:
+        self.is_applied = False
+        self._check_origin(grad)
+        self._show(self.pending.add(grads, grad), grad)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """L2 norm of the pending gradients of the rows: a `HandleGradient`, made when code first reads it. None: none
+        are pending.
+        """
+        run = BackwardPass.running()
+        if run is not None:
+            run.arrive()
+        return self._number()
+
+    @grad.setter
+    def grad(self, number: Tensor | None) -> None:
+        if number is None:
+            self.pending.joint = None
+        elif self.pending.joint is not None:
+            self.pending.look(self)
+        set_number(self, number)
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.pending.joint = None
+        set_number(self, None)
+
+    def _number(self) -> Tensor | None:
+        if self.pending.joint is not None:
+            self.pending.look(self)
+        return number_of(self)
 
     def show(self, grads: Gradients) -> None:
         """Set the pending gradients to the sums over all processes, and the handle's gradient to their norm."""
@@ -152,7 +198,7 @@ class Handle(HandleValue, nn.Parameter):
 
     def _show(self, shows: Tensor, grad: Tensor | None) -> None:
         if shows is not grad:
-            self.grad = shows
+            set_number(self, shows)
         # If not finite, GradScaler skips the step, or the step raises an error. A GPU's number is unknown yet.
         norm = self.pending.shown
         if isinstance(norm, Tensor) or math.isfinite(norm):
@@ -167,7 +213,7 @@ class Handle(HandleValue, nn.Parameter):
                 f"`handle.grad` of {self.label} is that of another layer. Gradients of rows come from backward() only; "
                 "they cannot be copied from another model."
             )
-        if grad is None or self.pending.grads is None or grad.device.type != "cpu" or is_in_process_group():
+        if grad is None or self.pending.grads is None or grad.device.type != "cpu" or are_there_groups():
             return  # DistributedDataParallel may put a view of its buffer there
         value = grad.item()
         if value not in (0.0, self.pending.shown):
@@ -177,6 +223,11 @@ class Handle(HandleValue, nn.Parameter):
                 "is done to the gradients; what was computed from it otherwise cannot stand for them. Change the "
                 "loss, or the gradient of the layer's output by a hook on it."
             )
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Register a hook that autograd calls after it has accumulated ``handle.grad``."""
+        self.is_watched = True
+        return super().register_post_accumulate_grad_hook(hook)
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Refuse hooks: the norm would replace their results."""
@@ -230,7 +281,7 @@ class Handle(HandleValue, nn.Parameter):
     def forget(self) -> None:
         """Drop all gradients of the rows."""
         self.pending.grads = None
-        self.grad = None
+        set_number(self, None)
 
     def check_untouched(self) -> None:
         """Raise `ForgottenGradientsError` if other code wrote to the handle, or to the rows in a state dict."""
@@ -239,7 +290,7 @@ class Handle(HandleValue, nn.Parameter):
         if self._is_untouched():
             return
         with no_dispatch():
-            harmless = self._is_original and is_in_process_group() and self.item() == 0.0
+            harmless = self._is_original and are_there_groups() and self.item() == 0.0
         self._write_zero(self._zero_bits)  # report each write once
         if not harmless:  # DistributedDataParallel writes all parameters once, without changing them
             self.refuse_write()
@@ -270,7 +321,7 @@ class Handle(HandleValue, nn.Parameter):
         # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
         # the CPU only, because reading from another device waits for it.
         is_same = self._untouched == (self._version, self.data_ptr())
-        return is_same and (self._bits is None or self._bits.item() == self._zero_bits)
+        return is_same and (self._bits is None or self._bits[()] == self._zero_bits)
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
@@ -282,7 +333,7 @@ class Handle(HandleValue, nn.Parameter):
     def _note_untouched(self) -> None:
         self._untouched = self._version, self.data_ptr()
         with no_dispatch():
-            self._bits = _DATA.__get__(self).view(torch.int32).numpy() if self.is_cpu else None
+            self._bits = _DATA.__get__(self).view(torch.int32).numpy().data if self.is_cpu else None
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table do not support a rule."""
@@ -308,6 +359,7 @@ class Handle(HandleValue, nn.Parameter):
         self._sharing = None
         _handles[table] = weakref.ref(self)
         rows_of(table).name_by(self.label)
+        generation.advance()
 
     def move(self, device: torch.device) -> None:
         """Return outputs on another device from now on. "meta" requests no memory, and changes nothing.
@@ -326,8 +378,10 @@ class Handle(HandleValue, nn.Parameter):
         self._note_untouched()
         if not was_untouched:
             self._untouched = None  # so that the next forward raises the error
-        self.grad = None if self.grad is None else self.grad.to(device)
+        if (number := self.grad) is not None:
+            set_number(self, number.to(device))
         self._placed_on = None
+        generation.advance()
 
     def _check_nothing_pends(self, device: torch.device) -> None:
         if self.pending.grads is not None and self.is_applied:
@@ -416,6 +470,7 @@ class Handle(HandleValue, nn.Parameter):
         self._check_nothing_pends(device)
         self.move(device)
         self._placed_on, self._stays_on_cpu = device, None
+        generation.advance()
 
     def executor(self) -> Executor:
         """Return the executor of the rows. Copy the rows to the GPU first if they belong there.
@@ -438,6 +493,7 @@ class Handle(HandleValue, nn.Parameter):
             self._stays_on_cpu = device
             return self._host_executor()
         self.pending.executor = executor
+        generation.advance()
         return executor
 
     def _host_executor(self) -> CpuExecutor:
@@ -446,6 +502,7 @@ class Handle(HandleValue, nn.Parameter):
             self._check_nothing_pends(torch.device("cpu"))
             self.pending.executor = host
             rows_of(self.table).leave_side()
+            generation.advance()
         return host
 
     def leave_side(self) -> None:
@@ -500,9 +557,44 @@ class Handle(HandleValue, nn.Parameter):
         return f"Handle of {self.label}"
 
 
+def check_untouched(handles: Iterable[Handle]) -> None:
+    """Do `Handle.check_untouched` for many handles."""
+    for handle in handles:
+        bits = handle._bits
+        if (
+            handle._untouched != (handle._version, handle.data_ptr())
+            or (bits is not None and bits[()] != handle._zero_bits)
+            or handle.state_dicts.watched is not None
+        ):
+            handle.check_untouched()
+
+
+def drop_gradients(handles: Iterable[Handle], set_to_none: bool) -> None:
+    """Drop the pending gradients of the rows; with `set_to_none` also ``.grad``."""
+    for handle in handles:
+        handle.pending.joint = handle.pending.seen = None
+        if set_to_none and number_of(handle) is not None:
+            set_number(handle, None)
+
+
+def note_steps(handles: Iterable[Handle]) -> None:
+    """Call `Handle.stepped` of all handles."""
+    for handle in handles:
+        if handle._sharing is None and handle.unapplied.is_settled:
+            handle.is_applied = True
+        else:
+            handle.stepped()
+
+
+@decorators.skip
+def _accumulated(handle: Tensor) -> None:
+    """Hook of all handles. PyTorch calls it without a gradient, too: see `BackwardPass.brought`."""
+    if BackwardPass.has_eager:
+        _accumulate(handle)
+
+
 @as_it_is
-def _show_pending(handle: Tensor) -> None:
-    assert isinstance(handle, Handle)  # only handles have this hook
+def _accumulate(handle: Any) -> None:
     handle.accumulate()
 
 

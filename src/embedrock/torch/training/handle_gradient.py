@@ -10,10 +10,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
+from torch.utils._mode_utils import no_dispatch
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import UnsupportedError
 from embedrock.system import forks
+from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.ranks import are_there_groups
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
 
@@ -281,13 +285,8 @@ def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
         return bool(own) and all(rows is gradient._behind.rows for rows in own)
     with without_overrides():
         number, shown = float(value), abs(float(gradient))
-    ranks = torch.distributed.get_world_size() if is_in_process_group() else 0
+    ranks = torch.distributed.get_world_size() if are_there_groups() else 0
     return number == 0 or not math.isfinite(number) or 0 < number <= shown * ranks * (1 + ROUNDING)
-
-
-def is_in_process_group() -> bool:
-    """Return whether `torch.distributed` is initialized."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # ---------------------------------------------------------------- norms
@@ -369,33 +368,65 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
+_GRAD: Any = Tensor.grad
+number_of: Callable[[Tensor], Any] = _GRAD.__get__  # ``.grad`` of a handle, if other code has seen it
+set_number: Callable[[Tensor, Any], None] = _GRAD.__set__
+
+
 class Pending:
     """Row gradients since the last zeroing. Other code sees their norm (`Gradients.shown`).
 
     Scaling the number scales the rows' gradients, and zeroing it drops them. So loss scaling, clipping by norm and
-    zeroing reach rows that no other code can see.
+    zeroing reach rows that no other code can see. No number is made before other code looks for it.
 
     Attributes:
         executor: executor of the rows and the gradients.
-        grads: the gradients; None without any.
+        joint: gradients of several tables, which have these as number `number`. Other code has not seen them. None: it
+            has, or there are none.
+        seen: gradients that other code has seen; None without any.
+        arriving: lock of `joint`, for all handles.
     """
+
+    arriving = forks.lock(forks.LockRank.SECTION)
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.grads: Gradients | None = None
+        self.joint: RowGradients | None = None
+        self.number = 0
+        self.seen: Gradients | None = None
         self._lock = forks.lock(forks.LockRank.SECTION)
+
+    @property
+    def grads(self) -> Gradients | None:
+        """The gradients; None without any."""
+        joint = self.joint
+        return self.seen if joint is None else HostGradients.of(joint.of(self.number))
+
+    @grads.setter
+    def grads(self, grads: Gradients | None) -> None:
+        self.seen, self.joint = grads, None
 
     @property
     def shown(self) -> float | Tensor:
         """Number in place of the gradients."""
         return 0.0 if self.grads is None else self.grads.shown
 
+    def look(self, handle: Tensor) -> None:
+        """Set the handle's number to the norm of gradients that other code has not seen."""
+        with self.arriving, torch.inference_mode(False), no_dispatch():
+            grads, number = self.grads, number_of(handle)
+            if self.joint is not None and grads is not None:
+                if number is None:
+                    number = torch.zeros((), dtype=torch.float32, device=handle.device)
+                set_number(handle, HandleGradient.show(grads, number, self))
+                self.grads = grads
+
     def drop_unless_shown(self, handle: Tensor) -> None:
         """Drop the gradients if the handle has none. Backwards of other threads may add to them."""
-        if self.grads is not None and handle.grad is None:
+        if self.seen is not None and number_of(handle) is None:
             with self._lock:
-                if handle.grad is None:  # another thread's backward may have shown new gradients
-                    self.grads = None
+                if number_of(handle) is None:  # another thread's backward may have shown new gradients
+                    self.seen = None
 
     def follow(self, shown: Tensor | None) -> None:
         """Apply the changes of the number since it was set to the gradients. None: the number is gone."""

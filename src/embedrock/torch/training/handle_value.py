@@ -13,7 +13,7 @@ from torch._guards import TracingContext
 from torch.utils._mode_utils import no_dispatch
 
 from embedrock.errors import UnsupportedError
-from embedrock.torch.training.handle_gradient import is_in_process_group
+from embedrock.torch.training.ranks import are_there_groups
 
 # Functions that move, copy or show a value. Their results have no rows either.
 _COPIES = frozenset({
@@ -75,7 +75,7 @@ def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if writes and name == "copy_":
         may_be_done = _are_same(args[0], args[1])
     elif name in _SENDING:
-        may_be_done = is_in_process_group()
+        may_be_done = are_there_groups()
     if name == "equal" and (known := _are_equal(*args)) is not None:
         return known
     if not may_be_done:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
+from embedrock.storage.table_lock import TableLock
 from embedrock.system.spans import span, spanned
 from embedrock.table import batches
-from embedrock.table.group import Group
+from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import BackwardPass, as_it_is
-from embedrock.torch.training.cpu_executor import HostGradients, host_floats
-from embedrock.torch.training.executor import Executor
-from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.backward import BackwardPass, as_it_is, bring
+from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
+from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.generation import generation
+from embedrock.torch.training.handle import Handle, check_untouched
+from embedrock.torch.training.ranks import are_there_groups
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -91,6 +95,14 @@ def _other_fault(ids: Any) -> tuple[str, str]:
     return name, f"Make a tensor of it: {made}."
 
 
+def refuse_tracing() -> NoReturn:
+    """Raise `UnsupportedError`: PyTorch traces a lookup."""
+    raise UnsupportedError(
+        "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
+        "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
+    )
+
+
 def refuse_second_derivative() -> None:
     """Raise `UnsupportedError` in a backward that records its own graph."""
     if torch.is_grad_enabled():
@@ -111,92 +123,97 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
         table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
 
-@dataclass(eq=False, slots=True)
-class LookupState:
-    """Lookup of rows that train, or of bags of them: it reads rows, and receives their gradients.
+class LayerLayout:
+    """What lookups of features by layers have in common if the CPU has their rows. It holds for one `generation`.
+
+    It has no reference to the layers, so that one of them may keep it.
+
+    Args:
+        now: the generation.
+        table_lock: of all tables.
+        layers: layers of the features.
 
     Attributes:
-        handle: handle of the rows.
-        executor: executor of the rows.
-        plan: plan of the batch.
-        dtype: dtype of the output.
-        padding: id that gets no gradient.
-        by_frequency: divide the gradient of a row by the number of times its id occurs in the call.
-        bags: bags of the batch; None: the rows themselves.
+        handles: of the features.
+        owners: parameters of each layer, with its handle.
+        distinct: each handle once.
+        forms: table, mode and padding of the features.
+        routes: see `batches.plan`.
+        are_alike: all outputs have one device and dtype.
+        are_as_read: these are the CPU and float32.
+        most_dims: most dimensions of a feature's ids.
     """
 
-    handle: Handle
-    executor: Executor
-    plan: Any
-    dtype: torch.dtype
-    padding: int | None
-    by_frequency: bool
-    bags: Any = None
-    _trace: Any = None
-    _rows: Any = None
+    def __init__(self, now: int, table_lock: TableLock, layers: Sequence[Any]) -> None:
+        self.generation, self.table_lock, self.handles = now, table_lock, [layer.handle for layer in layers]
+        self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
+        self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
+        self.forms = [(layer.table, getattr(layer, "mode", None), layer.padding_idx) for layer in layers]
+        self.dtypes, self.routes = [layer.dtype for layer in layers], dict[tuple[Any, ...], Any]()
+        forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
+        self.are_alike = len(forms) == 1
+        self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
+        self.most_dims = 64 if self.forms[0][1] is None else 2  # bags are the rows of ids
+        self.none = [None] * len(layers)
 
-    @spanned("read")
-    def read(self, weights: Tensor | None = None, keeps_rows: bool = False) -> Tensor:
-        """Return the rows, ``plan.shape + (dim,)``, or the bags, (bags, dim). The host does not wait for a GPU.
+    def is_current(self, parameters: dict[str, Any]) -> bool:
+        """Return whether it still is the layout of the layer with these parameters."""
+        is_same = self.generation == generation.now and self.owners[0][0] is parameters
+        return is_same and not are_there_groups() and self.has_its_handles()
 
-        Args:
-            weights: weights (n,) of the positions of bags; None for ones.
-            keeps_rows: a call of `weight_grads` follows.
-        """
-        if self.bags is None:
-            out = self.executor.read(self.plan)
-        else:
-            rows = self.executor.read_rows(self.plan)
-            out, self._trace = self.executor.pool(rows, weights, self.bags)
-            self._rows = rows if keeps_rows else None
-        device, dtype = self.handle.device, self.dtype
-        return out if out.dtype is dtype and out.device == device else out.to(device, dtype)
+    def has_its_handles(self) -> bool:
+        """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
+        try:
+            for parameters, handle in self.owners:
+                if parameters["handle"] is not handle:
+                    return False
+        except KeyError:
+            return False
+        return True
 
-    def receive(self, grads: Tensor, weights: Tensor | None, node: Any) -> Tensor:
-        """Sum the gradients of the rows or bags by row, for the handle: see `Handle.receive`."""
-        grads = grads.resolve_neg()
-        if self.bags is None:
-            of_rows = self.executor.sum(self.plan, grads, self.padding, self.by_frequency)
-        else:
-            of_rows = self.executor.unpool(grads, weights, self.bags, self._trace, self.by_frequency)
-        return self.handle.receive(of_rows, node)
+    def trained(self, layers: Iterable[Any]) -> list[Handle]:
+        """Return each handle whose rows train, after the checks of `RowLayer.forward`. `layers` has each once."""
+        if torch._C._is_tracing():
+            refuse_tracing()
+        check_untouched(self.distinct)
+        if not torch.is_grad_enabled():
+            return []
+        for handle in self.distinct:
+            if handle.unapplied.passed_by and handle.requires_grad and _are_training(layers, handle):
+                handle.unapplied.check(handle.label)
+        return [handle for handle in self.distinct if handle.requires_grad]
 
-    def weight_grads(self, grads: Tensor, weights: Tensor) -> Tensor:
-        """Return the gradients of the positions' weights: (n,), like `weights`."""
-        grads = self.executor.weight_grads(grads.resolve_neg(), self._rows, self.bags)
-        return grads.to(weights.device, weights.dtype)
+    def plain(self, given: Sequence[Any]) -> list[np.ndarray] | None:
+        """Return ids as arrays; None if some are not dense int64 tensors on the CPU."""
+        most = self.most_dims
+        for ids in given:
+            if type(ids) is not Tensor or ids.dtype is not INT64 or not 0 < ids.ndim <= most:
+                return None
+            if ids.layout is not STRIDED or ids.is_nested or not ids.is_cpu:
+                return None
+        try:
+            return [ids.numpy() for ids in given]
+        except RuntimeError:  # a negating view
+            return None
 
 
-class Lookup(torch.autograd.Function):
-    """Autograd function that reads rows or bags. Gradients go to the table's handle and to the positions' weights."""
+def _are_training(layers: Iterable[Any], handle: Handle) -> bool:
+    return any(layer.training for layer in layers if layer.handle is handle)
 
-    @classmethod
-    def of(cls, handle: Handle, weights: Tensor | None, reading: LookupState) -> Tensor:
-        """Call `apply`, or skip its slow checks if no transform of `torch.func` runs."""
-        below: Any = super(torch.autograd.Function, cls)
-        return below.apply(handle, weights, reading)
 
-    @staticmethod
-    def forward(ctx: Any, handle: Handle, weights: Tensor | None, reading: LookupState) -> Tensor:
-        ctx.reading = reading
-        ctx.save_for_backward(weights)  # so that autograd detects writes to them before the backward
-        return reading.read(weights, ctx.needs_input_grad[1])
+INT64, STRIDED = torch.int64, torch.strided
 
-    @staticmethod
-    @as_it_is
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        refuse_second_derivative()
-        (grads,), (weights,), reading = grad_outputs, ctx.saved_tensors, ctx.reading
-        of_handle = of_weights = None
-        if ctx.needs_input_grad[0]:
-            of_handle = reading.receive(grads, weights, ctx.next_functions[0][0])
-        if ctx.needs_input_grad[1]:
-            of_weights = reading.weight_grads(grads, weights)
-        return of_handle, of_weights, None
+
+class HostInput(NamedTuple):
+    """Input of a lookup on the CPU, for one feature: see `BatchFeature`. Weights (n,) may get gradients."""
+
+    ids: np.ndarray
+    bounds: np.ndarray | None = None
+    weights: Tensor | None = None
 
 
 class FeatureRequest(NamedTuple):
-    """Request of a layer to a lookup, for one feature.
+    """Request of a layer to a lookup on a GPU, for one feature.
 
     Attributes:
         handle: handle of the rows.
@@ -213,131 +230,256 @@ class FeatureRequest(NamedTuple):
     trains: bool
 
 
-class JointLookupState:
-    """Lookup of many features that train, of tables of one family on a GPU. `GroupLookupState` has that of a group."""
+class LookupState(ABC):
+    """Lookup of features: it reads rows or bags, and receives their gradients.
 
-    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
-        from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
+    Attributes:
+        handles: of the features.
+        trained: each handle once whose rows train.
+        weights: of the features' positions; empty if no feature has some.
+    """
 
-        self.requests = requests
-        self._found: Any = DeviceLookup([one.feature for one in requests], any(one.trains for one in requests))
+    handles: Sequence[Handle]
+    trained: Sequence[Handle]
+    weights: Sequence[Tensor | None]
 
-    def read(self, for_weights: bool) -> list[Tensor]:
-        """Return the output of each feature, or one output of all. With `for_weights`, a call of `weight_grads`
-        follows.
+    @abstractmethod
+    def read(self, for_weights: bool) -> Sequence[Tensor]:
+        """Return the output of each feature, or one output of all. The host does not wait for a GPU.
+
+        With `for_weights`, a call of `weight_grads` follows.
         """
-        with span("read"):
-            found = self._found.read(for_weights)
-        return [_delivered(one, out) for one, out in zip(self.requests, found, strict=True)]
 
-    def trains(self) -> list[bool]:
-        """Return for each output whether its gradients come back."""
-        return [one.trains or _weights_train(one) for one in self.requests]
+    def row_trains(self) -> list[bool]:
+        """Return for each feature whether its rows train."""
+        trained = set(map(id, self.trained))
+        return [id(handle) in trained for handle in self.handles]
+
+    def without_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs whose gradients do not come back."""
+        parts = zip(outputs, self.row_trains(), self.weights or [None] * len(outputs), strict=True)
+        return [out for out, trains, weights in parts if not (trains or _weights_train(weights))]
 
     @staticmethod
-    def taken(grads: Tensor) -> Any:
-        """Return the gradient of an output in the form that `gradients` and `weight_grads` take."""
-        return grads
+    def taken(grads: Sequence[Tensor | None]) -> Sequence[Any]:
+        """Return the gradients of all outputs in the form that `bring` and `weight_grads` take."""
+        return [None if own is None else own.resolve_neg() for own in grads]
 
-    def gradients(self, grads: Sequence[Any]) -> dict[Handle, Any]:
+    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+        """Sum the gradients of the outputs by row. Return what autograd adds for each handle of `trained`.
+
+        Args:
+            grads: what `taken` returned.
+            nodes: for each handle, autograd's node that accumulates its gradient, and 0.
+        """
+        found, run = self.sums(grads), BackwardPass.current()
+        pairs = zip(self.trained, nodes, strict=False)
+        return [handle.receive(found[handle], node, run) if handle in found else None for handle, (node, _) in pairs]
+
+    @abstractmethod
+    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
         """Return the row gradients of each table that has some."""
-        own = [part if one.trains else None for one, part in zip(self.requests, grads, strict=True)]
-        found = self._found.sum(own)
-        return {one.handle: found[one.feature.executor] for one in self.requests if one.feature.executor in found}
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients (n,) of the positions' weights, for each feature with weights."""
         found = self._weight_grads(grads)
-        weights = ((number, one.weights) for number, one in enumerate(self.requests) if one.weights is not None)
+        weights = ((number, own) for number, own in enumerate(self.weights) if own is not None)
         return [torch.as_tensor(found[number], dtype=own.dtype, device=own.device) for number, own in weights]
+
+    @abstractmethod
+    def _weight_grads(self, grads: Sequence[Any]) -> Any: ...
+
+
+class ExecutorLookup(LookupState):
+    """Lookup of one feature by the verbs of its rows' executor.
+
+    Args:
+        layer: layer of the feature.
+        executor: executor of the rows.
+        plan: plan of the batch.
+        trained: its handle, if its rows train.
+        weights: weights (n,) of the positions of bags; None for ones.
+        bags: bags of the batch; None: the rows themselves.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        executor: Executor,
+        plan: Any,
+        trained: Sequence[Handle],
+        weights: Tensor | None = None,
+        bags: Any = None,
+    ) -> None:
+        self.handles, self.trained, self.weights = (layer.handle,), trained, (weights,)
+        self._executor, self._plan, self._bags = executor, plan, bags
+        self._dtype, self._padding, self._by_frequency = layer.dtype, layer.padding_idx, layer.scale_grad_by_freq
+        self._trace = self._rows = None
+
+    @spanned("read")
+    def read(self, for_weights: bool) -> Sequence[Tensor]:
+        if self._bags is None:
+            out = self._executor.read(self._plan)
+        else:
+            rows = self._executor.read_rows(self._plan)
+            out, self._trace = self._executor.pool(rows, self.weights[0], self._bags)
+            self._rows = rows if for_weights else None
+        return (out.to(self.handles[0].device, self._dtype),)
+
+    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+        if self._bags is None:
+            summed = self._executor.sum(self._plan, grads[0], self._padding, self._by_frequency)
+        else:
+            summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, self._by_frequency)
+        return {self.handles[0]: summed}
+
+    def _weight_grads(self, grads: Sequence[Any]) -> Any:
+        return [self._executor.weight_grads(grads[0], self._rows, self._bags)]
+
+
+class DeviceLookupState(LookupState):
+    """Lookup of features of tables of one family on a GPU."""
+
+    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
+        from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
+
+        self._requests = requests
+        self.handles, self.weights = [one.handle for one in requests], [one.weights for one in requests]
+        self.trained = list({id(one.handle): one.handle for one in requests if one.trains}.values())
+        self._found: Any = DeviceLookup([one.feature for one in requests], any(one.trains for one in requests))
+
+    def read(self, for_weights: bool) -> Sequence[Tensor]:
+        with span("read"):
+            found = self._found.read(for_weights)
+        pairs = zip(self._requests, found, strict=True)
+        return [torch.as_tensor(out, dtype=one.dtype, device=one.handle.device) for one, out in pairs]
+
+    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+        found = self._found.sum([part if one.trains else None for one, part in zip(self._requests, grads, strict=True)])
+        return {one.handle: found[one.feature.executor] for one in self._requests if one.feature.executor in found}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return self._found.weight_grads(grads)
 
 
-class GroupLookupState(JointLookupState):
-    """Lookup of many features of tables in a group.
+class HostLookup(LookupState):
+    """Lookup of features of tables with one lock, whose rows the CPU has.
+
+    Args:
+        layout: of the layers.
+        trained: each handle once whose rows train.
+        ids, bounds, weights: of the features: see `HostInput`.
 
     Attributes:
         side_by_side: the output is one tensor of all bags, if possible.
     """
 
-    taken = staticmethod(host_floats)
+    taken = staticmethod(host_grads)
 
-    def __init__(self, group: Group, requests: Sequence[FeatureRequest], side_by_side: bool) -> None:
-        self._group, self.requests = group, requests
-        self._batch = group.plan([one.feature for one in requests])
-        self.side_by_side = side_by_side and _are_alike(requests) and batches.may_be_side_by_side(self._batch)
+    def __init__(
+        self,
+        layout: LayerLayout,
+        trained: Sequence[Handle],
+        ids: Sequence[np.ndarray],
+        side_by_side: bool = False,
+        bounds: Sequence[np.ndarray | None] | None = None,
+        weights: Sequence[Tensor | None] = (),
+    ) -> None:
+        self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
+        values = [host_weights(own) for own in weights] if weights else layout.none
+        parts = zip(layout.forms, ids, bounds or layout.none, values, strict=True)
+        features = [BatchFeature(form[0], array, cuts, own, *form[1:]) for form, array, cuts, own in parts]
+        self._batch = batches.plan(features, layout.routes, layout.table_lock)
+        is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
+        self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
 
-    def read(self, for_weights: bool) -> list[Tensor]:
+    def read(self, for_weights: bool) -> Sequence[Tensor]:
+        layout = self.layout
         with span("read"):
-            self._found = found = self._group.read(self._batch, for_weights, self.side_by_side)
+            self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
-            return [_delivered(self.requests[0], found.arrays[0])]
-        return [_delivered(one, out) for one, out in zip(self.requests, found.outputs, strict=True)]
+            return (torch.as_tensor(found.arrays[0], dtype=layout.dtypes[0], device=layout.handles[0].device),)
+        outputs: list[Any] = [None] * len(layout.handles)
+        for numbers, array, sizes in found.parts():
+            # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
+            whole = torch.from_numpy(array)
+            parts = torch.unsafe_split_with_sizes(whole, sizes) if len(sizes) > 1 else (whole,)
+            for number, part in zip(numbers, parts, strict=True):
+                outputs[number] = part
+        if layout.are_as_read:
+            return outputs
+        forms = zip(outputs, layout.dtypes, layout.handles, strict=True)
+        return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
-    def trains(self) -> list[bool]:
-        each = super().trains()
-        return [any(each)] if self.side_by_side else each
+    def without_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        if self.side_by_side or len(self.trained) == len(self.layout.distinct):
+            return []
+        return super().without_gradients(outputs)
 
-    def gradients(self, grads: Sequence[Any]) -> dict[Handle, HostGradients]:
+    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+        handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
-            found = batches.sum_array(self._found, grads[0])
-            handles = {one.handle for one in self.requests if one.trains}
+            blocks = batches.sum_side_by_side(self._found, grads[0])
         else:
-            found = batches.sum_gradients(self._found, grads)
-            parts = zip(self.requests, grads, strict=True)
-            handles = {one.handle for one, own in parts if one.trains and own is not None}
-        summed = dict(found)
-        return {handle: HostGradients.of(summed[handle.table]) for handle in handles}
+            blocks = batches.sum_blocks(self._found, grads)
+            if type(None) in set(map(type, grads)):
+                given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
+                handles = {table: handle for table, handle in handles.items() if table in given}
+        if len(blocks) > 1:
+            blocks = _each_once(blocks)
+        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, nodes)
+
+    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+        found = batches.sum_gradients(self._found, grads)
+        of = {handle.table: handle for handle in self.trained}
+        return {of[table]: HostGradients.of(rows) for table, rows in found if table in of}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._found, grads)
 
 
-def _delivered(request: FeatureRequest, rows: Any) -> Tensor:
-    return torch.as_tensor(rows, dtype=request.dtype, device=request.handle.device)
+def _each_once(blocks: list[batches.Block]) -> list[batches.Block]:
+    """Return the gradients of tables that have each table in one block."""
+    tables = [table for several, _ in blocks for table in several]
+    if len(set(tables)) == len(tables):
+        return blocks
+    parts: dict[Table, list[RowGradients]] = {}
+    for several, grads in blocks:
+        for number, table in enumerate(several):
+            parts.setdefault(table, []).append(grads.of(number))
+    return [([table], RowGradients.sum_of(own)) for table, own in parts.items()]
 
 
-def look_up(joins: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
-    """Return the outputs of requests to tables with one joint lookup, read in one call: see `Executor.joins`."""
-    if isinstance(joins, Group):
-        return _looked_up(GroupLookupState(joins, requests, side_by_side=False))
+def look_up_on_gpu(family: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
+    """Return the outputs of requests to tables of one family on a GPU: see `Executor.joins`."""
     found: dict[int, Tensor] = {}
-    for share in joins.shares([one.feature for one in requests]):
-        found |= zip(share, _looked_up(JointLookupState([requests[number] for number in share])), strict=True)
+    for share in family.shares([one.feature for one in requests]):
+        found |= zip(share, looked_up(DeviceLookupState([requests[number] for number in share])), strict=True)
     return [found[number] for number in range(len(requests))]
 
 
-def look_up_side_by_side(joins: Any, requests: Sequence[FeatureRequest]) -> Tensor:
-    """Return the bags of `look_up`, all of one batch, as one tensor: (batch, sum of dims)."""
-    if not isinstance(joins, Group):
-        return torch.cat(look_up(joins, requests), dim=1)
-    reading = GroupLookupState(joins, requests, side_by_side=True)
-    found = _looked_up(reading)
-    return found[0] if reading.side_by_side else torch.cat(found, dim=1)
-
-
-def _looked_up(reading: JointLookupState) -> list[Tensor]:
-    handles = list(dict.fromkeys(one.handle for one in reading.requests if one.trains))
-    weights = [one.weights for one in reading.requests if one.weights is not None]
-    if handles or any(needs_gradient(one.weights) for one in reading.requests):
-        return list(JointLookup.apply(reading, handles, *handles, *weights))
+def looked_up(reading: LookupState) -> Sequence[Tensor]:
+    """Return the outputs of a lookup, whose gradients come back."""
+    trained, weights = reading.trained, [own for own in reading.weights if own is not None]
+    if trained or any(map(needs_gradient, weights)):
+        return _apply(reading, trained, *trained, *weights)
     return reading.read(for_weights=False)
 
 
-class JointLookup(torch.autograd.Function):
-    """Autograd function that reads many features. Gradients go to the tables' handles and to the positions' weights."""
+class Lookup(torch.autograd.Function):
+    """Autograd function that looks up features. Gradients go to the tables' handles and to the positions' weights."""
 
     @staticmethod
-    def forward(ctx: Any, reading: JointLookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reading: LookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
         ctx.reading, ctx.handles = reading, handles
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         weights = tensors[len(handles) :]
-        ctx.save_for_backward(*weights)  # so that autograd detects writes to them before the backward
+        if weights:
+            ctx.save_for_backward(*weights)  # so that autograd detects writes to them before the backward
         outputs = reading.read(for_weights=any(ctx.needs_input_grad[2 + len(handles) :]))
-        ctx.mark_non_differentiable(*(out for out, trains in zip(outputs, reading.trains(), strict=True) if not trains))
+        if others := reading.without_gradients(outputs):
+            ctx.mark_non_differentiable(*others)
         return tuple(outputs)
 
     @staticmethod
@@ -346,26 +488,19 @@ class JointLookup(torch.autograd.Function):
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
-        given = [None if grads is None else reading.taken(grads.resolve_neg()) for grads in grad_outputs]
-        found = reading.gradients(given) if any(needs[:count]) else {}
-        nodes, run = ctx.next_functions, BackwardPass.current()  # `next_functions` makes a list of all nodes each time
-        of_handles = [
-            handle.receive(found[handle], node[0], run) if needed and handle in found else None
-            for handle, node, needed in zip(ctx.handles, nodes, needs[:count], strict=False)
-        ]
+        given = reading.taken(grad_outputs)
+        of_handles = reading.bring(given, ctx.next_functions) if count else []
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
         return None, None, *of_handles, *of_weights
 
 
-def _are_alike(requests: Sequence[FeatureRequest]) -> bool:
-    """Return whether the outputs can be parts of one tensor with one gradient."""
-    device, dtype = requests[0].handle.device, requests[0].dtype
-    is_alike = all(one.handle.device == device and one.dtype is dtype for one in requests)
-    return is_alike and not any(map(_weights_train, requests))
+# `apply` without its slow checks: no transform of `torch.func` runs.
+_base: Any = super(torch.autograd.Function, Lookup)
+_apply = _base.apply
 
 
-def _weights_train(request: FeatureRequest) -> bool:
-    return request.weights is not None and (request.weights.requires_grad or has_tangent(request.weights))
+def _weights_train(weights: Tensor | None) -> bool:
+    return weights is not None and (weights.requires_grad or has_tangent(weights))
 
 
 def has_tangent(tensor: Tensor) -> bool:

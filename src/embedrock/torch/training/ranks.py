@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from embedrock.distributed.messages import WORD, joined
+from embedrock.distributed.messages import WORD, Mail
 from embedrock.distributed.near import CircleError, NearRanks
 from embedrock.errors import EmbedrockError, OtherRankError, WorkerLostError
 from embedrock.system.buffers import buffers
@@ -44,7 +44,7 @@ class Ranks:
         sent: bytes sent to other ranks.
         waited_s: seconds in collective operations: waiting for ranks and for bytes.
         rounds: number of collective operations so far.
-        at: current activity of this rank, in words, for errors.
+        at: returns the current activity of this rank, in words, for errors.
     """
 
     def __init__(self, parent: dist.ProcessGroup, is_near: bool = True) -> None:
@@ -52,7 +52,7 @@ class Ranks:
         self.rank, self.ranks = dist.get_rank(parent), len(self.members)
         self.sent = self.rounds = 0
         self.waited_s = 0.0
-        self.at = "the first message"
+        self.at: Callable[[], str] = lambda: "the first message"
         self._lost: EmbedrockError | None = None
         self._group: Any = _group_beside(parent, self._timeout)
         self._store: Any = distributed_c10d._get_process_group_store(self._group)
@@ -65,59 +65,72 @@ class Ranks:
         """Return memory for the messages of the next `swap`, int32 (words,), which then sends them without a copy."""
         return buffers.empty((words,), WORD) if self._near is None else self._near.room(words)
 
-    def swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Send each rank its message, int32 (words,). Return the messages from all ranks, valid until the next swap.
+    def swap(self, mail: Mail, sizes: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Send each rank its message. Return the messages from all ranks, int32 (words,), valid until the next swap.
 
         Args:
-            parts: the messages.
+            mail: the messages.
             sizes: sizes of the received messages in words, where known.
 
         Raises:
             WorkerLostError: a rank is gone, or did not answer in time.
         """
         if self._near is not None:
-            self._count(parts)
-            return self._near.read(self._swapped(self._near.left(parts)))
-        ours = np.array([[len(part)] for part in parts], np.int64)
-        return self.begin(parts, self._swapped(ours)[:, 0].tolist() if sizes is None else sizes)()
+            self.sent += mail.flat.nbytes
+            return self._near.read(self.swap_rows(self._near.left(mail)))
+        known = self.swap_rows(np.array([mail.sizes], np.int64).T)[:, 0].tolist() if sizes is None else sizes
+        return self.begin(mail, known)()
 
-    def begin(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+    def begin(self, mail: Mail, sizes: Sequence[int]) -> Callable[[], list[np.ndarray]]:
         """Begin a `swap`. Return a function that waits for its end. Operations end in the order in which they begin."""
-        ours, theirs = [len(part) for part in parts], list(sizes)
-        ours[self.rank] = theirs[self.rank] = 0  # a rank sends itself nothing
+        theirs = list(sizes)
+        theirs[self.rank] = 0
         got = torch.from_numpy(buffers.empty((sum(theirs),), WORD))
-        message = torch.from_numpy(joined(self._of_others(parts)))
-        begun = self._do(lambda: dist.all_to_all_single(got, message, theirs, ours, group=self._group, async_op=True))
-        self._count(parts)
+        self.sent += mail.flat.nbytes
+        end = self._begin(got, torch.from_numpy(mail.flat), theirs, mail.sizes)
+        return lambda: [piece.numpy() for piece in end().split(theirs)]
+
+    def swap_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Send each rank its row of int64 (ranks, n). Return the rows received, and this rank's own."""
+        near = self._near
+        if near is None or numbers[0].nbytes > MOST:
+            return self.begin_rows(numbers)()
+        self._count_rows(numbers)
+        self.rounds += 1
+        return self._do(lambda: near.swapped(numbers, self._timeout.total_seconds()))
+
+    def begin_rows(self, numbers: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin a `swap_rows`. Return a function that waits for its end."""
+        self._count_rows(numbers)
+        end = self._begin(
+            torch.empty(numbers.shape, dtype=torch.int64), torch.from_numpy(np.ascontiguousarray(numbers))
+        )
+        return lambda: end().numpy()
+
+    def gather(self, facts: np.ndarray) -> np.ndarray:
+        """Send all ranks 8-byte numbers (n,), equally many on each. Return those of all ranks, (ranks, n)."""
+        bits = facts.view(np.int64)
+        return self.swap_rows(bits[None].repeat(self.ranks, axis=0)).view(facts.dtype)  # faster than an all-gather
+
+    def _begin(self, got: torch.Tensor, sent: torch.Tensor, *sizes: list[int]) -> Callable[[], torch.Tensor]:
+        begun = self._do(lambda: dist.all_to_all_single(got, sent, *sizes, group=self._group, async_op=True))
         self.rounds += 1
 
-        def end(keeps: object = message) -> list[np.ndarray]:
+        def end(keeps: object = sent) -> torch.Tensor:
             self._do(begun.wait)
-            found = [piece.numpy() for piece in got.split(theirs)]
-            found[self.rank] = parts[self.rank]
-            return found
+            return got
 
         return end
 
-    def _swapped(self, numbers: np.ndarray) -> np.ndarray:
-        """Send each rank its row of int64 (ranks, n). Return the rows received."""
-        self._count(numbers)
-        self.rounds += 1
-        near = self._near
-        if near is not None and numbers[0].nbytes <= MOST:
-            wait_s = self._timeout.total_seconds()
-            return self._do(lambda: near.swapped(numbers, wait_s))
-        theirs = np.empty_like(numbers)
-        ours, got = torch.from_numpy(numbers), torch.from_numpy(theirs)
-        self._do(lambda: dist.all_to_all_single(got, ours, group=self._group))
-        return theirs
+    def _count_rows(self, numbers: np.ndarray) -> None:
+        self.sent += numbers.nbytes - numbers[0].nbytes  # a rank sends itself nothing
 
     def _crossed(self) -> OtherRankError:
         """Return the error of a circular wait, and close the groups where others wait for this rank."""
         waiting = [other for other in _near_ones if other._lost is None and other._near and other._near.is_waited_for]
-        after = "".join(f", after {other.at}" for other in waiting)
+        after = "".join(f", after {other.at()}" for other in waiting)
         error = OtherRankError(
-            f"rank {self.rank} is at {self.at}, and waits for another one, which should be, too, but waits for it in "
+            f"rank {self.rank} is at {self.at()}, and waits for another one, which should be, too, but waits for it in "
             f"another group{after}, or for ranks that do: so all would wait for ever. All ranks must do the same in "
             "the same order, in all groups that they are in: a table that a batch does not use is looked up by empty "
             "ids. Start all again."
@@ -127,20 +140,15 @@ class Ranks:
             other._close()
         return error
 
-    def gather(self, facts: np.ndarray) -> list[np.ndarray]:
-        """Send all ranks a 1-D array of 8-byte numbers, of equal length on each. Return the array of each rank."""
-        bits = facts.view(np.int64)
-        return list(self._swapped(np.tile(bits, (self.ranks, 1))).view(facts.dtype))  # faster than an all-gather
-
     def leave(self) -> None:
         """Stop communicating: operations of the other ranks with this one raise `WorkerLostError` at once."""
         if self._lost is None:
             self._lost = WorkerLostError(
-                f"rank {self.rank} of {self.ranks} had no memory left for {self.at}, and has left the others. All "
+                f"rank {self.rank} of {self.ranks} had no memory left for {self.at()}, and has left the others. All "
                 "have to end: start them again, with smaller batches or more memory."
             )
             with contextlib.suppress(RuntimeError):  # the others notice anyway, when the connections end
-                self._store.set(_at(self.rank), f"{self.at}, for which it had no memory left")
+                self._store.set(_at(self.rank), f"{self.at()}, for which it had no memory left")
             self._close()
             dist.destroy_process_group(self._group)
             self._group = None
@@ -149,12 +157,6 @@ class Ranks:
         """Close the messages in place, so that waiting ranks notice at once."""
         if self._near is not None:
             self._near.close()
-
-    def _of_others(self, parts: Iterable[np.ndarray]) -> list[np.ndarray]:
-        return [part for rank, part in enumerate(parts) if rank != self.rank]
-
-    def _count(self, parts: Iterable[np.ndarray]) -> None:
-        self.sent += sum(part.nbytes for part in self._of_others(parts))
 
     def _do(self, operation: Callable[[], Any]) -> Any:
         """Run a part of a collective operation. After a failure, the group is unusable."""
@@ -183,7 +185,7 @@ class Ranks:
 
     def _each_was_at(self) -> str:
         """Return the last activity of each rank, as far as the group's store has it."""
-        activities = {self.rank: self.at}
+        activities = {self.rank: self.at()}
         reader = threading.Thread(target=self._read_each, args=(activities,), name="embedrock-lost", daemon=True)
         reader.start()  # the store of a rank that hangs does not answer
         reader.join(2 * PATIENCE_S)
@@ -195,7 +197,7 @@ class Ranks:
     def _read_each(self, activities: dict[int, str]) -> None:
         until, missing = time.monotonic() + PATIENCE_S, set(range(self.ranks)) - {self.rank}
         try:
-            self._store.set(_at(self.rank), self.at)
+            self._store.set(_at(self.rank), self.at())
             while missing and time.monotonic() < until:
                 for rank in [rank for rank in missing if self._store.check([_at(rank)])]:
                     activities[rank] = self._store.get(_at(rank)).decode()

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -23,13 +24,14 @@ from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
 from embedrock.distributed import stages
 from embedrock.distributed.exchange import Brought, Exchange
-from embedrock.distributed.owners import Placement, Replica, Shard
+from embedrock.distributed.owners import Placement, Replica, Shard, SharedPlan
 from embedrock.distributed.stages import GradientBlock
 from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
 from embedrock.system.buffers import buffers
+from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
@@ -214,19 +216,23 @@ class RankGroup:
 
     def announce_steps(self, due: Mapping[SharedTable, OptimizedRows]) -> None:
         """Announce steps of tables to ranks that may have left. They make the same steps."""
-        told = [
-            {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.rule)}
-            for one, part in due.items()
-        ]
-        what = "a step of " + ", ".join(one.label for one in due)
-        mark = f"step {[part['key'] for part in told]}"
-        self.exchange.uneven.announce({"do": "step", "said": f"is at {what}", "mark": mark, "parts": told})
+
+        def step() -> Op:
+            told = [
+                {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.rule)}
+                for one, part in due.items()
+            ]
+            said = "is at a step of " + ", ".join(one.label for one in due)
+            return {"do": "step", "said": said, "mark": f"step {[part['key'] for part in told]}", "parts": told}
+
+        self.exchange.uneven.announce(step)
 
     def _take_part(self, busy: Sequence[Op]) -> None:
         op = busy[0]
         if op["do"] == "look":
             members = [self.members[key] for key in op["keys"]]
-            self.exchange.rows(members, [np.empty(0, np.int64)] * len(members), op["trains"])
+            nothing = [member.shard.plan(np.empty(0, np.int64)) for member in members]
+            self.exchange.rows(members, nothing, op["trains"])
         elif op["do"] == "share":
             for key, factor in {key: factor for one in busy for key, factor in one["waits"].items()}.items():
                 self.members[int(key)].follow(factor)
@@ -244,7 +250,7 @@ class RankGroup:
             grads = member.handle.pending.grads
             if grads is not None:
                 rows = rows_of(member.handle.table)
-                due.append(StepRequest(rows, rule, grads.clipped(part["clip"]), executor=member.executor))
+                due.append(StepRequest((rows,), rule, grads.clipped(part["clip"]), executor=member.executor))
         step_all(due)
         for member in members:
             member.handle.stepped()
@@ -257,11 +263,13 @@ class OptimizedRows(NamedTuple):
         handle: handle of the rows.
         rule: current rule of their steps; None: the table is only read.
         clip_value: bound of each element of their gradients; None: no bound.
+        rows: state of the table.
     """
 
     handle: Any
     rule: Rule | None
     clip_value: float | None
+    rows: TableState
 
 
 def fall_behind(handles: Iterable[Any], error: Exception) -> None:
@@ -270,15 +278,14 @@ def fall_behind(handles: Iterable[Any], error: Exception) -> None:
         exchange.fall_behind(error)
 
 
-def announce_steps(due: Iterable[tuple[OptimizedRows, StepRequest]]) -> None:
+def announce_steps(due: Iterable[OptimizedRows]) -> None:
     """Announce steps to ranks without batches left. They make the same steps: see `ert.uneven`."""
     groups: dict[RankGroup, dict[SharedTable, OptimizedRows]] = {}
-    for part, _ in due:
+    for part in due:
         if (sharing := part.handle.sharing) is not None:
             groups.setdefault(sharing.rank_group, {})[sharing] = part
     for rank_group, parts in groups.items():
-        if rank_group.exchange.uneven.is_on:
-            rank_group.announce_steps(parts)
+        rank_group.announce_steps(parts)
 
 
 def _numbers_of(rule: Any) -> dict[str, Any]:
@@ -314,6 +321,7 @@ class SharedTable:
         wire: dtype of float32 rows and gradients in messages.
         sums_positions: gradients are sent by position, and owners sum them in the order of all ranks' batch.
         executor: executor of lookups, which reads from the owners or on this process.
+        served: plan of the last requests of all ranks, and their ids, by rank.
     """
 
     def __init__(self, handle: Any, group: dist.ProcessGroup) -> None:
@@ -321,6 +329,7 @@ class SharedTable:
         self.rank_group = RankGroup.of(group)
         self.placement = _placement(handle, self.rank_group.ranks)
         self.wire, self.sums_positions = handle.terms.wire, handle.terms.positions
+        self.served: tuple[Plan, Sequence[np.ndarray]] | None = None
         told = f"{handle.name_for_others()} {self.placement._replace(rank=0)} {self._sent}"
         self.key = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little") >> 1
         self.rank_group.members[self.key] = self
@@ -361,20 +370,16 @@ class SharedTable:
 
     # ------------------------------------------------------------ lookups
 
-    def plan(self, ids: np.ndarray) -> Plan:
+    def plan(self, ids: np.ndarray, trains: bool) -> SharedPlan:
         """Plan a lookup, from the prefetched batch if one has the table."""
         if self._is_new:
             self._is_new = False
             check_trainers(self.handle.label)
         ahead = self._ahead()
-        return self.shard.plan(ids) if ahead is None else ahead.plan(self, ids)
+        return self.shard.plan(ids, partial(self._rows, trains)) if ahead is None else ahead.plan(self, ids)
 
-    def rows(self, plan: Plan) -> np.ndarray:
-        """Return each row of a plan once, from its owner: float32 (unique, dim)."""
-        ahead = getattr(plan, "round", None)
-        if ahead is not None:
-            return ahead.rows(self, plan.places)  # pyright: ignore[reportAttributeAccessIssue]
-        return self.rank_group.exchange.rows([self], [plan.ids], not isinstance(plan, EvaluationPlan))[0]
+    def _rows(self, trains: bool, plan: SharedPlan) -> np.ndarray:
+        return self.rank_group.exchange.rows([self], [plan], trains)[0]
 
     def _ahead(self) -> Any:
         current = self.rank_group.current.get(torch.is_grad_enabled())
@@ -384,16 +389,19 @@ class SharedTable:
         """Raise the error of a lookup on all ranks."""
         ahead = self._ahead()
         if ahead is not None:
-            ahead.rows(self, None)  # the other ranks request it, and it refuses wrong ids of theirs, too
+            ahead.rows(self)  # the other ranks request it, and it refuses wrong ids of theirs, too
             raise error
         self.rank_group.exchange.refuse([self], error, trains)
 
     # ------------------------------------------------------------ gradients
 
     def arrive(self, grads: HostGradients) -> None:
-        rows = grads.rows
-        blocks = grads.lookups if isinstance(grads, PositionGradients) else [GradientBlock(rows.plan.ids, rows.values)]
-        self.rank_group.arrive(self, blocks)
+        if isinstance(grads, PositionGradients):
+            self.rank_group.arrive(self, grads.lookups)
+            return
+        plan, values = grads.rows.plan, grads.rows.values
+        split = plan.split if isinstance(plan, SharedPlan) else None
+        self.rank_group.arrive(self, [GradientBlock(plan.ids, values, split)])
 
     @property
     def waits(self) -> float | None:
@@ -415,13 +423,20 @@ class SharedTable:
         waits = handle.pending.grads if handle.grad is not None else None
         before = [waits.sums] if isinstance(waits, SharedGradients) else []
         if self.sums_positions:
-            merged = RowGradients.sum_of([*before, stages.fold_positions(ranks, handle.table.plan)])
+            merged = RowGradients.sum_of([*before, stages.fold_positions(ranks, self._planned)])
         else:
             waiting = [GradientBlock(grads.plan.ids, grads.values) for grads in before]
-            merged = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], handle.table.plan)
+            merged = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], self._planned)
         if handle.table.mode == "w":
             handle.table.check_step(merged)  # otherwise only ranks with room would make the step
         return merged
+
+    def _planned(self, ids: Sequence[np.ndarray]) -> Plan:
+        """Return the plan of the ids of blocks, which are usually those of the last lookup."""
+        served, self.served = self.served, None
+        if served is not None and len(served[1]) == len(ids) and all(map(np.array_equal, served[1], ids)):
+            return served[0]
+        return self.handle.table.plan(np.concatenate(ids))
 
 
 def _placement(handle: Any, ranks: Ranks) -> Placement:
@@ -453,10 +468,6 @@ def known_as(handle: Any) -> str:
     return told if nth == 1 else f"{told}, number {nth}"
 
 
-class EvaluationPlan(Plan):
-    """Plan of rows that get no gradient."""
-
-
 class ShardedExecutor(CpuExecutor):
     """`Executor` that reads rows from their owners. All ranks look up at the same time."""
 
@@ -467,22 +478,19 @@ class ShardedExecutor(CpuExecutor):
     def lookup(self, ids: Tensor) -> Tensor:
         return self.read(self.plan(ids, trains=False))
 
-    def plan(self, ids: Tensor, trains: bool) -> Plan:
+    def plan(self, ids: Tensor, trains: bool) -> SharedPlan:
         try:
-            plan = self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject))
+            return self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject), trains)
         except Exception as error:
             self._sharing.refuse(error, trains)
-        if trains or type(plan) is not Plan:  # the ids of others went ahead
-            return plan
-        return EvaluationPlan(plan.shape, plan.ids, plan.inverse, plan.starts, plan.order)
 
-    def read(self, plan: Plan) -> Tensor:
+    def read(self, plan: Any) -> Tensor:
         out = buffers.empty((len(plan.inverse), self.table.dim), np.float32)
         np.take(self.read_rows(plan), plan.inverse, axis=0, out=out, mode="clip")
         return torch.from_numpy(out.reshape(*plan.shape, self.table.dim))
 
-    def read_rows(self, plan: Plan) -> np.ndarray:
-        return self._sharing.rows(plan)
+    def read_rows(self, plan: Any) -> np.ndarray:
+        return plan.fetch(plan)
 
 
 class ShardedPositionExecutor(PositionExecutor, ShardedExecutor):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import warnings
 import weakref
 from collections import OrderedDict
@@ -45,25 +46,30 @@ class UnappliedGradientsCheck:
 
     Args:
         watched: the handle, referenced weakly.
+
+    Attributes:
+        holder: reference to the optimizer that was made of the handle last.
+        is_settled: an optimizer has stepped the handle, and no gradients wait for another.
+        passed_by: the optimizer that stepped while gradients were pending; "" for none.
     """
 
     def __init__(self, watched: Any) -> None:
         self._watched = weakref.ref(watched)
-        self._owner: weakref.ref[Optimizer] | None = None
+        self.holder: weakref.ref[Optimizer] | None = None
         self._model: weakref.ref[nn.Module] | None = None
-        self._stepped = False
+        self._stepped = self.is_settled = False
         self._new_gradients = self._waits = False
         self._passes = 0
-        self._passed_by = ""
+        self.passed_by = ""
 
     @property
     def owner(self) -> Optimizer | None:
         """Embedrock optimizer of the handle, if it is still alive."""
-        return None if self._owner is None else self._owner()
+        return None if self.holder is None else self.holder()
 
     def bind(self, owner: Optimizer, model: nn.Module | None) -> None:
         """Record the optimizer of the handle, and its model if that has dense parameters."""
-        self._owner = weakref.ref(owner)
+        self.holder = weakref.ref(owner)
         self._model = None if model is None else weakref.ref(model)
         _ours.add(owner)
         self.forgive()
@@ -72,6 +78,7 @@ class UnappliedGradientsCheck:
         """Record that gradients are pending."""
         if not self._stepped or self.owner is None:
             self._new_gradients = self._waits = True
+            self.is_settled = False
             _waiting.add(self)
             global _hook
             if _hook is None:
@@ -79,7 +86,7 @@ class UnappliedGradientsCheck:
 
     def stepped(self) -> None:
         """Record a step of the handle's optimizer."""
-        self._stepped = True
+        self._stepped = self.is_settled = True
         self.forgive()
         if self._waits:
             _waiting.discard(self)
@@ -91,7 +98,7 @@ class UnappliedGradientsCheck:
         if other is owner or watched is None or not watched.waits():  # zeroed on purpose, as in a warm-up
             return
         if owner is None or self._is_passed_by(other):
-            self._passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
+            self.passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
 
     def _is_passed_by(self, other: Optimizer) -> bool:
         """Return whether another optimizer's step reveals a forgotten step of the handle's optimizer."""
@@ -110,13 +117,13 @@ class UnappliedGradientsCheck:
 
     def forgive(self) -> None:
         """Discard the recorded steps of other optimizers."""
-        self._new_gradients, self._passes, self._passed_by = False, 0, ""
+        self._new_gradients, self._passes, self.passed_by = False, 0, ""
 
     def check(self, label: str) -> None:
         """Raise `ForgottenGradientsError` if another optimizer stepped while gradients were pending."""
-        if not self._passed_by:
+        if not self.passed_by:
             return
-        other, remedy = self._passed_by, self._remedy()
+        other, remedy = self.passed_by, self._remedy()
         self.forgive()  # report each mistake once
         raise ForgottenGradientsError(
             f"gradients of {label} were applied by no optimizer: {other} stepped, but these rows are stepped only by "
@@ -138,6 +145,17 @@ class UnappliedGradientsCheck:
             f"call step() of your {name} beside the other's (if the other trains another network, make yours of the "
             f"whole model, `{name}(model)`, which tells them apart)"
         )
+
+
+def received_each(handles: Iterable[Any]) -> None:
+    """Call `received` of all handles whose gradients are pending and finite, if they may lack an optimizer."""
+    for handle in handles:
+        if handle is None or handle.pending.joint is None:
+            continue
+        check = handle.unapplied
+        is_stepped = check.is_settled and check.holder is not None and check.holder() is not None
+        if not is_stepped and math.isfinite(handle.pending.shown):
+            check.received()
 
 
 _ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of rows
