@@ -22,6 +22,7 @@ from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
+from embedrock.system.spans import spanned
 from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
@@ -523,7 +524,8 @@ def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.nda
             source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
         else:
             source = PooledSource.of(known)
-        lookup.traces.append(_pool(share, source, lookup.places(number)))
+        array, columns = lookup.arrays[0 if side_by_side else number], batch.columns if side_by_side else None
+        lookup.traces.append(_pool(share, source, share.places(array, columns)))
         lookup.values.append(source.words if for_weights else None)
     return lookup
 
@@ -536,6 +538,7 @@ def _room(batch: GroupPlan, side_by_side: bool) -> list[np.ndarray]:
     return [buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32) for share in batch.shares]
 
 
+@spanned("gather")
 def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarray:
     """Write the rows and bags of a pool plan to their places, and return their trace."""
     layout, modes = share.layout, share.route.modes

@@ -146,6 +146,7 @@ class HostLookup:
         lookup = batches.unread(self.plan(inputs) if plan is None else plan)
         own = [grads[k] for k in self.which]
         if self._is_max:
+            assert saved is not None  # as `saved` says
             lookup.traces = [saved]
         summed = [
             (self._handles[table], joint.of(number))
