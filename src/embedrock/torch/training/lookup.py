@@ -353,7 +353,8 @@ class DeviceLookupState(LookupState):
         from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
 
         super().__init__(layout, trained, [weights[number] for number in numbers])
-        self.handles, self._features = [[each[number] for number in numbers] for each in (layout.handles, features)]
+        self.handles = [layout.handles[number] for number in numbers]
+        self._features = [features[number] for number in numbers]
         own = set(map(id, self.handles))
         self.trained = [handle for handle in trained if id(handle) in own]
         self._dtypes = [layout.dtypes[number] for number in numbers]
