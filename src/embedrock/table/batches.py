@@ -13,15 +13,16 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from embedrock.batch import pooling, wrong_ids
-from embedrock.batch.gradients import RowGradients, rejoined, sum_segments
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids, check_range
 from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
-from embedrock.batch.pooling import Bags, PooledSource, RowSources
+from embedrock.batch.pooling import ALONE, ONES, Bags, PooledSource, places_of
 from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
+from embedrock.system.spans import span
 from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
@@ -161,6 +162,7 @@ class FeatureLayout:
         tables: int64 (tables + 1,), bounds of each table's positions.
         bags: int64 (features + 1,), bounds of each feature's bags; empty without bags.
         offsets: int64 (bags + 1,), bounds of each bag's positions.
+        items: bounds of each feature's bags; without bags, of its positions.
     """
 
     shapes: list[tuple[int, ...]]
@@ -183,17 +185,16 @@ class FeatureLayout:
         counts = [shape[0] for shape in self.shapes]
         return Lines(counts, (sum(counts), *rest))
 
-    @forks.cached_property
-    def in_order(self) -> RowSources:
-        """The places of bags, feature after feature."""
-        return RowSources(np.arange(len(self.offsets) - 1, dtype=np.int32), self.offsets)
+    @property
+    def items(self) -> np.ndarray:
+        return self.bags if len(self.bags) else self.positions
 
     @forks.cached_property
-    def side_by_side(self) -> RowSources:
-        """The places of bags, sample after sample. All features have the same number of bags."""
-        columns, count = np.argsort(self.numbers).argsort(), len(self.offsets) - 1
-        samples = np.arange(count // len(columns)) * len(columns)
-        return RowSources((samples + columns[:, None]).astype(np.int32).ravel(), self.offsets)
+    def of_positions(self) -> np.ndarray:
+        """The bag of each position: see `Bags`."""
+        if not len(self.bags) or (self.shapes and np.array_equal(self.bags, self.positions)):
+            return ALONE
+        return pooling.bag_of_position(self.offsets)
 
 
 @dataclass(eq=False)
@@ -213,6 +214,23 @@ class PoolPlan:
     plan: Plan
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
+
+    def places(self, array: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
+        """Return where the rows of its features are: see `pooling.places_of`.
+
+        Args:
+            array: float32, of all features one after the other, or side by side.
+            columns: where those of each feature of the batch begin, if they are side by side.
+        """
+        start, stride = places_of([array])[0].tolist()
+        places = np.empty((len(self.route.numbers), 2), np.int64)
+        if columns is None:
+            np.multiply(self.layout.items[:-1], stride, out=places[:, 0])
+        else:
+            np.multiply(columns[self.route.numbers], array.itemsize, out=places[:, 0])
+        places[:, 0] += start
+        places[:, 1] = stride
+        return places
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number and the bounds of each feature."""
@@ -240,6 +258,11 @@ class GroupPlan:
     def tables(self) -> list[Table]:
         return list(dict.fromkeys(feature.table for feature in self.features))
 
+    @forks.cached_property
+    def columns(self) -> np.ndarray:
+        """Where the columns of each feature begin if all are side by side: int64 (features + 1,)."""
+        return bounds_of([feature.table.dim for feature in self.features])
+
 
 @dataclass(eq=False)
 class PoolLookup:
@@ -248,16 +271,14 @@ class PoolLookup:
     Attributes:
         batch: its plan.
         arrays: output of each pool plan, float32 (positions, dim) or (bags, dim).
-        places: of each pool plan's bags there; None without bags.
-        traces: input of `pooling.unpool`, for each pool plan.
+        traces: of `pooling.sum_bags`, for each pool plan.
         values: rows of each pool plan, float32 (unique, dim), if weights get gradients.
-        side_by_side: the only array has the bags of a sample one after the other.
+        side_by_side: the only array has the bags of a sample one after the other, float32 (bags, sum of dims).
     """
 
     batch: GroupPlan
     arrays: list[np.ndarray] = field(default_factory=list)
-    places: list[RowSources | None] = field(default_factory=list)
-    traces: list[np.ndarray | None] = field(default_factory=list)
+    traces: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
 
@@ -279,16 +300,21 @@ class PoolLookup:
     @property
     def outputs(self) -> list[np.ndarray]:
         """Output of each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
+        if self.side_by_side:
+            return np.split(self.arrays[0], self.batch.columns[1:-1], axis=1)
         found = dict[int, np.ndarray]()
-        for share, array, places in zip(self.batch.shares, self.arrays, self.places, strict=True):
-            if places is None:
-                for number, start, stop in share.spans(share.layout.positions):
-                    found[number] = array[start:stop].reshape(*self.batch.features[number].ids.shape, share.route.dim)
-                continue
-            for number, start, stop in share.spans(share.layout.bags):
-                first, step = (places.of_bags[start], len(share.route.numbers)) if self.side_by_side else (start, 1)
-                found[number] = array[first : None if self.side_by_side else stop : step]
+        for share, array in zip(self.batch.shares, self.arrays, strict=True):
+            for number, start, stop in share.spans(share.layout.items):
+                own = array[start:stop]
+                if share.route.kind == "rows":
+                    own = own.reshape(*self.batch.features[number].ids.shape, share.route.dim)
+                found[number] = own
         return [found[number] for number in range(len(found))]
+
+    def places(self, number: int) -> np.ndarray:
+        """Return where the outputs of a pool plan are: see `pooling.places_of`."""
+        share, array = self.batch.shares[number], self.arrays[0 if self.side_by_side else number]
+        return share.places(array, self.batch.columns if self.side_by_side else None)
 
 
 # -------------------------------------------------------------------- plans
@@ -470,12 +496,7 @@ def look_up(features: Sequence[BatchFeature]) -> list[np.ndarray]:
 
 def unread(batch: GroupPlan) -> PoolLookup:
     """Return the lookup of a batch that is only stepped: of rows, and of sums of them without weights."""
-    lookup = PoolLookup(batch)
-    for share in batch.shares:
-        is_summed = share.route.kind != "rows"
-        lookup.places.append(share.layout.in_order if is_summed else None)
-        lookup.traces.append(pooling.ONES if is_summed else None)
-    return lookup
+    return PoolLookup(batch, traces=[ONES] * len(batch.shares))
 
 
 def read(batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
@@ -484,7 +505,7 @@ def read(batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False
     Args:
         batch: its plan.
         for_weights: `weight_gradients` will be called.
-        side_by_side: the only array is (batch, features, dim). The batch must be `may_be_side_by_side`.
+        side_by_side: the only array is (batch, sum of dims). The batch must be `may_be_side_by_side`.
     """
     table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
     table_lock.queue()
@@ -497,45 +518,46 @@ def read(batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False
 def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool) -> PoolLookup:
     if not all(share.route.is_current for share in batch.shares):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
-    lookup = PoolLookup(batch, side_by_side=side_by_side)
     for share in batch.shares:
         _check(share.route.rows)
-    for share in batch.shares:
-        of = share.route.rows, share.plan
-        values = reading.read_unique(*of) if for_weights else None
-        source = reading.source_of(*of) if values is None else PooledSource.of(values)
-        trace = places = None
-        if share.route.kind == "rows":
-            found = buffers.empty((len(share.plan.inverse), share.route.dim), np.float32)
-            reading.gather(source, share.plan.inverse, found)
-        else:
-            places = share.layout.side_by_side if side_by_side else share.layout.in_order
-            found, trace = _pooled(share, source, places)
-        lookup.arrays.append(found)
-        lookup.places.append(places)
-        lookup.traces.append(trace)
-        lookup.values.append(values)
+    lookup = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
+    for number, share in enumerate(batch.shares):
+        source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
+        lookup.traces.append(_pool(share, source, lookup.places(number)))
+        lookup.values.append(source.words if for_weights else None)
     return lookup
 
 
-def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
-    """Return all bags of a pool plan in their places, float32 (bags, dim), and their trace."""
-    modes = {mode for mode, _, _ in share.route.modes}
-    out, trace = pooling.pooled_like(len(places.of_bags), share.route.dim, modes)
-    for mode, first, last in share.route.modes:
-        assert mode is not None  # of bags
-        start, stop = share.layout.bags[[first, last]].tolist()
-        bags = Bags(share.plan, share.layout.offsets[start : stop + 1], -1, mode, places.part(start, stop))
-        pooling.pool_into(source, share.weights, bags, out, trace)
-    return out, trace
+def _room(batch: GroupPlan, side_by_side: bool) -> list[np.ndarray]:
+    """Return memory for the arrays of a lookup."""
+    if side_by_side:
+        count = batch.shares[0].layout.bags[1]
+        return [buffers.empty((int(count), int(batch.columns[-1])), np.float32)]
+    return [buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32) for share in batch.shares]
+
+
+def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarray:
+    """Write the rows and bags of a pool plan to their places, and return their trace."""
+    layout, modes = share.layout, share.route.modes
+    if layout.of_positions is ALONE and share.weights is None and share.route.kind != "max":
+        with span("gather"):
+            pooling.pool_into(source, None, _bags(share), places, ONES)
+        return ONES
+    trace = pooling.trace_of(int(layout.items[-1]), share.route.dim, {mode for mode, _, _ in modes})
+    for mode, first, last in modes:
+        bounds = layout.bags[first : last + 1]
+        start, stop = bounds[[0, -1]].tolist()
+        bags = Bags(share.plan, layout.offsets[start : stop + 1], -1, mode, bounds - start)
+        pooling.pool_into(source, share.weights, bags, places[first:last], trace[start:stop])
+    return trace
 
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
-    """Return whether `read` can give all outputs side by side: bags in one pool, equally many for each feature."""
-    if len(batch.shares) != 1 or batch.shares[0].route.kind == "rows":
+    """Return whether `read` can give all outputs side by side: bags, equally many for each feature."""
+    if any(share.route.kind == "rows" for share in batch.shares):
         return False
-    bags = batch.shares[0].layout.bags
-    return len(set((bags[1:] - bags[:-1]).tolist())) == 1
+    sizes = [bags[1:] - bags[:-1] for bags in [share.layout.bags for share in batch.shares]]
+    return len({count for each in sizes for count in each.tolist()}) == 1
 
 
 # -------------------------------------------------------------------- gradients
@@ -559,10 +581,10 @@ def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> lis
 
 def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
     """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
-    joined = [_joined_grads(lookup, k, grads) for k in range(len(lookup.batch.shares))]
+    places, _kept = _places(lookup, grads)
     if type(None) not in set(map(type, grads)):
-        return sum_arrays(lookup, joined)
-    return sum_arrays(lookup, joined, [_touched(share, grads) for share in lookup.batch.shares])
+        return sum_places(lookup, places)
+    return sum_places(lookup, places, [_touched(share, grads) for share in lookup.batch.shares])
 
 
 def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -574,61 +596,65 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     return touched
 
 
-def sum_arrays(
-    lookup: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
-) -> list[Block]:
-    """Return the result of `sum_blocks` from the gradients of ``lookup.arrays``: C-contiguous, of their shapes.
+def sum_array(lookup: PoolLookup, grads: np.ndarray) -> list[Block]:
+    """Return the result of `sum_blocks` from that of an output side by side, float32."""
+    if grads.strides[1] != grads.itemsize:
+        grads = np.ascontiguousarray(grads)
+    places = np.empty((len(lookup.batch.features), 2), np.int64)
+    for share in lookup.batch.shares:
+        places[share.route.numbers] = share.places(grads, lookup.batch.columns)
+    return sum_places(lookup, places)
+
+
+def sum_places(lookup: PoolLookup, places: np.ndarray, touched: Sequence[np.ndarray] | None = None) -> list[Block]:
+    """Return the result of `sum_blocks` from where the gradients of each feature are: see `pooling.places_of`.
 
     `touched` has the result's rows of each pool plan, bool (unique,); None: all.
     """
     found: list[Block] = []
-    for number, (share, given) in enumerate(zip(lookup.batch.shares, grads, strict=True)):
-        trace, route = lookup.traces[number], share.route
-        if trace is None:
-            values, squares = sum_segments(share.plan, given)
-        else:
-            values, squares = pooling.sum_bags(given, share.weights, _bags(lookup, number), trace)
-        joint = RowGradients(share.plan, values, float(np.add.reduce(squares)), squares)
+    for number, (share, trace) in enumerate(zip(lookup.batch.shares, lookup.traces, strict=True)):
+        route = share.route
+        values, squares = pooling.sum_bags(places[route.numbers], route.dim, share.weights, _bags(share), trace)
+        norms = squares.tolist()
+        whole = RowGradients(share.plan, values, sum(norms), norms)
         if touched is None and not route.has_padding:
-            found.append((route.tables, joint))
+            found.append((route.tables, whole))
             continue
         for k, (table, padding) in enumerate(zip(route.tables, route.paddings, strict=True)):
-            summed = joint.of(k)
+            summed = whole.of(k)
             if touched is not None:
                 summed = summed.kept(touched[number][share.plan.of(k)])
             found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
     return found
 
 
-def _bags(lookup: PoolLookup, number: int) -> Bags:
-    share = lookup.batch.shares[number]
-    return Bags(share.plan, share.layout.offsets, -1, share.route.kind, lookup.places[number])
+def _bags(share: PoolPlan) -> Bags:
+    layout, route = share.layout, share.route
+    mode = None if route.kind == "rows" else route.kind
+    return Bags(share.plan, layout.offsets, -1, mode, layout.items, route.own, layout.of_positions)
 
 
-def _joined_grads(lookup: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Return the gradients of a pool plan's array from those of its outputs: float32 (positions or bags, dim)."""
-    share, places = lookup.batch.shares[number], lookup.places[number]
-    dim = share.route.dim
-    parts = []
-    for feature, start, stop in share.spans(share.layout.positions if places is None else share.layout.bags):
-        given = grads[feature]
-        parts.append(np.zeros((stop - start, dim), np.float32) if given is None else given.reshape(-1, dim))
-    joined = np.ascontiguousarray(rejoined(parts))
-    if not lookup.side_by_side or places is None:
-        return joined
-    placed = np.empty_like(joined)
-    placed[places.of_bags] = joined
-    return placed
+def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
+    given: list[np.ndarray] = []
+    for feature, own in zip(lookup.batch.features, grads, strict=True):
+        dim = feature.table.dim
+        rows = np.zeros((1, dim), np.float32) if own is None else own.reshape(-1, dim)
+        given.append(rows if rows.strides[1] == rows.itemsize else np.ascontiguousarray(rows))
+    places = places_of(given)
+    places[[own is None for own in grads], 1] = 0
+    return places, given
 
 
 def weight_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Return the gradients of positions' weights, float32 (n,), for each feature with weights; else None."""
     found: list[np.ndarray | None] = [None] * len(lookup.batch.features)
-    for k, (share, values) in enumerate(zip(lookup.batch.shares, lookup.values, strict=True)):
+    places, _kept = _places(lookup, grads)
+    for share, values in zip(lookup.batch.shares, lookup.values, strict=True):
         if share.weights is None:
             continue
         assert values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(_joined_grads(lookup, k, grads), values, _bags(lookup, k))
+        of_all = pooling.weight_grads(places[share.route.numbers], values, _bags(share))
         for (number, start, stop), kept in zip(share.spans(share.layout.positions), share.kept, strict=True):
             weights = lookup.batch.features[number].weights
             if weights is not None:

@@ -229,7 +229,7 @@ class GroupLookup:
     ) -> tuple[list[np.ndarray], np.ndarray | None]:
         plan = self.plan(requests) if plan is None else plan
         found = self._group.read(plan.batch)
-        plan.batch, plan.places, plan.traces = found.batch, found.places, found.traces
+        plan.batch, plan.traces = found.batch, found.traces
         return found.outputs, None
 
     def sum_gradients(

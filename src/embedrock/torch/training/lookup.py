@@ -412,9 +412,8 @@ class HostLookup(LookupState):
         with span("read"):
             self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
-            width = len(layout.handles) * found.arrays[0].shape[1]
-            whole = found.arrays[0].reshape(-1, width)
-            return (torch.as_tensor(whole, dtype=layout.dtypes[0], device=layout.handles[0].device),)
+            whole = torch.from_numpy(found.arrays[0])
+            return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
         outputs: list[Any] = [None] * len(layout.handles)
         for numbers, array, sizes in found.parts():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
@@ -435,8 +434,7 @@ class HostLookup(LookupState):
     def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
         handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
-            whole = np.ascontiguousarray(grads[0]).reshape(self._found.arrays[0].shape)
-            blocks = batches.sum_arrays(self._found, [whole])
+            blocks = batches.sum_array(self._found, grads[0])
         else:
             blocks = batches.sum_blocks(self._found, grads)
             if type(None) in set(map(type, grads)):
