@@ -56,7 +56,7 @@ class RowGradients:
 
     def of(self, table: int) -> RowGradients:
         """Return the gradients of one table. They are sliced at first use: a step of all tables needs no slices."""
-        if not self.squares:
+        if len(self.squares) < 2:
             return self
         part = object.__new__(RowGradients)
         vars(part).update(whole=self, number=table, square_norm=self.squares[table])

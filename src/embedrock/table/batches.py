@@ -263,6 +263,10 @@ class GroupPlan:
         """Where the columns of each feature begin if all are side by side: int64 (features + 1,)."""
         return bounds_of([feature.table.dim for feature in self.features])
 
+    @property
+    def nbytes(self) -> int:
+        return sum(share.plan.nbytes for share in self.shares)
+
 
 @dataclass(eq=False)
 class PoolLookup:
@@ -281,10 +285,6 @@ class PoolLookup:
     traces: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(share.plan.nbytes for share in self.batch.shares)
 
     def parts(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
         """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
@@ -499,30 +499,36 @@ def unread(batch: GroupPlan) -> PoolLookup:
     return PoolLookup(batch, traces=[ONES] * len(batch.shares))
 
 
-def read(batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
+def read(
+    batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False, values: np.ndarray | None = None
+) -> PoolLookup:
     """Return the rows and bags of a batch.
 
     Args:
         batch: its plan.
         for_weights: `weight_gradients` will be called.
         side_by_side: the only array is (batch, sum of dims). The batch must be `may_be_side_by_side`.
+        values: of a batch of one table and kind, its rows, float32 (unique, dim), if they are known.
     """
     table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
     table_lock.queue()
     with table_lock.lock:
         if table_lock.running:
             table_lock.wait_for_step()
-        return _read(batch, for_weights, side_by_side)
+        return _read(batch, for_weights, side_by_side, values)
 
 
-def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool) -> PoolLookup:
+def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.ndarray | None) -> PoolLookup:
     if not all(share.route.is_current for share in batch.shares):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
         _check(share.route.rows)
     lookup = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
     for number, share in enumerate(batch.shares):
-        source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
+        if known is None:
+            source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
+        else:
+            source = PooledSource.of(known)
         lookup.traces.append(_pool(share, source, lookup.places(number)))
         lookup.values.append(source.words if for_weights else None)
     return lookup

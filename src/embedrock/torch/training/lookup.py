@@ -21,7 +21,7 @@ from embedrock.system.spans import span, spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import BackwardPass, as_it_is, bring
+from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring, gradient_of_anchor
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
@@ -257,15 +257,15 @@ class LookupState(ABC):
         """Return the gradients of all outputs in the form that `bring` and `weight_grads` take."""
         return [None if own is None else own.resolve_neg() for own in grads]
 
-    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+    def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
         """Sum the gradients of the outputs by row. Return what autograd adds for each handle of `trained`.
 
         Args:
             grads: what `taken` returned.
-            nodes: for each handle, autograd's node that accumulates its gradient, and 0.
+            ctx: autograd's context of the lookup.
         """
         found, run = self.sums(grads), BackwardPass.current()
-        pairs = zip(self.trained, nodes, strict=False)
+        pairs = zip(self.trained, ctx.next_functions[1:], strict=False)
         return [handle.receive(found[handle], node, run) if handle in found else None for handle, (node, _) in pairs]
 
     @abstractmethod
@@ -322,12 +322,6 @@ class ExecutorLookup(LookupState):
         else:
             summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, by_frequency)
         return {self.handles[0]: summed}
-
-    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
-        ((handle, summed),) = self.sums(grads).items()
-        if type(summed) is HostGradients:
-            return bring([(summed.rows, [handle])], [handle], nodes[:1])
-        return [handle.receive(summed, nodes[0][0])]
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return [self._executor.weight_grads(grads[0], self._rows, self._bags)]
@@ -431,7 +425,7 @@ class HostLookup(LookupState):
             return []
         return super().without_gradients(outputs)
 
-    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+    def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
         handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
             blocks = batches.sum_array(self._found, grads[0])
@@ -442,7 +436,7 @@ class HostLookup(LookupState):
                 handles = {table: handle for table, handle in handles.items() if table in given}
         if len(blocks) > 1:
             blocks = _each_once(blocks)
-        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, nodes)
+        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
         found = batches.sum_gradients(self._found, grads)
@@ -479,7 +473,7 @@ def looked_up(reading: LookupState) -> Sequence[Tensor]:
     """Return the outputs of a lookup, whose gradients come back."""
     trained, weights = reading.trained, [own for own in reading.weights if own is not None]
     if trained or any(map(needs_gradient, weights)):
-        return _apply(reading, trained, *trained, *weights)
+        return _apply(reading, trained, ANCHOR, *trained, *weights)
     return reading.read(for_weights=False)
 
 
@@ -487,14 +481,16 @@ class Lookup(torch.autograd.Function):
     """Autograd function that looks up features. Gradients go to the tables' handles and to the positions' weights."""
 
     @staticmethod
-    def forward(ctx: Any, reading: LookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, reading: LookupState, handles: Sequence[Handle], anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
         ctx.reading, ctx.handles = reading, handles
         ctx.materialize_grads = False
         weights = tensors[len(handles) :]
         if weights:
             ctx.save_for_backward(*weights)  # so that autograd detects writes to them before the backward
-        outputs = reading.read(for_weights=any(ctx.needs_input_grad[2 + len(handles) :]))
+        outputs = reading.read(for_weights=any(ctx.needs_input_grad[3 + len(handles) :]))
         if others := reading.without_gradients(outputs):
             ctx.mark_non_differentiable(*others)
         return tuple(outputs)
@@ -504,11 +500,11 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
-        reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
+        reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[3:]
         given = reading.taken(grad_outputs)
-        of_handles = reading.bring(given, ctx.next_functions) if count else []
+        of_handles = reading.bring(given, ctx) if count else []
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
-        return None, None, *of_handles, *of_weights
+        return None, None, gradient_of_anchor(), *of_handles, *of_weights
 
 
 # `apply` without its slow checks: no transform of `torch.func` runs.
