@@ -21,7 +21,7 @@ class RowGradients:
     """One gradient for each unique row of a plan, of one table or several.
 
     Attributes:
-        plan: plan of the batch, of one table or of several; its ``ids`` are the rows.
+        plan: plan of the batch; its ``ids`` are the rows.
         values: float32 (unique, dim).
         square_norm: sum of squares of all values, in float64; NaN or Inf exactly where a value is.
         squares: `square_norm` of each table; empty for one.
@@ -72,7 +72,7 @@ class RowGradients:
         """Return the rows of the tables from `first` to `last`, and their gradients."""
         plan, bounds = self.plan, self.plan.rows[first : last + 1]
         own = slice(*bounds[[0, -1]].tolist())
-        sliced = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, bounds - bounds[0], plan.missing > 0)
+        sliced = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0, bounds - bounds[0])
         return sliced, self.values[own]
 
     def run_of(self, first: int, last: int) -> RowGradients:

@@ -22,7 +22,6 @@ from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
-from embedrock.system.spans import span
 from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
@@ -311,11 +310,6 @@ class PoolLookup:
                 found[number] = own
         return [found[number] for number in range(len(found))]
 
-    def places(self, number: int) -> np.ndarray:
-        """Return where the outputs of a pool plan are: see `pooling.places_of`."""
-        share, array = self.batch.shares[number], self.arrays[0 if self.side_by_side else number]
-        return share.places(array, self.batch.columns if self.side_by_side else None)
-
 
 # -------------------------------------------------------------------- plans
 
@@ -546,8 +540,7 @@ def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarr
     """Write the rows and bags of a pool plan to their places, and return their trace."""
     layout, modes = share.layout, share.route.modes
     if layout.of_positions is ALONE and share.weights is None and share.route.kind != "max":
-        with span("gather"):
-            pooling.pool_into(source, None, _bags(share), places, ONES)
+        pooling.pool_into(source, None, _bags(share), places, ONES)
         return ONES
     trace = pooling.trace_of(int(layout.items[-1]), share.route.dim, {mode for mode, _, _ in modes})
     for mode, first, last in modes:
