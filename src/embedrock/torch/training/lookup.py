@@ -17,7 +17,7 @@ from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.storage.table_lock import TableLock
-from embedrock.system.spans import span, spanned
+from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
@@ -354,9 +354,9 @@ class DeviceLookupState(LookupState):
         self._dtypes = [layout.dtypes[number] for number in numbers]
         self._found: Any = DeviceLookup(self._features, bool(self.trained))
 
+    @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
-        with span("read"):
-            found = self._found.read(for_weights)
+        found = self._found.read(for_weights)
         forms = zip(found, self._dtypes, self.handles, strict=True)
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
@@ -401,10 +401,10 @@ class HostLookup(LookupState):
         is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
 
+    @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         layout = self.layout
-        with span("read"):
-            self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
+        self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
             whole = torch.from_numpy(found.arrays[0])
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
