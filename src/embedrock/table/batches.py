@@ -267,7 +267,10 @@ class GroupPlan:
     @forks.cached_property
     def columns(self) -> np.ndarray:
         """Where the columns of each feature begin if all are side by side: int64 (features + 1,)."""
-        return bounds_of([feature.table.dim for feature in self.features])
+        widths = dict[int, int]()
+        for share in self.shares:
+            widths |= dict.fromkeys(share.route.numbers, share.route.dim)
+        return bounds_of([widths[number] for number in range(len(widths))])
 
     @property
     def nbytes(self) -> int:
