@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
 from embedrock.batch.gradients import RowGradients
@@ -21,7 +22,7 @@ from embedrock.system.spans import span, spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring, gradient_of_anchor
+from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
@@ -103,14 +104,12 @@ def refuse_tracing() -> NoReturn:
     )
 
 
-def refuse_second_derivative() -> None:
+def refuse_second_derivative() -> NoReturn:
     """Raise `UnsupportedError` in a backward that records its own graph."""
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph "
-            "of the other parameters only: "
-            "torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
-        )
+    raise UnsupportedError(
+        "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph of the "
+        "other parameters only: torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
+    )
 
 
 def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
@@ -491,13 +490,19 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
-        reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[3:]
+        reading, needs = ctx.reading, ctx.needs_input_grad
         given = reading.taken(grad_outputs)
-        of_handles = reading.bring(given, ctx) if count else []
-        of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
-        return None, None, gradient_of_anchor(), *of_handles, *of_weights
+        of_handles = reading.bring(given, ctx) if ctx.handles else []
+        of_weights: Sequence[Tensor | None] = []
+        if reading.weights:
+            of_weights = [None] * (len(needs) - 3 - len(of_handles))
+            if True in needs[3 + len(of_handles) :]:
+                of_weights = reading.weight_grads(given)
+        of_anchor = ANCHOR.detach() if compiled_autograd.in_compiled_autograd_region else None  # which takes no None
+        return None, None, of_anchor, *of_handles, *of_weights
 
 
 # `apply` without its slow checks: no transform of `torch.func` runs.
