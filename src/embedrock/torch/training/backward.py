@@ -95,7 +95,7 @@ class BackwardPass:
 
     def arrive(self) -> None:
         """Make what was brought pending."""
-        brought = self.brought if len(self.brought) < 2 else _merged(self)
+        brought = self.brought if len(self.brought) < 2 else each_once(self.brought)
         self.brought = []
         for grads, handles in brought:
             for handle, number in _taken(grads, handles):
@@ -110,13 +110,17 @@ class BackwardPass:
 _running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` takes five times as long
 
 
-def _merged(run: BackwardPass) -> list[Block]:
-    """Return what was brought, with each handle in one block."""
-    handles = [handle for _, several in run.brought for handle in several if handle is not None]
+def each_once(blocks: list[Block]) -> list[Block]:
+    """Return blocks that have each handle in one. Gradients of a handle in several are summed in their order."""
+    handles = [handle for _, several in blocks for handle in several if handle is not None]
     if len(set(map(id, handles))) == len(handles):
-        return run.brought
-    found = [(run.take(handle), [handle]) for handle in handles]
-    return [(grads, own) for grads, own in found if grads is not None]
+        return blocks
+    parts: dict[int, tuple[Any, list[RowGradients]]] = {}
+    for grads, several in blocks:
+        for number, handle in enumerate(several):
+            if handle is not None:
+                parts.setdefault(id(handle), (handle, []))[1].append(grads.of(number))
+    return [(RowGradients.sum_of(own), [handle]) for handle, own in parts.values()]
 
 
 def _taken(grads: RowGradients, handles: Sequence[Any]) -> list[tuple[Any, int]]:
@@ -162,7 +166,7 @@ def bring(blocks: list[Block], handles: Sequence[Any], ctx: Any) -> list[Tensor 
     They become pending when the backward ends. Autograd accumulates those that other code must see before.
 
     Args:
-        blocks: see `BackwardPass.brought`. A handle is in one block.
+        blocks: see `BackwardPass.brought`.
         handles: inputs of the lookup, after `ANCHOR`.
         ctx: autograd's context of the lookup.
 
@@ -170,7 +174,7 @@ def bring(blocks: list[Block], handles: Sequence[Any], ctx: Any) -> list[Tensor 
         What autograd adds for each handle: None, or see `Handle.receive`.
     """
     run = BackwardPass.current()
-    run.brought += blocks
+    run.brought += blocks if len(blocks) < 2 else each_once(blocks)
     is_plain = torch._C._will_engine_execute_node(_node_of_anchor) and not run.gradients
     is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region
     found: list[Tensor | None] = [None] * len(handles)

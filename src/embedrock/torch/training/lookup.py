@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
@@ -428,8 +427,6 @@ class HostLookup(LookupState):
             if type(None) in set(map(type, grads)):
                 given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
-        if len(blocks) > 1:
-            blocks = _each_once(blocks)
         return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
@@ -439,18 +436,6 @@ class HostLookup(LookupState):
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._found, grads)
-
-
-def _each_once(blocks: list[batches.Block]) -> list[batches.Block]:
-    """Return the gradients of tables that have each table in one block."""
-    tables = [table for several, _ in blocks for table in several]
-    if len(set(tables)) == len(tables):
-        return blocks
-    parts: dict[Table, list[RowGradients]] = {}
-    for several, grads in blocks:
-        for number, table in enumerate(several):
-            parts.setdefault(table, []).append(grads.of(number))
-    return [([table], RowGradients.sum_of(own)) for table, own in parts.items()]
 
 
 def look_up_on_gpu(family: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
