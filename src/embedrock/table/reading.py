@@ -137,8 +137,8 @@ def _values(tables: Tables, plan: Plan, here: Plan | None) -> np.ndarray:
     for rows, own in own_parts(tables, here):
         state = _refresh(rows, records, here.slots[own], values[own])
         # A plan without other references gets no step. A step rounds 16-bit weights itself.
-        if state is not None and plan.epoch >= 0 and rows.spec.dtype == "float32" and len(tables) == 1:
-            rows.reads.keep(plan, CaughtUpRows(rows.version.now, here.slots >= 0, values, state))
+        if state is not None and plan.epoch >= 0 and rows.spec.dtype == "float32":
+            rows.reads.keep(plan, CaughtUpRows(rows.version.now, here.slots[own] >= 0, values[own], state))
     return values
 
 
