@@ -104,10 +104,14 @@ class RowGradients:
         """Sum one or more gradients of a table. A row that occurs in several is summed in their order."""
         if len(parts) == 1:
             return parts[0]
-        plan, dim = merge_plans([part.plan for part in parts]), parts[0].values.shape[1]
-        bounds = np.cumsum([0, *(len(part.values) for part in parts)])
+        return RowGradients.sum_parts(merge_plans([part.plan for part in parts]), [part.values for part in parts])
+
+    @staticmethod
+    def sum_parts(plan: Plan, parts: Sequence[np.ndarray]) -> RowGradients:
+        """Sum gradients of a batch's positions that lie in several arrays, one after the other: float32 (n, dim)."""
+        bounds = np.cumsum([0, *map(len, parts)])
         bags = Bags(plan, bounds, -1, None, bounds, np.array([0, len(parts)]), ALONE)
-        values, squares = sum_bags(places_of([part.values for part in parts]), dim, None, bags, ONES)
+        values, squares = sum_bags(places_of(parts), parts[0].shape[1], None, bags, ONES)
         return RowGradients(plan, values, squares.item())
 
     def merge(self, other: RowGradients) -> RowGradients:

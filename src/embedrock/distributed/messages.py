@@ -15,21 +15,23 @@ Room = Callable[[int], np.ndarray]  # returns memory for n words, int32 (words,)
 
 
 class MessageRows:
-    """Rows float32 (n, dim) that are written straight into a message, once it is packed.
+    """Rows that are written straight into a message, once it is packed.
 
     Attributes:
+        shape: shape of the rows.
         nbytes: their size.
-        out: their memory in the message.
+        out: their memory in the message: float32, or uint16 for 16-bit dtypes.
     """
 
     out: np.ndarray
 
-    def __init__(self, rows: int, dim: int) -> None:
-        self._shape, self.nbytes = (rows, dim), 4 * rows * dim
+    def __init__(self, shape: tuple[int, int], dtype: str) -> None:
+        self.shape, self._words = shape, np.float32 if dtype == "float32" else np.uint16
+        self.nbytes = shape[0] * shape[1] * (4 if dtype == "float32" else 2)
 
     def lie_in(self, memory: np.ndarray) -> None:
         """Take memory in a message, uint8 (nbytes,)."""
-        self.out = memory.view(np.float32).reshape(self._shape)
+        self.out = memory.view(self._words).reshape(self.shape)
 
 
 Part = np.ndarray | MessageRows
@@ -138,7 +140,7 @@ def as_sent(rows: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float32":
         return rows
     if dtype == "float16":
-        return rows.astype(np.float16)
+        return rows.astype(np.float16).view(np.uint16)
     bits = np.ascontiguousarray(rows).view(np.uint32)
     kept = bits >> np.uint32(16)
     kept &= np.uint32(1)
