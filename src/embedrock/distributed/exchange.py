@@ -146,7 +146,6 @@ class Exchange:
     def _answer(self, what: Operation, ask: IdRequest, error: Exception | None) -> list[np.ndarray]:
         own, splits = self.transport.rank, [plan.split for plan in ask.plans]
         sources, found = [RowSource.of(member.table, member.wire) for member in ask.members], list[np.ndarray]()
-        replies = list[stages.Reply]()
         come, go = [0] * len(ask.asked), [0] * len(ask.asked)
         for source, split, *asked in zip(sources, splits, *ask.asked, strict=True):
             for rank, count in enumerate(split.counts):
@@ -157,15 +156,15 @@ class Exchange:
         def serve() -> list[Letter]:
             if error is not None:
                 raise error
-            pairs = list(zip(sources, splits, strict=True))
-            found[:] = [buffers.empty((split.bounds[-1], source.dim), np.float32) for source, split in pairs]
+            for source, split in zip(sources, splits, strict=True):
+                found.append(buffers.empty((split.bounds[-1], source.dim), np.float32))
             here = [rows[split.places[own]] for rows, split in zip(found, splits, strict=True)]
-            replies.append(stages.serve(ask.asked, sources, own, here))
-            return replies[0].letters
+            letters, plans = stages.serve(ask.asked, sources, own, here)
+            for member, plan, *asked in zip(ask.members, plans, *ask.asked, strict=True):
+                member.served = plan, asked
+            return letters
 
-        served = self._swap(what, serve, MessageSizes(come, go), lambda: replies[0].fill())
-        for member, plan, *asked in zip(ask.members, replies[0].plans, *ask.asked, strict=True):
-            member.served = plan, asked
+        served = self._swap(what, serve, MessageSizes(come, go))
         self._expected = ask.gradients if self.expects else None
         stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, splits, sources, found)
         return found
@@ -283,11 +282,7 @@ class Exchange:
         return f"{self._current.said()} (exchange {self._count})" if self._count else "the first message"
 
     def _swap(
-        self,
-        what: Operation,
-        make: Callable[[], Sequence[Letter]],
-        known: MessageSizes | None = None,
-        fill: Callable[[], None] = lambda: None,
+        self, what: Operation, make: Callable[[], Sequence[Letter]], known: MessageSizes | None = None
     ) -> list[np.ndarray]:
         """Send each other rank its message; return the messages from all ranks, int32 (words,).
 
@@ -296,7 +291,6 @@ class Exchange:
             make: returns the messages.
             known: sizes that all ranks expect. If a rank's messages differ, it reports that, and all ranks repeat the
                 exchange.
-            fill: writes more into the packed messages.
         """
         self._count += 1
         self._current = what
@@ -304,11 +298,11 @@ class Exchange:
         letters, error = _tried(make) if behind is None else (None, behind)
         if known is not None:
             fits = letters is None or [*map(length, letters)] == known.go
-            found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known, fill)
+            found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known)
             if found is not None:
                 return found
             self.expects = False
-        found = self._carry(what, letters, FITS, error, MessageSizes(None, [0] * self.transport.ranks), fill)
+        found = self._carry(what, letters, FITS, error, MessageSizes(None, [0] * self.transport.ranks))
         assert found is not None
         return found
 
@@ -319,35 +313,27 @@ class Exchange:
         state: int,
         error: Exception | None,
         sizes: MessageSizes,
-        fill: Callable[[], None],
     ) -> list[np.ndarray] | None:
         """Exchange messages once, and raise what a rank refuses; return None if a rank's sizes are unexpected."""
-        mark, own = zlib.crc32(f"{self._count} {what.mark}".encode()), self.transport.rank
+        mark = zlib.crc32(f"{self._count} {what.mark}".encode())
         head = np.array([mark, state if error is None else REFUSES], np.int64)
         try:
-            ours, failed = _tried(lambda: self._packed(head, letters, sizes, fill))
+            ours, failed = _tried(lambda: self._packed(head, letters, sizes))
             if ours is None:  # no memory for the message, but for a refusal
                 error, head[1] = failed, REFUSES
-                ours = self._packed(head, None, sizes, fill)
+                ours = self._packed(head, None, sizes)
             theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         except MemoryError:
             self.transport.leave()  # otherwise the others would wait until their timeout
             raise
-        heads = [one[:HEAD].view(np.int64).tolist() for rank, one in enumerate(theirs) if rank != own]
-        if error is not None or any(found != mark or told == REFUSES for found, told in heads):
+        heads = {(mark, state), *[tuple(one[:HEAD].view(np.int64).tolist()) for one in theirs if len(one)]}
+        if error is not None or heads - {(mark, FITS), (mark, DIFFERS)}:
             self._tell(what, error)
-        if state == DIFFERS or any(told == DIFFERS for _, told in heads):
-            return None
-        return [message[HEAD:] for message in theirs]
+        return None if (mark, DIFFERS) in heads else [message[HEAD:] for message in theirs]
 
-    def _packed(
-        self, head: np.ndarray, letters: Sequence[Letter] | None, sizes: MessageSizes, fill: Callable[[], None]
-    ) -> Mail:
+    def _packed(self, head: np.ndarray, letters: Sequence[Letter] | None, sizes: MessageSizes) -> Mail:
         own, sent = self.transport.rank, [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
-        mail = pack_all([[] if to == own else [head, *one] for to, one in enumerate(sent)], self.transport.room)
-        if letters is not None:
-            fill()
-        return mail
+        return pack_all([[] if to == own else [head, *one] for to, one in enumerate(sent)], self.transport.room)
 
     def _gather(self, what: Operation, make: Callable[[], list[float]], count: int) -> np.ndarray:
         """Return the numbers of each rank: float64 (ranks, count)."""

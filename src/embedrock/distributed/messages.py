@@ -17,16 +17,20 @@ Room = Callable[[int], np.ndarray]  # returns memory for n words, int32 (words,)
 class MessageRows:
     """Rows that are written straight into a message, once it is packed.
 
-    Attributes:
+    Args:
         shape: shape of the rows.
+        dtype: their dtype in the message.
+        write: writes all rows that belong together, to `out` of each.
+
+    Attributes:
         nbytes: their size.
-        out: their memory in the message: float32, or uint16 for 16-bit dtypes.
+        out: their memory: float32, or uint16 for 16-bit dtypes.
     """
 
     out: np.ndarray
 
-    def __init__(self, shape: tuple[int, int], dtype: str) -> None:
-        self.shape, self._words = shape, np.float32 if dtype == "float32" else np.uint16
+    def __init__(self, shape: tuple[int, int], dtype: str, write: Callable[[], None]) -> None:
+        self.shape, self.write, self._words = shape, write, np.float32 if dtype == "float32" else np.uint16
         self.nbytes = shape[0] * shape[1] * (4 if dtype == "float32" else 2)
 
     def lie_in(self, memory: np.ndarray) -> None:
@@ -76,19 +80,25 @@ def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room) -> Mail:
         >>> pack_all([[np.zeros(3, np.float16)], [], [np.ones(1, np.int64)]]).bounds
         [0, 2, 2, 4]
     """
-    bounds = [0, *itertools.accumulate(map(length, letters))]
-    flat = room(bounds[-1])
-    memory, at = flat.view(np.uint8), 0
-    for part in itertools.chain.from_iterable(letters):
-        end = at + part.nbytes
+    bounds, places, end = [0], list[tuple[Part, int]](), 0
+    for letter in letters:
+        for part in letter:
+            places.append((part, end))
+            end += -part.nbytes // 4 * -4
+        bounds.append(end // 4)
+    flat, writes = room(end // 4), dict[Callable[[], None], None]()
+    memory = flat.view(np.uint8)
+    for part, start in places:
+        stop = start + part.nbytes
         if type(part) is MessageRows:
-            part.lie_in(memory[at:end])
+            part.lie_in(memory[start:stop])
+            writes[part.write] = None
         else:
-            memory[at:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        at = end
-        if end % 4:
-            at = end + -end % 4
-            memory[end:at] = 0
+            memory[start:stop] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        if stop % 4:
+            memory[stop : stop + -stop % 4] = 0
+    for write in writes:
+        write()
     return Mail(flat, bounds)
 
 
@@ -104,7 +114,8 @@ class MessageReader:
 
     def ints(self, count: int) -> np.ndarray:
         """Return the next `count` int64, aligned at any offset."""
-        return self.words(2 * count).copy().view(np.int64)
+        start, self._at = self._at, self._at + 2 * count
+        return self._words[start : self._at].copy().view(np.int64)
 
     def rows(self, count: int, dim: int) -> np.ndarray:
         """Return the next float32 (count, dim)."""

@@ -45,7 +45,7 @@ class RowSource(NamedTuple):
         """Return the size of rows in words."""
         return words_of(rows * self.dim, self.sent_as)
 
-    def read(self, plan: Plan, outs: Sequence[MessageRows], own: int) -> None:
+    def write(self, plan: Plan, outs: Sequence[MessageRows], own: int) -> None:
         """Write the rows of a plan's positions, rank by rank, as they are sent; those of rank `own` as they arrive."""
         is_exact = self.sent_as == "float32"
         each = [rows.out if is_exact else np.empty(rows.shape, np.float32) for rows in outs]
@@ -90,48 +90,31 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
-class Reply(NamedTuple):
-    """Rows for all ranks.
-
-    Attributes:
-        letters: the message to each rank.
-        plans: by table, the plan of what all ranks request, in the order of ranks.
-        fill: writes the rows into the packed messages.
-    """
-
-    letters: list[Letter]
-    plans: list[Plan]
-    fill: Callable[[], None]
-
-
 def serve(
     asked: Sequence[Sequence[np.ndarray]], sources: Sequence[RowSource], own: int = -1, here: Sequence[np.ndarray] = ()
-) -> Reply:
-    """Return the rows that all ranks request.
+) -> tuple[list[Letter], list[Plan]]:
+    """Return the message to each rank with the rows that it requests, and by table the plan of all requests.
 
     Args:
         asked: by rank, ids of each table.
         sources: the tables.
         own: this rank, which gets no message.
-        here: memory for its rows instead, float32 (n, dim) by table. They are rounded as if they were sent.
+        here: memory for its rows instead, float32 (n, dim) by table. They are rounded as if they were sent, when the
+            messages are packed.
     """
-    letters, plans, reads = [Letter() for _ in asked], list[Plan](), list[Callable[[], None]]()
+    letters, plans = [Letter() for _ in asked], list[Plan]()
     for k, source in enumerate(sources):
-        parts = [of_rank[k] for of_rank in asked]
-        plans.append(source.table.plan(np.concatenate(parts)))
-        outs = [MessageRows((len(ids), source.dim), source.sent_as) for ids in parts]
-        reads.append(partial(source.read, plans[k], outs, own))
+        parts, outs = [of_rank[k] for of_rank in asked], list[MessageRows]()
+        plan = source.table.plan(np.concatenate(parts))
+        write = partial(source.write, plan, outs, own)
+        outs += [MessageRows((len(ids), source.dim), source.sent_as, write) for ids in parts]
         for to, rows in enumerate(outs):
             if to == own:
                 rows.out = here[k]
             else:
                 letters[to].append(rows)
-
-    def fill() -> None:
-        for read in reads:
-            read()
-
-    return Reply(letters, plans, fill)
+        plans.append(plan)
+    return letters, plans
 
 
 def receive(
