@@ -30,18 +30,6 @@ ExchangeMember = Any
 Brought = Mapping[int, tuple[ExchangeMember, Sequence[GradientBlock]]]  # by key: the gradients of a backward
 
 
-class ExchangeVerdict(NamedTuple):
-    """A table's gradients after an exchange, as all ranks know them.
-
-    Attributes:
-        grads: gradients of this rank's rows.
-        square_norm: square norm over all rows on all ranks, in float64.
-    """
-
-    grads: RowGradients
-    square_norm: float
-
-
 class Operation(NamedTuple):
     """The operation that an exchange does.
 
@@ -83,20 +71,6 @@ class IdRequest(NamedTuple):
     asked: Sequence[Sequence[np.ndarray]]
     gradients: MessageSizes | None = None
 
-    @staticmethod
-    def of(
-        number: int,
-        members: Sequence[ExchangeMember],
-        plans: Sequence[SharedPlan],
-        messages: Sequence[np.ndarray],
-        gradients: MessageSizes | None = None,
-    ) -> IdRequest:
-        """Read the messages of all ranks. A rank sends itself nothing."""
-        rank = members[0].placement.rank
-        asked = [stages.asked(one, len(members)) if len(one) else [] for one in messages]
-        asked[rank] = [plan.ids[plan.split.places[rank]] for plan in plans]
-        return IdRequest(number, members, plans, asked, gradients)
-
 
 class Exchange:
     """An exchange of rows and gradients between ranks that share tables.
@@ -135,7 +109,8 @@ class Exchange:
         act = self._look(members, trains)
         with self._lock:
             messages = self._swap(act, lambda: stages.ask([one.ids for one in plans], [one.split for one in plans]))
-            return self._answer(act, IdRequest.of(self._count, members, plans, messages), None)
+            asked = stages.asked_by_rank(messages, plans, self.transport.rank)
+            return self._answer(act, IdRequest(self._count, members, plans, asked), None)
 
     def answer(self, ask: IdRequest, error: Exception | None = None) -> list[np.ndarray]:
         """Return the rows of a request that was sent ahead, as `rows` does. With an error, refuse it on all ranks."""
@@ -185,8 +160,10 @@ class Exchange:
 
     def share(
         self, brought: Brought, find: Callable[[int], ExchangeMember | None]
-    ) -> list[tuple[ExchangeMember, ExchangeVerdict]]:
-        """Send gradients to the owners of their rows; return the summed gradients of every table that any rank sent.
+    ) -> list[tuple[ExchangeMember, RowGradients, float]]:
+        """Send gradients to the owners of their rows, which sum them.
+
+        Return every table that any rank sent, the gradients of this rank's rows, and their square norm on all ranks.
 
         Args:
             brought: gradients by key of the table.
@@ -210,11 +187,11 @@ class Exchange:
                 return [*squares, *(member.table.steps for member, _ in folded)]
 
             theirs = self._gather(_act("gradients, sums"), facts, 2 * len(tables))
-        verdicts = []
+        found = []
         for place, (member, grads) in enumerate(folded):
             _check_steps(member, theirs[:, len(folded) + place].tolist())
-            verdicts.append((member, ExchangeVerdict(grads, member.placement.total(theirs[:, place]))))
-        return verdicts
+            found.append((member, grads, member.placement.total(theirs[:, place])))
+        return found
 
     def _scattered(self, act: Operation, brought: Brought, find: Callable[[int], ExchangeMember | None]) -> _Tables:
         """Send gradients to the owners of their rows; return those that all ranks sent to this one."""

@@ -117,14 +117,10 @@ class MessageReader:
         start, self._at = self._at, self._at + 2 * count
         return self._words[start : self._at].copy().view(np.int64)
 
-    def rows(self, count: int, dim: int) -> np.ndarray:
-        """Return the next float32 (count, dim)."""
-        return self.words(count * dim).view(np.float32).reshape(count, dim)  # in words, which are aligned for floats
-
     def sent(self, count: int, dim: int, dtype: str) -> np.ndarray:
         """Return the next rows that `as_sent` encoded, float32 (count, dim)."""
         if dtype == "float32":
-            return self.rows(count, dim)
+            return self.words(count * dim).view(np.float32).reshape(count, dim)  # words are aligned for floats
         halves = self.words(words_of(count * dim, dtype)).view(np.uint16)[: count * dim].reshape(count, dim)
         return decoded(halves, dtype)
 

@@ -17,7 +17,7 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.distributed.messages import Letter, MessageReader, MessageRows, as_received, as_sent, words_of
-from embedrock.distributed.owners import Placement, Split
+from embedrock.distributed.owners import Placement, SharedPlan, Split
 from embedrock.table.table import Table
 
 
@@ -88,6 +88,12 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     """Return the ids that a message requests, by table."""
     reader = MessageReader(message)
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
+
+
+def asked_by_rank(messages: Sequence[np.ndarray], plans: Sequence[SharedPlan], rank: int) -> list[Sequence[np.ndarray]]:
+    """Return by rank the ids that it requests, by table. This rank, `rank`, has its own in `plans`."""
+    here = [plan.ids[plan.split.places[rank]] for plan in plans]
+    return [here if sender == rank else asked(message, len(plans)) for sender, message in enumerate(messages)]
 
 
 def serve(
