@@ -74,7 +74,7 @@ class RowGradients:
         """Return the rows of the tables from `first` to `last`, and their gradients."""
         plan, bounds = self.plan, self.plan.rows[first : last + 1]
         own = slice(*bounds[[0, -1]].tolist())
-        sliced = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0, bounds - bounds[0])
+        sliced = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, bounds - bounds[0], plan.missing > 0)
         return sliced, self.values[own]
 
     def run_of(self, first: int, last: int) -> RowGradients:
