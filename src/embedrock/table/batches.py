@@ -527,24 +527,20 @@ def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.nda
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
         _check(share.route.rows)
-    lookup = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
-    for number, share in enumerate(batch.shares):
+    lookup, columns = PoolLookup(batch, side_by_side=side_by_side), batch.columns if side_by_side else None
+    if columns is not None:
+        count = batch.shares[0].layout.bags[1]
+        lookup.arrays.append(buffers.empty((int(count), int(columns[-1])), np.float32))
+    for share in batch.shares:
         if known is None:
             source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
         else:
             source = PooledSource.of(known)
-        array = lookup.arrays[0 if side_by_side else number]
-        lookup.traces.append(_pool(share, source, share.places(array, batch.columns if side_by_side else None)))
+        if columns is None:
+            lookup.arrays.append(buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32))
+        lookup.traces.append(_pool(share, source, share.places(lookup.arrays[-1], columns)))
         lookup.values.append(source.words if for_weights else None)
     return lookup
-
-
-def _room(batch: GroupPlan, side_by_side: bool) -> list[np.ndarray]:
-    """Return memory for the arrays of a lookup."""
-    if side_by_side:
-        count = batch.shares[0].layout.bags[1]
-        return [buffers.empty((int(count), int(batch.columns[-1])), np.float32)]
-    return [buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32) for share in batch.shares]
 
 
 @spanned("gather")
@@ -641,7 +637,7 @@ def sum_places(lookup: PoolLookup, places: np.ndarray, touched: Sequence[np.ndar
 
 def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
-    kept, pairs = list[np.ndarray](), list[tuple[int, int]]()
+    kept, pairs = [], []
     for own in grads:
         if own is None:
             rows, stride = np.zeros(max(share.route.dim for share in lookup.batch.shares), np.float32), 0

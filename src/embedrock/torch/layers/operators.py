@@ -176,7 +176,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative()
+    if torch.is_grad_enabled():
+        refuse_second_derivative()
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     of_handle = lookup_backward(grads, *saved) if needs[0] else None
     of_weights = weights_backward(grads, *saved) if needs[3] else None

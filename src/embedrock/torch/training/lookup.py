@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
@@ -21,7 +21,7 @@ from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring, gradient_of_anchor
+from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
@@ -95,14 +95,12 @@ def _other_fault(ids: Any) -> tuple[str, str]:
     return name, f"Make a tensor of it: {made}."
 
 
-def refuse_second_derivative() -> None:
+def refuse_second_derivative() -> NoReturn:
     """Raise `UnsupportedError` in a backward that records its own graph."""
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph "
-            "of the other parameters only: "
-            "torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
-        )
+    raise UnsupportedError(
+        "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph of the "
+        "other parameters only: torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
+    )
 
 
 def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
@@ -436,8 +434,6 @@ class HostLookup(LookupState):
             if type(None) in set(map(type, grads)):
                 given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
-        if len(blocks) > 1:
-            blocks = _each_once(blocks)
         return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
@@ -447,18 +443,6 @@ class HostLookup(LookupState):
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._found, grads)
-
-
-def _each_once(blocks: list[batches.Block]) -> list[batches.Block]:
-    """Return the gradients of tables that have each table in one block."""
-    tables = [table for several, _ in blocks for table in several]
-    if len(set(tables)) == len(tables):
-        return blocks
-    parts: dict[Table, list[RowGradients]] = {}
-    for several, grads in blocks:
-        for number, table in enumerate(several):
-            parts.setdefault(table, []).append(grads.of(number))
-    return [([table], RowGradients.sum_of(own)) for table, own in parts.items()]
 
 
 def look_up_on_gpu(
@@ -500,13 +484,19 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
-        reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[3:]
+        reading, needs = ctx.reading, ctx.needs_input_grad
         given = reading.taken(grad_outputs)
-        of_handles = reading.bring(given, ctx) if count else []
-        of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
-        return None, None, gradient_of_anchor(), *of_handles, *of_weights
+        of_handles = reading.bring(given, ctx) if ctx.handles else []
+        of_weights: Sequence[Tensor | None] = []
+        if reading.weights:
+            of_weights = [None] * (len(needs) - 3 - len(of_handles))
+            if True in needs[3 + len(of_handles) :]:
+                of_weights = reading.weight_grads(given)
+        of_anchor = ANCHOR.detach() if compiled_autograd.in_compiled_autograd_region else None  # which takes no None
+        return None, None, of_anchor, *of_handles, *of_weights
 
 
 # `apply` without its slow checks: no transform of `torch.func` runs.
