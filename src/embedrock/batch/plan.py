@@ -96,6 +96,7 @@ class Plan:
             array.setflags(write=False)  # quicker than array.flags
         if not len(self.rows):  # of one table
             vars(self).update(rows=np.array([0, len(self.ids)]), positions=np.array([0, len(self.inverse)]))
+        self.rows.setflags(write=False)
 
     @staticmethod
     def made(**fields: Any) -> Plan:
@@ -439,6 +440,7 @@ def bounds_of(sizes: Sequence[int] | np.ndarray) -> Int64Array:
     return bounds
 
 
+KEPT_NUMBERS = 1 << 20  # 8 MB
 _counting = np.arange(1 << 12, dtype=np.int32)
 _counting.flags.writeable = False
 
@@ -448,19 +450,20 @@ def counting(count: int) -> np.ndarray:
     global _counting
     known = _counting
     if count > len(known):
-        _counting = known = np.arange(2 * count, dtype=np.int32)
+        known = np.arange(2 * count if count <= KEPT_NUMBERS else count, dtype=np.int32)
         known.flags.writeable = False
+        _counting = known if count <= KEPT_NUMBERS else _counting
     return known[:count]
 
 
 def plan_of_rows(
-    ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True, rows: Int64Array = _NONE
+    ids: Int64Array, slots: Int64Array, epoch: int, rows: Int64Array = _NONE, may_miss: bool = True
 ) -> Plan:
     """Return a plan with each of `ids` once, in this order; the arrays become read-only.
 
-    Without `may_miss`, no slot is -1.
+    `rows` is where those of each table begin, if there are several. Without `may_miss`, no slot is -1.
     """
     starts = counting(len(ids) + 1)
     each = starts[:-1]
     missing = int(np.count_nonzero(slots < 0)) if may_miss else 0
-    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch, rows=rows)
+    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch, (), rows, rows)

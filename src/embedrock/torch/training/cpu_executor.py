@@ -258,7 +258,8 @@ class PositionExecutor(CpuExecutor):
         places = np.arange(len(ids) + 1, dtype=np.int32)  # of positions, each with a row of its own
         each = Plan((len(ids),), np.arange(len(ids)), places[:-1], places, places[:-1])
         alone = bags._replace(plan=each, skip=-1)
-        values, _ = pooling.sum_bags(host_floats(grads), host_weights(weights), alone, trace)
+        given = host_floats(grads)
+        values, _ = pooling.sum_bags(pooling.places_of([given]), self.table.dim, host_weights(weights), alone, trace)
         padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
         return PositionGradients.of_lookup(sums, ids, values, padding)
 
