@@ -420,12 +420,16 @@ class HostStep(CheckedStep):
         """
         location = self.rows[0].location
         try:
+            more, late = [*self._beside], []
             for pool in pools:
                 if pool.tables[0].lifecycle is not None:
                     pool.decide_admission()
-            if more := [*_more(pools), *self._beside]:
+                if pool.new:
+                    more += pool.more
+                if pool.pool.evicts:
+                    late.append(pool)
+            if more:
                 location.pools.check_room(more)
-            late = [pool for pool in pools if pool.pool.evicts]
             for pool in late:
                 pool.make_room()
             while late and not all(pool.is_current for pool in late):
