@@ -635,18 +635,15 @@ def _summed(
 
 def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
-    kept, pairs = [], []
-    for own in grads:
+    kept: list[Any] = list(grads)
+    for number, own in enumerate(kept):
         if own is None:
-            rows, stride = np.zeros(max(share.route.dim for share in lookup.batch.shares), np.float32), 0
-        else:
-            rows = own if own.ndim == 2 else own.reshape(-1, own.shape[-1])
-            if rows.strides[1] != rows.itemsize:
-                rows = np.ascontiguousarray(rows)
-            stride = rows.strides[0]
-        kept.append(rows)
-        pairs.append((address_of(rows), stride))
-    return np.array(pairs), kept
+            dim = max(share.route.dim for share in lookup.batch.shares)
+            kept[number] = np.broadcast_to(np.zeros(dim, np.float32), (1, dim))
+        elif own.ndim != 2 or own.strides[1] != own.itemsize:
+            rows = own.reshape(-1, own.shape[-1])
+            kept[number] = rows if rows.strides[1] == rows.itemsize else np.ascontiguousarray(rows)
+    return pooling.places_of(kept), kept
 
 
 def weight_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:

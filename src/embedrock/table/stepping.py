@@ -607,13 +607,14 @@ class StepRun:
     """Consecutive tables of a pool with equal step constants, which one call steps.
 
     Attributes:
-        tables: states of the tables.
+        first, end: bounds of their numbers among the pool's tables.
         start, stop: bounds of their rows.
         draft: from `TableState.draft`.
         scratch: from `Records.scratch`.
     """
 
-    tables: list[TableState]
+    first: int
+    end: int
     start: int
     stop: int
     draft: Any
@@ -793,22 +794,22 @@ class PoolStep:
 
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
-        last, bounds, number, of_draft, draft = None, self.plan.rows.tolist(), 0, (None, -1), None
+        last, bounds, number = None, self.plan.rows.tolist(), 0
         self._runs: list[StepRun] = []
         is_exact = self.pool.spec.dtype == "float32"
         for each in self.requests:
+            known: dict[int, Any] = {}  # tables of one rule have the same constants in their n-th step
             for rows in each.tables:
-                start, stop, number = bounds[number], bounds[number + 1], number + 1
+                start, stop, steps = bounds[number], bounds[number + 1], rows.steps
                 is_alone = rows.history is not None or not is_exact  # histories and rounding are per table
-                if is_alone or of_draft != (each.rule, rows.steps):  # neighbours mostly have the same constants
-                    of_draft, draft = (each.rule, rows.steps), rows.draft(each.rule)
+                known[steps] = draft = known[steps] if steps in known and not is_alone else rows.draft(each.rule)
                 if last is not None and not is_alone and (draft is last.draft or last.takes(draft)):
-                    last.tables.append(rows)
-                    last.stop = stop
+                    last.end, last.stop = number + 1, stop
                 else:
                     scratch = None if is_exact else rows.tier.records.scratch(stop - start)
-                    last = StepRun([rows], start, stop, draft, scratch)
+                    last = StepRun(number, number + 1, start, stop, draft, scratch)
                     self._runs.append(last)
+                number += 1
         self._of_others = None if self.decision is None else self._gradient_of_others()
 
     def admit(self) -> None:
@@ -836,11 +837,11 @@ class PoolStep:
         """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
         made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
         for run in self._runs:
-            rows, own = run.tables[0], slice(run.start, run.stop) if len(self._runs) > 1 else ALL
+            rows, own = self.tables[run.first], slice(run.start, run.stop) if len(self._runs) > 1 else ALL
             refreshed = () if rows.history is None else self._taken(rows, own)
             self.catches_up |= rows.history is not None and not refreshed
             numbers = rows.count(run.draft)
-            for each in run.tables[1:]:  # without histories: see `TableState.count`
+            for each in self.tables[run.first + 1 : run.end]:  # without histories: see `TableState.count`
                 each.steps += 1
                 each.version.now += 1
                 each.version.of_rows += 1
