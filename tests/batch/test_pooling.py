@@ -13,24 +13,55 @@ from hypothesis import strategies as st
 
 import reference
 from embedrock import kernels
-from embedrock.batch.plan import make_plan
+from embedrock.batch.plan import counting, make_plan, plan_tables, sources_of
+from embedrock.batch.pooling import ONES, places_of
 from slow import examples
-from suites.kernels import Guarded
+from suites.kernels import GUARD, Guarded, poison
 
 # Sizes on both sides of the unrolled loops (4 and 8 wide), of the columns that are summed together (16 and 64), and of
 # the prefetch distance.
 DIMS = [1, 3, 8, 16, 17, 64, 83]
 
 
+class Strided:
+    """Poisoned memory of the rows of several features, each with rows that lie apart; `arrays` are what is in use."""
+
+    def __init__(self, bounds: np.ndarray, dim: int) -> None:
+        self._whole = [poison((stop - start + 2 * GUARD, dim + GUARD), np.float32) for start, stop in pairs(bounds)]
+        self.arrays = [whole[GUARD:-GUARD, 1 : 1 + dim] for whole in self._whole]
+        self.places = places_of(self.arrays)
+
+    @staticmethod
+    def of(rows: np.ndarray, bounds: np.ndarray) -> Strided:
+        made = Strided(bounds, rows.shape[1])
+        for array, (start, stop) in zip(made.arrays, pairs(bounds), strict=True):
+            array[:] = rows[start:stop]
+        return made
+
+    def joined(self) -> np.ndarray:
+        """Return all rows, and fail where other memory was written to."""
+        found = np.concatenate(self.arrays)
+        for whole, array in zip(self._whole, self.arrays, strict=True):
+            array[:] = poison(array.shape, np.float32)
+            assert (whole.view(np.uint8) == 0xFF).all(), "a kernel wrote outside its output"
+        return found
+
+
+def pairs(bounds: np.ndarray) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(bounds.tolist()))
+
+
 class Batch(NamedTuple):
-    """Bags of ids with weights, and gradients for them."""
+    """Bags of ids of several features, with weights, and gradients for them. The features are those of two tables."""
 
     rows: np.ndarray
     inverse: np.ndarray
     starts: np.ndarray
     order: np.ndarray
     offsets: np.ndarray
-    places: np.ndarray
+    bounds: np.ndarray
+    own: np.ndarray
+    of_tables: np.ndarray
     bags: np.ndarray
     weights: np.ndarray
     grads: np.ndarray
@@ -44,89 +75,131 @@ class Batch(NamedTuple):
         words[slots[: len(self.rows)], :-2] = self.rows
         return words, np.where(is_new, -np.cumsum(is_new), slots[: len(self.rows)]), self.inverse, self.rows[is_new]
 
+    @property
+    def places(self) -> np.ndarray:
+        """Places of the bags in the arrays of the reference."""
+        return np.arange(len(self.grads), dtype=np.int32)
+
 
 def make_batch(seed: int, lengths: list[int], dim: int, weighted: bool, padded: bool) -> Batch:
     rng = np.random.default_rng(seed)
-    n = sum(lengths)
-    plan = make_plan(rng.integers(0, max(1, n // 2), n))
+    n, own = sum(lengths), np.array([0, 2, 3])
+    bounds = np.sort(np.append(rng.integers(0, len(lengths) + 1, 2), [0, len(lengths)]))
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    tables = np.array([[0, 1, -(2**63), 2**63 - 1, 0], [1, 2, -(2**63), 2**63 - 1, 0]])
+    positions = offsets[bounds[own]]
+    ids = np.split(rng.integers(0, max(1, n // 2), n), positions[1:-1])
+    plan = plan_tables(sources_of(ids), tables, positions)
+    assert plan is not None
     # Few distinct values, so that equal maxima and exact cancellation occur.
     rows = rng.integers(-3, 4, (len(plan.ids), dim)).astype(np.float32) / 8
     weights = rng.normal(size=n if weighted else 0).astype(np.float32)
     grads = rng.normal(size=(len(lengths), dim)).astype(np.float32)
     skip = int(rng.integers(0, len(plan.ids))) if padded and n else -1
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    places = rng.permutation(len(lengths)).astype(np.int32)
-    bags = np.repeat(places, lengths)
-    return Batch(rows, plan.inverse, plan.starts, plan.order, offsets, places, bags, weights, grads, skip)
+    of_bags = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    segments = plan.inverse, plan.starts, plan.order
+    return Batch(rows, *segments, offsets, bounds, own, plan.rows, of_bags, weights, grads, skip)
 
 
-Call = tuple[str, tuple[Any, ...], dict[str, tuple[tuple[int, ...], type]]]
+def check(found: np.ndarray, expected: np.ndarray, is_exact: bool = True) -> None:
+    if is_exact:
+        np.testing.assert_array_equal(found, expected)
+    else:  # summed in another order, in float64
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
 
 
-def forward_calls(b: Batch) -> list[Call]:
-    """Name, arguments and outputs of the forward kernels."""
-    bags, dim = b.grads.shape
-    pooled = {"out": ((bags, dim), np.float32)}
-    scale, argmax = {"scale": ((bags,), np.float32)}, {"argmax": ((bags, dim), np.int32)}
-    no_scale = {"scale": ((0,), np.float32)}
-    return [
-        ("pool_sum", (*b.source, b.offsets, b.places, b.weights, b.skip, False), pooled | no_scale),
-        ("pool_sum", (*b.source, b.offsets, b.places, b.weights, b.skip, False), pooled | scale),
-        ("pool_sum", (*b.source, b.offsets, b.places, b.weights, b.skip, True), pooled | scale),
-        ("pool_max", (*b.source, b.offsets, b.places, b.skip), pooled | argmax),
-    ]
+def parts_of(count: int, cuts: list[int]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(sorted({0, count, *(cut % (count + 1) for cut in cuts)}))) or [(0, 0)]
 
 
-def backward_calls(b: Batch) -> list[Call]:
-    """Name, arguments and outputs of the backward kernels."""
-    unique = {"values": (b.rows.shape, np.float32), "squares": ((len(b.rows),), np.float64)}
-    scale = np.linspace(0.1, 1, len(b.grads), dtype=np.float32)
-    argmax = np.empty(b.grads.shape, np.int32)
+def check_forward(b: Batch, cuts: list[int]) -> None:
+    """Compare the forward kernels with their reference."""
+    cpu, (bags, dim) = kernels.cpu.pooling, b.grads.shape
+    begins, ends = b.offsets[:-1], b.offsets[1:]
+    for size, mean in ((0, False), (bags, False), (bags, True)):
+        out, scale = np.empty((bags, dim), np.float32), np.empty(size, np.float32)
+        reference.pooling.pool_sum(*b.source, b.offsets, b.places, b.weights, b.skip, mean, out, scale)
+        got, got_scale = Strided(b.bounds, dim), Guarded((size,), np.float32)
+        where = got.places, b.bounds, dim, got_scale.inside
+        for lo, hi in parts_of(bags, cuts):
+            cpu.pool_sum(*b.source, begins, ends, b.weights, b.skip, mean, *where, lo, hi)
+        check(got.joined(), out)
+        check(got_scale.inside, scale)
+        got_scale.check()
+    out, argmax = np.empty((bags, dim), np.float32), np.empty((bags, dim), np.int32)
+    reference.pooling.pool_max(*b.source, b.offsets, b.places, b.skip, out, argmax)
+    got, got_argmax = Strided(b.bounds, dim), Guarded((bags, dim), np.int32)
+    for lo, hi in parts_of(bags, cuts):
+        cpu.pool_max(*b.source, begins, ends, b.skip, got.places, b.bounds, got_argmax.inside, lo, hi)
+    check(got.joined(), out)
+    check(got_argmax.inside, argmax)
+    got_argmax.check()
+
+
+def check_backward(b: Batch, cuts: list[int]) -> None:
+    """Compare the backward kernels with their reference."""
+    cpu, given, (unique, dim) = kernels.cpu.pooling, Strided.of(b.grads, b.bounds), b.rows.shape
+    segments = given.places, b.bounds, b.own, b.of_tables, b.bags, b.starts, b.order
+    scale, argmax = np.linspace(0.1, 1, len(b.grads), dtype=np.float32), np.empty(b.grads.shape, np.int32)
     reference.pooling.pool_max(*b.source, b.offsets, b.places, b.skip, np.empty_like(b.grads), argmax)
-    return [
-        ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale, b.skip), unique),
-        ("pool_sum_backward", (b.grads, b.bags, b.starts, b.order, b.weights, scale[:0], b.skip), unique),
-        ("pool_max_backward", (b.grads, b.bags, b.starts, b.order, argmax), unique),
-        (
-            "weight_grads",
-            (b.grads, b.rows, b.inverse, b.bags, b.skip),
-            {"out": ((len(b.inverse),), np.float32)},
-        ),
-    ]
+
+    def compare(kernel: Callable[..., None], expected: Callable[..., None], own: tuple[Any, ...], more: Any) -> None:
+        values, squares = np.empty((unique, dim), np.float32), np.empty(unique)
+        got, got_squares = Guarded((unique, dim), np.float32), Guarded((unique,), np.float64)
+        expected(b.grads, b.bags, b.starts, b.order, *own, values, squares)
+        for lo, hi in parts_of(unique, cuts):
+            kernel(*segments, *own, *more, got.inside, got_squares.inside, lo, hi)
+        check(got.inside, values)
+        check(got_squares.inside, squares, is_exact=False)
+        got.check()
+        got_squares.check()
+
+    for factors in (scale, scale[:0]):
+        own = b.weights, factors, b.skip
+        compare(cpu.pool_sum_backward, reference.pooling.pool_sum_backward, own, (np.float32(0),))
+    compare(cpu.pool_max_backward, reference.pooling.pool_max_backward, (argmax,), ())
+
+    out, got = np.empty(len(b.inverse), np.float32), Guarded((len(b.inverse),), np.float32)
+    reference.pooling.weight_grads(b.grads, b.rows, b.inverse, b.bags, b.skip, out)
+    for lo, hi in parts_of(len(out), cuts):
+        cpu.weight_grads(given.places, b.bounds, b.rows, b.inverse, b.bags, b.skip, got.inside, lo, hi)
+    check(got.inside, out, is_exact=False)
+    got.check()
+    check(given.joined(), b.grads)
 
 
-def run(function: Callable[..., None], call: Call, parts: list[tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Call a kernel into poisoned, guarded outputs, part by part, and return them."""
-    _, arguments, outputs = call
-    made = {name: Guarded(shape, dtype) for name, (shape, dtype) in outputs.items()}
-    for part in parts:
-        function(*arguments, *(output.inside for output in made.values()), *part)
-    for output in made.values():
-        output.check()
-    return {name: output.inside for name, output in made.items()}
+def check_rows(b: Batch, cuts: list[int]) -> None:
+    """Compare positions that are bags of one each: rows copied, bit for bit or as sums, and summed."""
+    cpu, n, dim = kernels.cpu.pooling, len(b.inverse), b.rows.shape[1]
+    b.rows[::2] *= np.float32(-0.0)
+    bounds, expected = b.offsets[b.bounds], np.empty((n, dim), np.float32)
+    reference.rows.gather(*b.source[:2], b.inverse, b.source[3], expected)
+    for start in (np.float32(-0.0), np.float32(0.0)):
+        got = Strided(bounds, dim)
+        for lo, hi in parts_of(n, cuts):
+            cpu.copy_rows(*b.source, got.places, bounds, start, dim, lo, hi)
+        check(got.joined().view(np.int32), (start + expected).view(np.int32))
 
-
-def check_call(call: Call, cuts: list[int]) -> None:
-    name = call[0]
-    count = next(iter(call[2].values()))[0][0]
-    expected = run(getattr(reference.pooling, name), call, [()])
-    whole = run(getattr(kernels.cpu.pooling, name), call, [(0, count)])
-    bounds = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
-    pieces = run(getattr(kernels.cpu.pooling, name), call, list(itertools.pairwise(bounds)))
-    for output, values in whole.items():
-        np.testing.assert_array_equal(pieces[output], values)
-        if name == "weight_grads" or output == "squares":  # summed in another order, in float64
-            np.testing.assert_allclose(values, expected[output], rtol=1e-6, atol=1e-12)
-        else:
-            np.testing.assert_array_equal(values, expected[output])
+    grads = np.random.default_rng(0).normal(size=(n, dim)).astype(np.float32)
+    grads[::3] = np.float32(-0.0)
+    given, values = Strided.of(grads, bounds), np.empty(b.rows.shape, np.float32)
+    squares, got, got_squares = np.empty(len(values)), Guarded(values.shape, np.float32), np.empty(len(values))
+    reference.rows.sum_segments(grads, b.starts, b.order, values, squares)
+    segments = given.places, bounds, b.own, b.of_tables, counting(n), b.starts, b.order
+    for lo, hi in parts_of(len(values), cuts):
+        cpu.pool_sum_backward(*segments, ONES, ONES, -1, np.float32(-0.0), got.inside, got_squares, lo, hi)
+    check(got.inside.view(np.int32), values.view(np.int32))
+    check(got_squares, squares, is_exact=False)
+    got.check()
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(("weighted", "padded"), [(False, True), (True, False)])
 def test_equal_to_the_reference(dim: int, weighted: bool, padded: bool):
     batch = make_batch(dim, [3, 0, 1, 40, 17, 0, 5], dim, weighted, padded)
-    for call in forward_calls(batch) + backward_calls(batch):
-        check_call(call, [1, 3, 4])
+    for check_kernels in (check_forward, check_backward, check_rows):
+        check_kernels(batch, [])
+        check_kernels(batch, [1, 3, 4])
 
 
 @settings(max_examples=examples(40))
@@ -140,29 +213,51 @@ def test_equal_to_the_reference(dim: int, weighted: bool, padded: bool):
 )
 def test_parts_and_sizes_do_not_matter(seed, lengths, dim, weighted, padded, cuts):
     batch = make_batch(seed, lengths, dim, weighted, padded)
-    for call in forward_calls(batch) + backward_calls(batch):
-        check_call(call, cuts)
+    for check_kernels in (check_forward, check_backward, check_rows):
+        check_kernels(batch, cuts)
+
+
+def test_a_check_notices_what_a_kernel_does_wrong():
+    strided = Strided(np.array([0, 2, 5]), 3)
+    strided._whole[1][-1, 0] = 0
+    with pytest.raises(AssertionError, match="wrote outside"):
+        strided.joined()
+    with pytest.raises(AssertionError):
+        check(np.zeros(2), np.array([0.0, 1.0]))
+
+
+@pytest.mark.parametrize("count", [*range(18), 127, 128, 129, 130, 136, 256, 257, 5000])
+def test_squares_are_added_with_the_bits_of_numpy(count: int):
+    squares, rows, sums = (
+        np.random.default_rng(count).random(count + 3) ** 5,
+        np.array([0, 3, 3, count + 3]),
+        np.empty(3),
+    )
+    assert kernels.cpu.pooling.sum_squares(squares, rows, sums)
+    assert sums.tolist() == [squares[:3].sum(), 0.0, squares[3:].sum()]
+    squares[1] = np.inf
+    assert not kernels.cpu.pooling.sum_squares(squares, rows, sums)
 
 
 def test_backward_is_the_adjoint_of_forward():
-    batch = make_batch(5, [4, 0, 9, 2, 30], 8, weighted=True, padded=True)
-    ones = np.ones_like(batch.rows)
-    out, scale = np.empty_like(batch.grads), np.empty(len(batch.grads), np.float32)
-    values, squares = np.empty_like(batch.rows), np.empty(len(batch.rows))
-    cpu, bags, unique = kernels.cpu.pooling, len(batch.grads), len(batch.rows)
-    where = np.arange(unique), batch.inverse, ones[:0], batch.offsets, batch.places
-    cpu.pool_sum(ones, *where, batch.weights, batch.skip, False, out, scale, 0, bags)
-    segments = batch.bags, batch.starts, batch.order
-    cpu.pool_sum_backward(batch.grads, *segments, batch.weights, scale, batch.skip, values, squares, 0, unique)
-    np.testing.assert_allclose((values * ones).sum(), (out * batch.grads).sum(), rtol=1e-4)
+    b = make_batch(5, [4, 0, 9, 2, 30], 8, weighted=True, padded=True)
+    ones, out, scale = np.ones_like(b.rows), np.empty_like(b.grads), np.empty(len(b.grads), np.float32)
+    values, squares, bounds = np.empty_like(b.rows), np.empty(len(b.rows)), np.array([0, len(b.grads)])
+    source = ones, np.arange(len(b.rows)), b.inverse, ones[:0], b.offsets[:-1], b.offsets[1:]
+    about = b.weights, b.skip, False, places_of([out]), bounds, 8, scale
+    kernels.cpu.pooling.pool_sum(*source, *about, 0, len(b.grads))
+    segments = places_of([b.grads]), bounds, np.array([0, 1]), np.array([0, len(b.rows)]), b.bags, b.starts, b.order
+    about = b.weights, scale, b.skip, np.float32(0), values, squares
+    kernels.cpu.pooling.pool_sum_backward(*segments, *about, 0, len(b.rows))
+    np.testing.assert_allclose((values * ones).sum(), (out * b.grads).sum(), rtol=1e-4)
 
 
 def test_a_maximum_after_nan_follows_torch():
     rows = np.array([[np.nan], [1.0], [2.0]], np.float32)
     plan = make_plan(np.array([0, 1, 1, 0, 2]))
     out, argmax = np.empty((2, 1), np.float32), np.empty((2, 1), np.int32)
-    places = np.arange(2, dtype=np.int32)
     source = rows, np.arange(3), plan.inverse, rows[:0]
-    kernels.cpu.pooling.pool_max(*source, np.array([0, 2, 5]), places, -1, out, argmax, 0, 2)
+    about = -1, places_of([out]), np.array([0, 2]), argmax
+    kernels.cpu.pooling.pool_max(*source, np.array([0, 2]), np.array([2, 5]), *about, 0, 2)
     np.testing.assert_array_equal(out, [[np.nan], [2.0]])
     assert argmax.tolist() == [[0], [4]]

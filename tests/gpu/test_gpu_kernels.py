@@ -147,7 +147,7 @@ class TestGPU(KernelSuite):
     test_touch: Any = None
     test_values_of_ids: Any = None
     test_reset_state: Any = None
-    test_sum_segments: Any = None
+    test_row_squares: Any = None
 
 
 def make_records(rng: np.random.Generator, slots: int, rule: Rule | None, dim: int, dtype: str) -> tuple[Any, Spec]:

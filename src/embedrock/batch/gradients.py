@@ -11,51 +11,78 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.batch.plan import Plan, bounds_of, make_plan, merge_plans, plan_of_rows
+from embedrock.batch.pooling import ONES, Bags, places_of, sum_bags
 from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
-from embedrock.system.spans import spanned
-
-
-@spanned("sum")
-def sum_segments(plan: Plan, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence.
-
-    Returns:
-        The sums, float32 (unique, dim), and the sum of squares of each, float64 (unique,).
-    """
-    values, squares = buffers.empty((len(plan.ids), grads.shape[1]), np.float32), np.empty(len(plan.ids), np.float64)
-    kernels.cpu.launch(kernels.cpu.rows.sum_segments, grads, plan.starts, plan.order, values, squares)
-    return values, squares
 
 
 @dataclass(frozen=True, eq=False)
 class RowGradients:
-    """One gradient for each unique row of a plan.
+    """One gradient for each unique row of a plan, of one table or several.
 
     Attributes:
-        plan: plan of the batch, of one table or of several; its ``ids`` are the rows.
+        plan: plan of the batch; its ``ids`` are the rows.
         values: float32 (unique, dim).
         square_norm: sum of squares of all values, in float64; NaN or Inf exactly where a value is.
-        squares: float64 (unique,), sum of squares of each row, if the plan is of several tables.
+        squares: `square_norm` of each table; empty for one.
+        whole, number: the gradients of several tables of which `of` has taken these, and the index of the table.
     """
 
     plan: Plan
     values: np.ndarray
     square_norm: float
-    squares: np.ndarray | None = None
+    squares: Sequence[float] = ()
+    whole: RowGradients | None = None
+    number: int = 0
 
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
         """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence."""
-        values, squares = sum_segments(plan, grads)
-        return RowGradients(plan, values, float(squares.sum()))
+        given = np.ascontiguousarray(grads, np.float32)
+        values, squares = sum_bags(places_of([given]), given.shape[1], None, Bags.of_rows(plan), ONES)
+        return RowGradients(plan, values, squares.item())
+
+    @staticmethod
+    def of_bags(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
+        """Sum the gradients of the bags of one table, float32 (bags, dim): see `sum_bags`."""
+        given = np.ascontiguousarray(grads, np.float32)
+        values, squares = sum_bags(places_of([given]), given.shape[1], weights, bags, trace)
+        return RowGradients(bags.plan, values, squares.item())
 
     @staticmethod
     def of_rows(plan: Plan, values: np.ndarray) -> RowGradients:
         """Wrap gradients float32 (unique, dim) that are summed already."""
         squares = np.empty(len(values), np.float64)
         kernels.cpu.launch(kernels.cpu.rows.row_squares, values, squares)
-        return RowGradients(plan, values, float(squares.sum()))
+        return RowGradients(plan, values, float(np.add.reduce(squares)))
+
+    def of(self, table: int) -> RowGradients:
+        """Return the gradients of one table. They are sliced at first use: a step of all tables needs no slices."""
+        if len(self.squares) < 2:
+            return self
+        part = object.__new__(RowGradients)
+        vars(part).update(whole=self, number=table, square_norm=self.squares[table])
+        return part
+
+    def __getattr__(self, name: str) -> Any:
+        if self.whole is None or name not in ("plan", "values"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        vars(self)["plan"], vars(self)["values"] = self.whole._slice(self.number, self.number + 1)
+        return vars(self)[name]
+
+    def _slice(self, first: int, last: int) -> tuple[Plan, np.ndarray]:
+        """Return the rows of the tables from `first` to `last`, and their gradients."""
+        plan, bounds = self.plan, self.plan.rows[first : last + 1]
+        own = slice(*bounds[[0, -1]].tolist())
+        sliced = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, bounds - bounds[0], plan.missing > 0)
+        return sliced, self.values[own]
+
+    def run_of(self, first: int, last: int) -> RowGradients:
+        """Return the gradients of the tables from `first` to `last`, without a copy."""
+        if last - first == len(self.squares):
+            return self
+        squares = self.squares[first:last]
+        return RowGradients(*self._slice(first, last), sum(squares), squares)
 
     @property
     def norm(self) -> float:
@@ -67,6 +94,8 @@ class RowGradients:
 
     def has_width(self, dim: int) -> bool:
         """Return whether `values` is float32 with one row of `dim` columns for each row of the plan."""
+        if self.whole is not None:
+            return self.whole.has_width(dim)
         return self.values.shape == (len(self.plan.ids), dim) and self.values.dtype == np.float32
 
     def nonfinite_ids(self) -> np.ndarray:
@@ -74,12 +103,19 @@ class RowGradients:
 
     @staticmethod
     def sum_of(parts: Sequence[RowGradients]) -> RowGradients:
-        """Sum one or more gradients. A row that occurs in several is summed in their order."""
+        """Sum one or more gradients of a table. A row that occurs in several is summed in their order."""
         if len(parts) == 1:
             return parts[0]
-        plan = merge_plans([part.plan for part in parts])
-        values = buffers.empty((len(plan.inverse), parts[0].values.shape[1]), np.float32)
-        return RowGradients.sum(plan, np.concatenate([part.values for part in parts], out=values))
+        return RowGradients.sum_parts(merge_plans([part.plan for part in parts]), [part.values for part in parts])
+
+    @staticmethod
+    def sum_parts(plan: Plan, parts: Sequence[np.ndarray]) -> RowGradients:
+        """Sum gradients of a batch's positions that lie in several arrays, one after the other: float32 (n, dim)."""
+        bags = Bags.of_rows(plan)._replace(
+            bounds=bounds_of([len(part) for part in parts]), own=np.array([0, len(parts)])
+        )
+        values, squares = sum_bags(places_of(parts), parts[0].shape[1], None, bags, ONES)
+        return RowGradients(plan, values, squares.item())
 
     def merge(self, other: RowGradients) -> RowGradients:
         """Return the sum of both. In a row of both, this one's gradient comes first."""
@@ -109,105 +145,32 @@ class RowGradients:
     def with_values(self, values: np.ndarray) -> RowGradients:
         return RowGradients.of_rows(self.plan, values)
 
-    def of(self, table: int) -> RowGradients:
-        """Return the gradients of one table of the plan."""
-        if self.squares is None or len(self.plan.rows) == 2:
-            return self
-        return PartGradients(self, table, float(np.add.reduce(self.squares[self.plan.of(table)])))
-
-    def run_of(self, first: int, last: int) -> RowGradients:
-        """Return the gradients of the tables from `first` to `last`. The norm is not computed."""
-        plan = self.plan
-        start, stop = plan.rows[[first, last]].tolist()
-        if (start, stop) == (0, len(plan.ids)):
-            return self
-        own = slice(start, stop)
-        rows = plan.rows[first : last + 1] - start
-        of_rows = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0, rows)
-        return RowGradients(of_rows, self.values[own], math.nan)
-
-
-# -------------------------------------------------------------------- of several tables
-
-
-class PartGradients(RowGradients):
-    """The gradients of one table among several. Values are sliced at first use: a step of all tables needs no slices.
-
-    Args:
-        joint: gradients of all tables.
-        number: index of the table.
-        square_norm: see `RowGradients`.
-    """
-
-    joint: RowGradients
-    number: int
-
-    def __init__(self, joint: RowGradients, number: int, square_norm: float) -> None:
-        vars(self).update(joint=joint, number=number, square_norm=square_norm)  # the dataclass is frozen
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("plan", "values"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        plan = self.joint.plan
-        own = plan.of(self.number)
-        of_rows = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0)
-        vars(self).update(plan=of_rows, values=self.joint.values[own])
-        return vars(self)[name]
-
-    def has_width(self, dim: int) -> bool:
-        return self.joint.values.shape[1] == dim
-
 
 def as_one(parts: Sequence[RowGradients]) -> RowGradients:
     """Return the gradients of several tables as one, without a copy if they were summed together.
 
     Example:
-        >>> ids = np.arange(4)
-        >>> plan = plan_of_rows(ids, ids, 0, rows=np.array([0, 1, 3, 4]))
-        >>> joint = RowGradients(plan, np.ones((4, 2), np.float32), 8.0, np.full(4, 2.0))
-        >>> parts = [joint.of(table) for table in range(3)]
-        >>> as_one(parts) is joint, as_one(parts[1:]).plan.ids, as_one(parts[::2]).plan.rows
+        >>> plan = plan_of_rows(np.arange(4), np.arange(4), 0, np.array([0, 1, 3, 4]))
+        >>> whole = RowGradients(plan, np.ones((4, 2), np.float32), 8.0, [2.0, 4.0, 2.0])
+        >>> parts = [whole.of(table) for table in range(3)]
+        >>> as_one(parts) is whole, as_one(parts[1:]).plan.ids, as_one(parts[::2]).plan.rows
         (True, array([1, 2, 3]), array([0, 1, 2]))
     """
-    if len(parts) == 1:
-        return parts[0]
-    if (run := _run_of(parts)) is not None:
+    run = parts[0] if len(parts) == 1 else _run_of(parts)
+    if run is not None:
         return run
     plans = [part.plan for part in parts]
     epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
     ids, slots = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
-    sizes = np.concatenate([plan.rows[1:] - plan.rows[:-1] for plan in plans])
-    plan = plan_of_rows(ids, slots, epoch, rows=bounds_of(sizes))
-    return RowGradients(plan, np.concatenate([part.values for part in parts]), math.nan)
+    rows = bounds_of(np.concatenate([plan.rows[1:] - plan.rows[:-1] for plan in plans]))
+    plan = plan_of_rows(ids, slots, epoch, rows, any(plan.missing for plan in plans))
+    return RowGradients(plan, np.concatenate([part.values for part in parts]), sum(part.square_norm for part in parts))
 
 
 def _run_of(parts: Sequence[RowGradients]) -> RowGradients | None:
     """Return the gradients of neighbouring tables as they were summed; None if the parts do not fit."""
-    first = parts[0]
-    if not isinstance(first, PartGradients):
-        return None
-    joint, begin = first.joint, first.number
+    whole, begin = parts[0].whole, parts[0].number
     for number, part in enumerate(parts, begin):
-        if not isinstance(part, PartGradients) or part.joint is not joint or part.number != number:
+        if whole is None or part.whole is not whole or part.number != number:
             return None
-    return joint.run_of(begin, begin + len(parts))
-
-
-def rejoined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays; without a copy if they are neighbouring slices of one array along its first axis."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    end, whole = _address(first), first.base
-    if not isinstance(whole, np.ndarray) or not (whole.flags.c_contiguous and first.flags.c_contiguous):
-        return np.concatenate(parts)
-    for part in parts:
-        is_next = part.base is whole and part.strides == first.strides and part.shape[1:] == first.shape[1:]
-        if not is_next or part.dtype != first.dtype or (len(part) and _address(part) != end):
-            return np.concatenate(parts)
-        end += part.nbytes
-    return np.ndarray((sum(map(len, parts)), *first.shape[1:]), first.dtype, whole, _address(first) - _address(whole))
-
-
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
+    return None if whole is None else whole.run_of(begin, begin + len(parts))

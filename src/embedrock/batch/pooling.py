@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import Plan
+from embedrock.batch.plan import Plan, counting
 from embedrock.errors import ArgumentError, IdTypeError, with_article
-from embedrock.system import forks
-from embedrock.system.buffers import buffers
+from embedrock.system.buffers import address_of, buffers
 from embedrock.system.spans import spanned
 
 ONES = np.empty(0, np.float32)  # factors of 1, in the form that kernels take
-
-
-class RowSources:
-    """Places of bags among pooled rows and their gradients.
-
-    Args:
-        of_bags: int32 (bags,), place of each bag.
-        offsets: int64 (bags + 1,), where the positions of each bag begin.
-    """
-
-    def __init__(self, of_bags: np.ndarray, offsets: np.ndarray) -> None:
-        self.of_bags, self._offsets = of_bags, offsets
-
-    @forks.cached_property
-    def of_positions(self) -> np.ndarray:
-        """Place of each position's bag: int32 (n,)."""
-        return np.repeat(self.of_bags, np.diff(self._offsets))
-
-    def part(self, start: int, stop: int) -> RowSources:
-        return RowSources(self.of_bags[start:stop], self._offsets[start : stop + 1])
+ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)  # sums of bags begin with 0, and those of rows with their first bits
 
 
 class Bags(NamedTuple):
@@ -47,24 +26,47 @@ class Bags(NamedTuple):
         plan: plan of the n positions of all bags.
         offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
         skip: index in ``plan.ids`` of the padding id, which counts in no bag; -1 for none.
-        mode: "sum", "mean" or "max".
-        places: places of the bags among pooled rows, and among their gradients; None: in order.
+        mode: "sum", "mean" or "max"; None: each position is alone, and its row is not pooled.
+        bounds: int64 (features + 1,), where the bags of each feature begin.
+        own: int64 (tables + 1,), where the features of each table begin.
+        of_positions: int32 (n,), bag of each position.
+        are_alone: each bag is one position.
     """
 
     plan: Plan
     offsets: np.ndarray
     skip: int
-    mode: str
-    places: RowSources | None = None
+    mode: str | None
+    bounds: np.ndarray
+    own: np.ndarray
+    of_positions: np.ndarray
+    are_alone: bool = False
 
-    @property
-    def place_of_bag(self) -> np.ndarray:
-        """Return the place of each bag among pooled rows: int32 (bags,)."""
-        return np.arange(len(self.offsets) - 1, dtype=np.int32) if self.places is None else self.places.of_bags
+    @staticmethod
+    def of(plan: Plan, offsets: np.ndarray, skip: int, mode: str | None) -> Bags:
+        """Return the bags of one feature."""
+        return Bags(plan, offsets, skip, mode, np.array([0, len(offsets) - 1]), _ONE, bag_of_position(offsets))
 
-    def place_of_position(self) -> np.ndarray:
-        """Return the place of each position's bag among pooled rows: int32 (n,)."""
-        return (self.places or RowSources(self.place_of_bag, self.offsets)).of_positions
+    @staticmethod
+    def of_rows(plan: Plan) -> Bags:
+        """Return the positions of one feature, without bags."""
+        return Bags(plan, plan.positions, -1, None, plan.positions, _ONE, counting(len(plan.inverse)), are_alone=True)
+
+
+_ONE = np.array([0, 1])
+
+
+def bag_of_position(offsets: np.ndarray) -> np.ndarray:
+    """Return the bag of each position, int32 (n,), given the bounds of the bags."""
+    return np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
+
+
+def places_of(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return where the rows of each feature are: address and stride in bytes, int64 (features, 2).
+
+    The arrays are float32 (bags, dim), with rows that lie anywhere. The caller keeps them alive.
+    """
+    return np.array([(address_of(each), each.strides[0]) for each in arrays])
 
 
 class PooledSource(NamedTuple):
@@ -100,73 +102,76 @@ def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.n
     Args:
         rows: rows of ``bags.plan``.
         weights: factors of the positions, float32 (n,); None for ones.
-        bags: the bags.
+        bags: the bags, of one feature.
 
     Returns:
-        The bags float32 (bags, dim), in their places, and the `trace` for `unpool`. That is the factors of sums, `ONES`
-        without means, or the positions of maxima.
+        The bags float32 (bags, dim), and the `trace` for `sum_bags`. That is the factors of sums, `ONES` without means,
+        or the positions of maxima.
     """
     count, dim = len(bags.offsets) - 1, rows.shape[1]
-    out, trace = pooled_like(count, dim, {bags.mode})
-    pool_into(PooledSource.of(rows), weights, bags, out, trace)
+    out, trace = buffers.empty((count, dim), np.float32), trace_of(count, dim, {bags.mode})
+    pool_into(PooledSource.of(rows), weights, bags, places_of([out]), trace)
     return out, trace
 
 
-def pooled_like(count: int, dim: int, modes: Set[str | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Allocate the arrays that `pool` returns for `count` bags: of maxima, or of sums and means."""
-    out = buffers.empty((count, dim), np.float32)
+def trace_of(count: int, dim: int, modes: Set[str | None]) -> np.ndarray:
+    """Allocate the trace of `count` bags: of maxima, or of sums and means."""
     if "max" in modes:
-        return out, np.empty((count, dim), np.int32)
-    return out, np.empty(count, np.float32) if "mean" in modes else ONES
+        return np.empty((count, dim), np.int32)
+    return np.empty(count, np.float32) if "mean" in modes else ONES
 
 
-def pool_into(source: PooledSource, weights: np.ndarray | None, bags: Bags, out: np.ndarray, trace: np.ndarray) -> None:
-    """Write the results of `pool` to the places of the bags in `out` and `trace`, which may have more places."""
-    cpu = kernels.cpu
-    rows = source.words, source.slots, bags.plan.inverse, source.fresh, bags.offsets, bags.place_of_bag
+def pool_into(
+    source: PooledSource, weights: np.ndarray | None, bags: Bags, places: np.ndarray, trace: np.ndarray
+) -> None:
+    """Write bags to their places, see `places_of`, and their trace."""
+    cpu, (words, slots, fresh) = kernels.cpu, source
+    rows, dim = (words, slots, bags.plan.inverse, fresh), fresh.shape[1]
+    if bags.are_alone and weights is None and bags.mode != "max":
+        start = NOTHING if bags.mode is None else ZERO
+        return cpu.launch(cpu.pooling.copy_rows, *rows, places, bags.bounds, start, dim)
+    pooled = *rows, bags.offsets[:-1], bags.offsets[1:]
     if bags.mode == "max":
-        cpu.launch(cpu.pooling.pool_max, *rows, bags.skip, out, trace)
+        cpu.launch(cpu.pooling.pool_max, *pooled, bags.skip, places, bags.bounds, trace)
     else:
-        factors = ONES if weights is None else weights
-        cpu.launch(cpu.pooling.pool_sum, *rows, factors, bags.skip, bags.mode == "mean", out, trace)
-
-
-def unpool(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
-    """Return the gradients of a table's rows from those of the bags, float32 (bags, dim)."""
-    values, squares = sum_bags(grads, weights, bags, trace)
-    return RowGradients(bags.plan, values, float(squares.sum()))
+        about = ONES if weights is None else weights, bags.skip, bags.mode == "mean"
+        cpu.launch(cpu.pooling.pool_sum, *pooled, *about, places, bags.bounds, dim, trace)
 
 
 @spanned("sum")
 def sum_bags(
-    grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
+    places: np.ndarray, dim: int, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of the rows from those of the bags, float32 (bags, dim).
+    """Return the gradients of the rows from those of the bags, which lie in `places`: see `places_of`.
 
     Returns:
-        The gradients, float32 (unique, dim), and the sum of squares of each, float64 (unique,).
+        The gradients, float32 (unique, dim), and the sum of squares of each table, float64 (tables,).
     """
-    plan = bags.plan
-    values, squares = buffers.empty((len(plan.ids), grads.shape[1]), np.float32), np.empty(len(plan.ids), np.float64)
-    cpu, segments = kernels.cpu, (grads, bags.place_of_position(), plan.starts, plan.order)
+    plan, cpu = bags.plan, kernels.cpu
+    values, squares = buffers.empty((len(plan.ids), dim), np.float32), np.empty(len(plan.ids), np.float64)
+    given = places, bags.bounds, bags.own, plan.rows, bags.of_positions
+    segments = *given, plan.starts, plan.order
     if bags.mode == "max":
         cpu.launch(cpu.pooling.pool_max_backward, *segments, trace, values, squares)
     else:
-        args = *segments, ONES if weights is None else weights, trace, bags.skip, values, squares
-        cpu.launch(cpu.pooling.pool_sum_backward, *args)
-    return values, squares
+        start = NOTHING if bags.mode is None else ZERO
+        about = ONES if weights is None else weights, trace, bags.skip, start
+        cpu.launch(cpu.pooling.pool_sum_backward, *segments, *about, values, squares)
+    sums = np.empty(len(plan.rows) - 1, np.float64)
+    cpu.pooling.sum_squares(squares, plan.rows, sums)
+    return values, sums
 
 
-def weight_grads(grads: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
+def weight_grads(places: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
     """Return the gradients of the positions' weights float32 (n,), in mode "sum".
 
     Args:
-        grads: gradients of the bags, float32 (bags, dim).
+        places: of the gradients of the bags: see `places_of`.
         rows: the pooled rows, float32 (unique, dim).
         bags: the bags.
     """
     out = np.empty(len(bags.plan.inverse), np.float32)
-    args = grads, rows, bags.plan.inverse, bags.place_of_position(), bags.skip, out
+    args = places, bags.bounds, rows, bags.plan.inverse, bags.of_positions, bags.skip, out
     kernels.cpu.launch(kernels.cpu.pooling.weight_grads, *args)
     return out
 

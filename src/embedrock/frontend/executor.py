@@ -60,7 +60,7 @@ class ArrayExecutor:
 
     def bags(self, plan: Plan, bounds: np.ndarray, mode: str, padding: int | None) -> Bags:
         """Return the positions of a plan as bags. The id `padding` does not count."""
-        return Bags(plan, bounds, pooling.index_of(plan, padding), mode)
+        return Bags.of(plan, bounds, pooling.index_of(plan, padding), mode)
 
     def pool(self, rows: np.ndarray, weights: Any, bags: Bags) -> tuple[Any, np.ndarray]:
         """Pool rows of `read_rows`, times the weights (n,) of the positions.
@@ -73,11 +73,11 @@ class ArrayExecutor:
     def unpool(self, grads: Any, weights: Any, bags: Bags, trace: np.ndarray, by_frequency: bool) -> Any:
         """Return the gradients of the rows, from the gradients of the bags (bags, dim): see `pool` and `sum`."""
         padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
-        return _weighted(pooling.unpool(grads, weights, bags, trace), padding, by_frequency)
+        return _weighted(RowGradients.of_bags(grads, weights, bags, trace), padding, by_frequency)
 
     def weight_grads(self, grads: Any, rows: np.ndarray, bags: Bags) -> Any:
         """Return the gradients of the positions' weights, float32 (n,)."""
-        return pooling.weight_grads(grads, rows, bags)
+        return pooling.weight_grads(pooling.places_of([grads]), rows, bags)
 
 
 def _weighted(grads: RowGradients, padding: int | None, by_frequency: bool) -> RowGradients:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock import kernels
+from embedrock.batch.plan import Plan
+from embedrock.batch.pooling import ONES, Bags, places_of, sum_bags
 from embedrock.optimizers import LAST_STEP
 from embedrock.spec.spec import STATE_BYTES, Spec
 from embedrock.system.buffers import buffers
@@ -160,9 +162,10 @@ class SharedRow:
 
         A sum of finite values may overflow. It is then the largest float32, and the step moves the row as far.
         """
-        total, square = np.empty((1, self._spec.dim), np.float32), np.empty(1, np.float64)
-        ends, order = np.array([0, len(positions)], np.int32), positions.astype(np.int32)
-        kernels.cpu.launch(kernels.cpu.rows.sum_segments, values, ends, order, total, square)
+        order = positions.astype(np.int32)
+        plan = Plan(order.shape, np.zeros(1, np.int64), order, np.array([0, len(order)], np.int32), order)
+        bags = Bags.of_rows(plan)._replace(bounds=np.array([0, len(values)]))
+        total, _ = sum_bags(places_of([values]), self._spec.dim, None, bags, ONES)
         return np.nan_to_num(total, copy=False, posinf=_MOST, neginf=-_MOST)
 
     def step(self, gradient: np.ndarray, numbers: Any, step: int) -> None:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from embedrock.batch import pooling, wrong_ids
-from embedrock.batch.gradients import RowGradients, rejoined, sum_segments
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids, check_range
-from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
-from embedrock.batch.pooling import Bags, PooledSource, RowSources
+from embedrock.batch.plan import Plan, bounds_of, counting, plan_tables, sources_of
+from embedrock.batch.pooling import ONES, Bags, PooledSource
 from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
-from embedrock.system.buffers import buffers
+from embedrock.system.buffers import address_of, buffers
+from embedrock.system.spans import spanned
 from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
 
+_INT64 = np.dtype(np.int64)
 MODES = ("sum", "mean", "max")
 MOST_ROUTES = 64  # of batches with different features
 
@@ -48,12 +51,18 @@ class BatchFeature(NamedTuple):
     mode: str | None = None
     padding: int | None = None
 
+    @staticmethod
+    def each(*columns: Iterable[Any]) -> list[BatchFeature]:
+        """Return features of columns, in the order above, without a call of Python for each."""
+        return list(map(_new_feature, zip(*columns, strict=True)))
+
     @property
     def kind(self) -> str:
         """Way to read it: "rows", or bags by "sum" (used for means too) or "max"."""
         return _KINDS[self.mode]
 
 
+_new_feature = functools.partial(tuple.__new__, BatchFeature)
 _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
 
 
@@ -107,15 +116,14 @@ class PoolLayout:
                 return [rows.tier for rows in self.rows] == [part() for part in self.parts]
         return self.rows[0].tier is not None  # or it raises why no table can be used
 
-    @property
-    def lags(self) -> bool:
-        return any(rows.lags for rows in self.rows)
-
     def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""
         shapes = [feature.ids.shape for feature in features]
-        is_even = all(feature.offsets is None for feature in features)
-        known = self._layout
+        is_even, known = True, self._layout
+        for feature in features:
+            if feature.offsets is not None:
+                is_even = False
+                break
         if known is not None and is_even and known.shapes == shapes:
             return known
         positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
@@ -123,7 +131,9 @@ class PoolLayout:
             begins = [_begins(f.ids) if f.offsets is None else f.offsets[:-1] for f in features]
             bags = bounds_of([len(each) for each in begins])
             offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
-        own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets
+        items = bags if len(bags) else positions
+        are_alone = is_even and np.array_equal(items, positions)
+        own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets, items, are_alone
         self._layout = made = FeatureLayout(*own)
         return made
 
@@ -154,6 +164,8 @@ class FeatureLayout:
         tables: int64 (tables + 1,), bounds of each table's positions.
         bags: int64 (features + 1,), bounds of each feature's bags; empty without bags.
         offsets: int64 (bags + 1,), bounds of each bag's positions.
+        items: `bags`; without bags, `positions`.
+        are_alone: each item is one position.
     """
 
     shapes: list[tuple[int, ...]]
@@ -162,6 +174,8 @@ class FeatureLayout:
     tables: np.ndarray
     bags: np.ndarray
     offsets: np.ndarray
+    items: np.ndarray
+    are_alone: bool
 
     @forks.cached_property
     def lines(self) -> Lines | None:
@@ -177,16 +191,9 @@ class FeatureLayout:
         return Lines(counts, (sum(counts), *rest))
 
     @forks.cached_property
-    def in_order(self) -> RowSources:
-        """The places of bags, feature after feature."""
-        return RowSources(np.arange(len(self.offsets) - 1, dtype=np.int32), self.offsets)
-
-    @forks.cached_property
-    def side_by_side(self) -> RowSources:
-        """The places of bags, sample after sample. All features have the same number of bags."""
-        columns, count = np.argsort(self.numbers).argsort(), len(self.offsets) - 1
-        samples = np.arange(count // len(columns)) * len(columns)
-        return RowSources((samples + columns[:, None]).astype(np.int32).ravel(), self.offsets)
+    def of_positions(self) -> np.ndarray:
+        """The item of each position: int32 (n,)."""
+        return counting(int(self.positions[-1])) if self.are_alone else pooling.bag_of_position(self.offsets)
 
 
 @dataclass(eq=False)
@@ -206,6 +213,30 @@ class PoolPlan:
     plan: Plan
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
+
+    def places(self, array: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
+        """Return where the rows of its features are: see `pooling.places_of`.
+
+        Args:
+            array: float32, of all features one after the other, or side by side.
+            columns: where those of each feature of the batch begin, if they are side by side.
+        """
+        places, stride = np.empty((len(self.route.numbers), 2), np.int64), array.strides[0]
+        if columns is None:
+            places[:, 0] = self.layout.items[:-1] * stride
+        else:
+            places[:, 0] = columns[self.route.numbers] * array.itemsize
+        places[:, 0] += address_of(array)
+        places[:, 1] = stride
+        return places
+
+    @forks.cached_property
+    def bags(self) -> Bags:
+        """All items, as `pooling.sum_bags` takes them."""
+        layout, route = self.layout, self.route
+        mode = None if route.kind == "rows" else route.kind
+        items = layout.items, route.own, layout.of_positions, layout.are_alone
+        return Bags(self.plan, layout.offsets, -1, mode, *items)
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number and the bounds of each feature."""
@@ -233,6 +264,14 @@ class GroupPlan:
     def tables(self) -> list[Table]:
         return list(dict.fromkeys(feature.table for feature in self.features))
 
+    @forks.cached_property
+    def columns(self) -> np.ndarray:
+        """Where the columns of each feature begin if all are side by side: int64 (features + 1,)."""
+        widths = dict[int, int]()
+        for share in self.shares:
+            widths |= dict.fromkeys(share.route.numbers, share.route.dim)
+        return bounds_of([widths[number] for number in range(len(widths))])
+
     @property
     def nbytes(self) -> int:
         return sum(share.plan.nbytes for share in self.shares)
@@ -245,16 +284,14 @@ class PoolLookup:
     Attributes:
         batch: its plan.
         arrays: output of each pool plan, float32 (positions, dim) or (bags, dim).
-        places: of each pool plan's bags there; None without bags.
-        traces: input of `pooling.unpool`, for each pool plan.
+        traces: of `pooling.sum_bags`, for each pool plan.
         values: rows of each pool plan, float32 (unique, dim), if weights get gradients.
-        side_by_side: the only array has the bags of a sample one after the other.
+        side_by_side: the only array has the bags of a sample one after the other, float32 (bags, sum of dims).
     """
 
     batch: GroupPlan
     arrays: list[np.ndarray] = field(default_factory=list)
-    places: list[RowSources | None] = field(default_factory=list)
-    traces: list[np.ndarray | None] = field(default_factory=list)
+    traces: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
 
@@ -272,15 +309,15 @@ class PoolLookup:
     @property
     def outputs(self) -> list[np.ndarray]:
         """Output of each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
+        if self.side_by_side:
+            return np.split(self.arrays[0], self.batch.columns[1:-1], axis=1)
         found = dict[int, np.ndarray]()
-        for share, array, places in zip(self.batch.shares, self.arrays, self.places, strict=True):
-            if places is None:
-                for number, start, stop in share.spans(share.layout.positions):
-                    found[number] = array[start:stop].reshape(*self.batch.features[number].ids.shape, share.route.dim)
-                continue
-            for number, start, stop in share.spans(share.layout.bags):
-                first, step = (places.of_bags[start], len(share.route.numbers)) if self.side_by_side else (start, 1)
-                found[number] = array[first : None if self.side_by_side else stop : step]
+        for share, array in zip(self.batch.shares, self.arrays, strict=True):
+            for number, start, stop in share.spans(share.layout.items):
+                own = array[start:stop]
+                if share.route.kind == "rows":
+                    own = own.reshape(*self.batch.features[number].ids.shape, share.route.dim)
+                found[number] = own
         return [found[number] for number in range(len(found))]
 
 
@@ -299,7 +336,7 @@ def plan(features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tabl
         IdError, IdTypeError: as for `Table.lookup`.
     """
     with table_lock.lock:  # not exclusively: a step moves no record
-        return _planned([_given(feature) for feature in features], routes, table_lock)
+        return _planned(_given(features), routes, table_lock)
 
 
 def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
@@ -310,12 +347,17 @@ def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tab
             routes.clear()
         found = routes[key] = _routes(given)
     for route in found:
+        _check(route.rows)
         for rows in route.rows:
-            if rows.executor is not None:
-                rows.check()
             if rows.owns is not None:
                 _check_owned(rows, given)
     return GroupPlan(given, [_share(route, given) for route in found], routes, table_lock)
+
+
+def _check(tables: Iterable[TableState]) -> None:
+    for rows in tables:
+        if rows.executor is not None:
+            rows.check()
 
 
 def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
@@ -325,8 +367,21 @@ def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
             check_owned(feature.ids, rows.owns, rows.subject)
 
 
-def _given(feature: BatchFeature) -> BatchFeature:
-    """Return a feature with ids as an array of int64, whose range is not checked yet."""
+def _given(features: Sequence[BatchFeature]) -> Sequence[BatchFeature]:
+    """Return features with ids as arrays of int64, whose range is not checked yet."""
+    for feature in features:
+        ids = feature.ids
+        if type(ids) is not np.ndarray or ids.dtype is not _INT64 or feature.mode not in _KINDS:
+            break
+        flags = ids.flags
+        if not (flags.c_contiguous and flags.aligned):
+            break
+    else:
+        return features
+    return [_converted(feature) for feature in features]
+
+
+def _converted(feature: BatchFeature) -> BatchFeature:
     if feature.mode not in _KINDS:
         check_choice("mode", feature.mode, MODES)
     if are_ids(feature.ids):
@@ -405,7 +460,10 @@ def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | 
 
 def _weights(features: Sequence[BatchFeature]) -> np.ndarray | None:
     """Return the weights of all positions: 1 for features without weights."""
-    if all(feature.weights is None for feature in features):
+    for feature in features:
+        if feature.weights is not None:
+            break
+    else:
         return None
     ones = (np.ones(f.ids.size, np.float32) if f.weights is None else f.weights for f in features)
     return np.concatenate(list(ones))
@@ -442,12 +500,7 @@ def look_up(features: Sequence[BatchFeature]) -> list[np.ndarray]:
 
 def unread(batch: GroupPlan) -> PoolLookup:
     """Return the lookup of a batch that is only stepped: of rows, and of sums of them without weights."""
-    lookup = PoolLookup(batch)
-    for share in batch.shares:
-        is_summed = share.route.kind != "rows"
-        lookup.places.append(share.layout.in_order if is_summed else None)
-        lookup.traces.append(pooling.ONES if is_summed else None)
-    return lookup
+    return PoolLookup(batch, traces=[ONES] * len(batch.shares))
 
 
 def read(
@@ -458,7 +511,7 @@ def read(
     Args:
         batch: its plan.
         for_weights: `weight_gradients` will be called.
-        side_by_side: the only array is (batch, features, dim). The batch must be `may_be_side_by_side`.
+        side_by_side: the only array is (batch, sum of dims). The batch must be `may_be_side_by_side`.
         values: of a batch of one table and kind, its rows, float32 (unique, dim), if they are known.
     """
     table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
@@ -472,46 +525,46 @@ def read(
 def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.ndarray | None) -> PoolLookup:
     if not all(share.route.is_current for share in batch.shares):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
-    lookup = PoolLookup(batch, side_by_side=side_by_side)
     for share in batch.shares:
-        for rows in share.route.rows:
-            rows.check()
+        _check(share.route.rows)
+    lookup, columns = PoolLookup(batch, side_by_side=side_by_side), batch.columns if side_by_side else None
+    if columns is not None:
+        count = batch.shares[0].layout.bags[1]
+        lookup.arrays.append(buffers.empty((int(count), int(columns[-1])), np.float32))
     for share in batch.shares:
-        of = share.route.rows, share.plan
-        values = reading.read_unique(*of) if for_weights and known is None else known
-        source = reading.source_of(*of) if values is None else PooledSource.of(values)
-        trace = places = None
-        if share.route.kind == "rows":
-            found = buffers.empty((len(share.plan.inverse), share.route.dim), np.float32)
-            reading.gather(source, share.plan.inverse, found)
+        if known is None:
+            source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
         else:
-            places = share.layout.side_by_side if side_by_side else share.layout.in_order
-            found, trace = _pooled(share, source, places)
-        lookup.arrays.append(found)
-        lookup.places.append(places)
-        lookup.traces.append(trace)
-        lookup.values.append(values)
+            source = PooledSource.of(known)
+        if columns is None:
+            lookup.arrays.append(buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32))
+        lookup.traces.append(_pool(share, source, share.places(lookup.arrays[-1], columns)))
+        lookup.values.append(source.words if for_weights else None)
     return lookup
 
 
-def _pooled(share: PoolPlan, source: PooledSource, places: RowSources) -> tuple[np.ndarray, np.ndarray]:
-    """Return all bags of a pool plan in their places, float32 (bags, dim), and their trace."""
-    modes = {mode for mode, _, _ in share.route.modes}
-    out, trace = pooling.pooled_like(len(places.of_bags), share.route.dim, modes)
-    for mode, first, last in share.route.modes:
-        assert mode is not None  # of bags
-        start, stop = share.layout.bags[[first, last]].tolist()
-        bags = Bags(share.plan, share.layout.offsets[start : stop + 1], -1, mode, places.part(start, stop))
-        pooling.pool_into(source, share.weights, bags, out, trace)
-    return out, trace
+@spanned("gather")
+def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarray:
+    """Write the rows and bags of a pool plan to their places, and return their trace."""
+    layout, modes = share.layout, share.route.modes
+    if layout.are_alone and share.weights is None and share.route.kind != "max":
+        pooling.pool_into(source, None, share.bags, places, ONES)
+        return ONES
+    trace = pooling.trace_of(int(layout.items[-1]), share.route.dim, {mode for mode, _, _ in modes})
+    for mode, first, last in modes:
+        bounds = layout.bags[first : last + 1]
+        start, stop = bounds[[0, -1]].tolist()
+        bags = Bags(share.plan, layout.offsets[start : stop + 1], -1, mode, bounds - start, share.route.own, _NONE)
+        pooling.pool_into(source, share.weights, bags, places[first:last], trace[start:stop])
+    return trace
 
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
-    """Return whether `read` can give all outputs side by side: bags in one pool, equally many for each feature."""
-    if len(batch.shares) != 1 or batch.shares[0].route.kind == "rows":
+    """Return whether `read` can give all outputs side by side: bags, equally many for each feature."""
+    if any(share.route.kind == "rows" for share in batch.shares):
         return False
-    bags = batch.shares[0].layout.bags
-    return len(set((bags[1:] - bags[:-1]).tolist())) == 1
+    sizes = [bags[1:] - bags[:-1] for bags in [share.layout.bags for share in batch.shares]]
+    return len({count for each in sizes for count in each.tolist()}) == 1
 
 
 # -------------------------------------------------------------------- gradients
@@ -535,10 +588,10 @@ def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> lis
 
 def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
     """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
-    joined = [_joined_grads(lookup, k, grads) for k in range(len(lookup.batch.shares))]
+    places, _kept = _places(lookup, grads)
     if type(None) not in set(map(type, grads)):
-        return sum_arrays(lookup, joined)
-    return sum_arrays(lookup, joined, [_touched(share, grads) for share in lookup.batch.shares])
+        return sum_places(lookup, places)
+    return sum_places(lookup, places, [_touched(share, grads) for share in lookup.batch.shares])
 
 
 def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -550,61 +603,63 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     return touched
 
 
-def sum_arrays(
-    lookup: PoolLookup, grads: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
-) -> list[Block]:
-    """Return the result of `sum_blocks` from the gradients of ``lookup.arrays``: C-contiguous, of their shapes.
+def sum_array(lookup: PoolLookup, grads: np.ndarray) -> list[Block]:
+    """Return the result of `sum_blocks` from that of an output side by side, float32."""
+    if grads.strides[1] != grads.itemsize:
+        grads = np.ascontiguousarray(grads)
+    places = np.empty((len(lookup.batch.features), 2), np.int64)
+    for share in lookup.batch.shares:
+        places[share.route.numbers] = share.places(grads, lookup.batch.columns)
+    return sum_places(lookup, places)
+
+
+def sum_places(lookup: PoolLookup, places: np.ndarray, touched: Sequence[np.ndarray] | None = None) -> list[Block]:
+    """Return the result of `sum_blocks` from where the gradients of each feature are: see `pooling.places_of`.
 
     `touched` has the result's rows of each pool plan, bool (unique,); None: all.
     """
     found: list[Block] = []
-    for number, (share, given) in enumerate(zip(lookup.batch.shares, grads, strict=True)):
-        trace, route = lookup.traces[number], share.route
-        if trace is None:
-            values, squares = sum_segments(share.plan, given)
-        else:
-            values, squares = pooling.sum_bags(given, share.weights, _bags(lookup, number), trace)
-        joint = RowGradients(share.plan, values, float(np.add.reduce(squares)), squares)
+    for number, (share, trace) in enumerate(zip(lookup.batch.shares, lookup.traces, strict=True)):
+        route = share.route
+        values, squares = pooling.sum_bags(places[route.numbers], route.dim, share.weights, share.bags, trace)
+        norms = squares.tolist()
+        whole = RowGradients(share.plan, values, sum(norms), norms)
         if touched is None and not route.has_padding:
-            found.append((route.tables, joint))
+            found.append((route.tables, whole))
             continue
         for k, (table, padding) in enumerate(zip(route.tables, route.paddings, strict=True)):
-            summed = joint.of(k)
+            summed = whole.of(k)
             if touched is not None:
                 summed = summed.kept(touched[number][share.plan.of(k)])
             found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
     return found
 
 
-def _bags(lookup: PoolLookup, number: int) -> Bags:
-    share = lookup.batch.shares[number]
-    return Bags(share.plan, share.layout.offsets, -1, share.route.kind, lookup.places[number])
-
-
-def _joined_grads(lookup: PoolLookup, number: int, grads: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Return the gradients of a pool plan's array from those of its outputs: float32 (positions or bags, dim)."""
-    share, places = lookup.batch.shares[number], lookup.places[number]
-    dim = share.route.dim
-    parts = []
-    for feature, start, stop in share.spans(share.layout.positions if places is None else share.layout.bags):
-        given = grads[feature]
-        parts.append(np.zeros((stop - start, dim), np.float32) if given is None else given.reshape(-1, dim))
-    joined = np.ascontiguousarray(rejoined(parts))
-    if not lookup.side_by_side or places is None:
-        return joined
-    placed = np.empty_like(joined)
-    placed[places.of_bags] = joined
-    return placed
+def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
+    kept, pairs = [], []
+    for own in grads:
+        if own is None:
+            rows, stride = np.zeros(max(share.route.dim for share in lookup.batch.shares), np.float32), 0
+        else:
+            rows = own if own.ndim == 2 else own.reshape(-1, own.shape[-1])
+            if rows.strides[1] != rows.itemsize:
+                rows = np.ascontiguousarray(rows)
+            stride = rows.strides[0]
+        kept.append(rows)
+        pairs.append((address_of(rows), stride))
+    return np.array(pairs), kept
 
 
 def weight_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Return the gradients of positions' weights, float32 (n,), for each feature with weights; else None."""
     found: list[np.ndarray | None] = [None] * len(lookup.batch.features)
-    for k, (share, values) in enumerate(zip(lookup.batch.shares, lookup.values, strict=True)):
+    places, _kept = _places(lookup, grads)
+    for share, values in zip(lookup.batch.shares, lookup.values, strict=True):
         if share.weights is None:
             continue
         assert values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(_joined_grads(lookup, k, grads), values, _bags(lookup, k))
+        of_all = pooling.weight_grads(places[share.route.numbers], values, share.bags)
         for (number, start, stop), kept in zip(share.spans(share.layout.positions), share.kept, strict=True):
             weights = lookup.batch.features[number].weights
             if weights is not None:

@@ -413,8 +413,8 @@ class Group(StoredVerbs):
         Args:
             batch: its plan.
             for_weights: `weight_gradients` will be called.
-            side_by_side: the only array of the result is (batch, features, dim), as rows (batch * features, dim). The
-                batch must be `batches.may_be_side_by_side`.
+            side_by_side: the only array of the result is (batch, sum of dims). The batch must be
+                `batches.may_be_side_by_side`.
         """
         return batches.read(batch, for_weights, side_by_side)
 

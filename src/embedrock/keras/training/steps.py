@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from embedrock import optimizers as rules
-from embedrock.batch.gradients import PartGradients
+from embedrock.batch.gradients import RowGradients
 from embedrock.distributed.messages import MessageReader, as_sent, pack
 from embedrock.distributed.stages import GradientBlock, fold
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
@@ -106,9 +106,9 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
     due, joints = list[StepRequest](), dict[tuple[int, int], tuple[Any, dict[int, TableState]]]()
     for handle, rule, grads in zip(handles, found, summed, strict=True):
         change, executor = constraint_on(handle), handle.executor.stepped
-        if change is None and type(grads) is PartGradients:  # of tables without shards
-            key = id(grads.joint), id(rule)
-            _, tables = joints.setdefault(key, ((grads.joint, rule, executor), {}))
+        if change is None and type(grads) is RowGradients and grads.whole is not None:  # of tables without shards
+            key = id(grads.whole), id(rule)
+            _, tables = joints.setdefault(key, ((grads.whole, rule, executor), {}))
             tables[grads.number] = handle.state
         else:
             due.append(StepRequest((handle.state,), rule, own_part(handle.shard, grads), change, executor))

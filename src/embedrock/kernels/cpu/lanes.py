@@ -75,63 +75,61 @@ class _ColumnsModel(models.PrimitiveModel):
         super().__init__(manager, kind, kind.vector)
 
 
-def _zeros(count: int) -> Any:
+def _filled(count: int) -> Any:
     kind = ColumnsType(count)
 
     @intrinsic
-    def zeros(typingctx: Any) -> Any:
+    def filled(typingctx: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return ir.Constant(kind.vector, [0.0] * count)
+            return _in_all_lanes(builder, args[0], count)
 
-        return kind(), generate
+        return kind(types.float32), generate
 
-    return zeros
-
-
-wide_zeros, narrow_zeros = _zeros(WIDE), _zeros(NARROW)
+    return filled
 
 
-@intrinsic
-def plus(typingctx: Any, total: Any, factor: Any, rows: Any, index: Any, column: Any) -> Any:
-    """Return ``total + factor * rows[index]``, of the columns from `column` on; `rows` are float32, C-contiguous."""
+wide, narrow = _filled(WIDE), _filled(NARROW)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.load(_place(context, builder, signature.args[0], signature.args[2], args[2:]), align=4)
-        lanes = [ir.Constant(ir.IntType(32), 0)] * signature.args[0].count
-        one = builder.insert_element(ir.Constant(total.vector, ir.Undefined), args[1], lanes[0])
-        factors = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(lanes[0].type, len(lanes)), lanes))
-        return builder.fadd(args[0], builder.fmul(factors, value))
 
-    return total(total, types.float32, rows, types.intp, types.intp), generate
+def _in_all_lanes(builder: Any, value: Any, count: int) -> Any:
+    lanes = [ir.Constant(ir.IntType(32), 0)] * count
+    one = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, lanes[0])
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(lanes[0].type, count), lanes))
 
 
 @intrinsic
-def put(typingctx: Any, total: Any, rows: Any, index: Any, column: Any) -> Any:
-    """Write columns to ``rows[index]``, from `column` on."""
+def plus(typingctx: Any, total: Any, factor: Any, address: Any) -> Any:
+    """Return ``total + factor * columns``, of the float32 columns at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[0], _place(context, builder, total, signature.args[1], args[1:]), align=4)
+        value = builder.load(builder.inttoptr(args[2], total.vector.as_pointer()), align=4)
+        return builder.fadd(args[0], builder.fmul(_in_all_lanes(builder, args[1], total.count), value))
+
+    return total(total, types.float32, types.intp), generate
+
+
+@intrinsic
+def put(typingctx: Any, total: Any, address: Any) -> Any:
+    """Write columns to an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[0], builder.inttoptr(args[1], total.vector.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(total, rows, types.intp, types.intp), generate
+    return types.void(total, types.intp), generate
 
 
-@intrinsic
-def ask_for(typingctx: Any, total: Any, rows: Any, index: Any, column: Any) -> Any:
-    """Prefetch the columns of ``rows[index]`` that `plus` will add to a sum."""
+def _asker(for_writing: int) -> Any:
+    @intrinsic
+    def ask(typingctx: Any, total: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            emit_prefetch(builder, args[1], ir.Constant(_WORD, 4 * total.count), for_writing)
+            return context.get_dummy_value()
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _place(context, builder, total, signature.args[1], args[1:])
-        emit_prefetch(builder, builder.ptrtoint(place, _WORD), ir.Constant(_WORD, 4 * total.count))
-        return context.get_dummy_value()
+        return types.void(total, types.intp), generate
 
-    return types.void(total, rows, types.intp, types.intp), generate
+    return ask
 
 
-def _place(context: Any, builder: Any, columns: Any, kind: Any, args: Any) -> Any:
-    """Return the address of columns in a row, given the rows, an index and the first column."""
-    rows = context.make_array(kind)(context, builder, args[0])
-    start = builder.mul(args[1], builder.extract_value(rows.strides, 0))
-    offset = builder.add(start, builder.mul(args[2], ir.Constant(_WORD, 4)))
-    address = builder.add(builder.ptrtoint(rows.data, _WORD), offset)
-    return builder.inttoptr(address, columns.vector.as_pointer())
+# Prefetch the columns at an address that `plus` will add, or that `put` will write.
+ask_for, ask_to_write = _asker(0), _asker(1)

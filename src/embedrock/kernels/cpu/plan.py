@@ -7,7 +7,7 @@ No result depends on the number of chunks, workers or parts. The reference docum
 
 import numpy as np
 
-from embedrock.kernels.cpu.addresses import int32s, int64s
+from embedrock.kernels.cpu.addresses import address_of, int32s, int64s
 from embedrock.kernels.cpu.directory import find_direct, find_hashed
 from embedrock.kernels.cpu.runtime import kernel
 
@@ -216,7 +216,7 @@ def _parts_of(block, tables, n):
     """Return the arrays of a plan in a block of memory."""
     rows, block = block[: tables + 1], block[tables + 1 :]
     ids, slots, words = block[:n], block[n : 2 * n], block[2 * n :]
-    small = int32s(words.ctypes.data, 2 * words.shape[0])
+    small = int32s(address_of(words), 2 * words.shape[0])
     return rows, ids, slots, small[:n], small[n : 2 * n], small[2 * n : 3 * n + 1]
 
 

@@ -1,7 +1,8 @@
-"""Pooling of rows into bags, and the backward, on the CPU: see ``tests/reference/pooling.py``.
+"""Pooling of rows into bags, and sums of gradients by row, on the CPU: see ``tests/reference/pooling.py``.
 
 Work is partitioned over bags, unique rows or positions, and one thread writes each: no atomics. No result depends on
-the partition.
+the partition. Outputs and gradients lie where the caller says, feature by feature: `places` has the address and the
+stride in bytes of each feature's rows, and `bounds` where its bags begin among all.
 """
 
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from embedrock.kernels.cpu.addresses import address_of, float32s
 from embedrock.kernels.cpu.codec import decode
-from embedrock.kernels.cpu.lanes import NARROW, WIDE, ask_for, narrow_zeros, plus, put, square_sum, wide_zeros
-from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
+from embedrock.kernels.cpu.lanes import NARROW, WIDE, ask_for, ask_to_write, narrow, plus, put, square_sum, wide
+from embedrock.kernels.cpu.prefetch import prefetch, prefetch_at, prefetch_to_write_at
 from embedrock.kernels.cpu.runtime import INLINED, inlined, kernel
 
 AHEAD = 16
@@ -27,197 +29,315 @@ f32 = np.float32
 f64 = np.float64
 
 ZERO, ONE = f32(0), f32(1)
+NOTHING = f32(-0.0)  # added to a row, it leaves every bit
 
 
-def _sum_bags(out: Any, lo: Any, hi: Any, bags: Any, rows: Any) -> Any:
+@inlined
+def _place(places, bounds, feature, item):
+    """Return the address of a bag's row."""
+    return places[feature, 0] + places[feature, 1] * (item - bounds[feature])
+
+
+@inlined
+def _origin(places, bounds, feature):
+    """Return the address that bag 0 would have in a feature, the stride of its bags, and one past its last one."""
+    return places[feature, 0] - places[feature, 1] * bounds[feature], places[feature, 1], bounds[feature + 1]
+
+
+@inlined
+def _feature_of(bounds, feature, item):
+    """Return the feature of a bag, from `feature` on."""
+    while item >= bounds[feature + 1]:
+        feature += 1
+    return feature
+
+
+@inlined
+def _in_lanes(columns, rest, start, dim, lo, hi, first, second):
+    # Columns first, then bags: with bags outside, a bag cost twice as much if it had one id of 16 columns.
+    many, some = dim - dim % WIDE, dim - dim % NARROW
+    for column in range(0, many, WIDE):
+        columns(wide(start), column, lo, hi, first, second)
+    for column in range(many, some, NARROW):
+        columns(narrow(start), column, lo, hi, first, second)
+    if some < dim:
+        rest(start, some, dim, lo, hi, first, second)
+
+
+@kernel(over="inverse", reads=("slots", "inverse"), grain=2048)
+def copy_rows(words, slots, inverse, fresh, places, bounds, start, dim, lo, hi):
+    """Write bags of one id each, plus `start`, to their places."""
+    nbytes = dim * words.itemsize
+    for f in range(places.shape[0]):
+        end = min(hi, bounds[f + 1])
+        for i in range(max(lo, bounds[f]), end):
+            if i + AHEAD < hi and slots[inverse[i + AHEAD]] >= 0:
+                prefetch(words, slots[inverse[i + AHEAD]], nbytes)
+            slot, out = slots[inverse[i]], float32s(_place(places, bounds, f, i), dim)
+            if slot >= 0:
+                row = words[slot]
+                for d in range(dim):
+                    out[d] = start + decode(row[d])
+            else:
+                first = fresh[-1 - slot]
+                for d in range(dim):
+                    out[d] = start + first[d]
+
+
+def _sum_bags(dim: Any, lo: Any, hi: Any, bags: Any, rows: Any) -> Any:
     """Write the sums of the rows of bags. Compiled code only: the dtype of the words selects the code, below."""
 
 
 @overload(_sum_bags, jit_options=INLINED)
-def _compile_sum_bags(out, lo, hi, bags, rows):
+def _compile_sum_bags(dim, lo, hi, bags, rows):
     return _sum_in_lanes if rows[0].dtype == types.float32 else _sum_in_loops
 
 
-@inlined
-def _in_lanes(columns, rest, out, lo, hi, first, second):
-    # Columns first, then bags: with bags outside, a bag cost twice as much if it had one id of 16 columns.
-    dim = out.shape[1]
-    wide, narrow = dim - dim % WIDE, dim - dim % NARROW
-    for column in range(0, wide, WIDE):
-        columns(wide_zeros(), column, out, lo, hi, first, second)
-    for column in range(wide, narrow, NARROW):
-        columns(narrow_zeros(), column, out, lo, hi, first, second)
-    if narrow < dim:
-        rest(narrow, out, lo, hi, first, second)
+def _sum_in_lanes(dim, lo, hi, bags, rows):
+    _in_lanes(_sum_columns, _sum_rest, ZERO, dim, lo, hi, bags, rows)
 
 
-def _sum_in_lanes(out, lo, hi, bags, rows):
-    _in_lanes(_sum_columns, _sum_rest, out, lo, hi, bags, rows)
-
-
-def _sum_in_loops(out, lo, hi, bags, rows):
-    _sum_rest(0, out, lo, hi, bags, rows)
+def _sum_in_loops(dim, lo, hi, bags, rows):
+    _sum_rest(ZERO, 0, dim, lo, hi, bags, rows)
 
 
 @inlined
-def _sum_columns(zeros, column, out, lo, hi, bags, rows):
-    (places, offsets), (words, slots, inverse, fresh, weights, skip) = bags, rows
-    weighted, end = weights.shape[0] > 0, offsets[hi]
-    for bag in range(lo, hi):
-        if bag + NEXT_BAGS < hi:
-            prefetch_to_write(out, places[bag + NEXT_BAGS], out.shape[1] * 4)
-        total = zeros
-        for j in range(offsets[bag], offsets[bag + 1]):
-            if j + AHEAD < end and slots[inverse[j + AHEAD]] >= 0:
-                ask_for(total, words, slots[inverse[j + AHEAD]], column)
-            k = inverse[j]
-            if k == skip:
-                continue
-            slot, weight = slots[k], weights[j] if weighted else ONE
-            if slot >= 0:
-                total = plus(total, weight, words, slot, column)
-            else:
-                total = plus(total, weight, fresh, -1 - slot, column)
-        put(total, out, places[bag], column)
+def _sum_columns(start, column, lo, hi, bags, rows):
+    (places, bounds, begins, ends), (words, slots, inverse, fresh, weights, skip) = bags, rows
+    weighted, last, offset = weights.shape[0] > 0, ends[hi - 1] if hi > lo else 0, 4 * column
+    stored, drawn = address_of(words) + offset, address_of(fresh) + offset
+    width, narrower = words.strides[0], fresh.strides[0]
+    for f in range(places.shape[0]):
+        end = min(hi, bounds[f + 1])
+        for bag in range(max(lo, bounds[f]), end):
+            place, total = _place(places, bounds, f, bag) + offset, start
+            if bag + NEXT_BAGS < end:
+                ask_to_write(total, place + NEXT_BAGS * places[f, 1])
+            for j in range(begins[bag], ends[bag]):
+                if j + AHEAD < last and slots[inverse[j + AHEAD]] >= 0:
+                    ask_for(total, stored + slots[inverse[j + AHEAD]] * width)
+                k = inverse[j]
+                if k == skip:
+                    continue
+                slot, weight = slots[k], weights[j] if weighted else ONE
+                if slot >= 0:
+                    total = plus(total, weight, stored + slot * width)
+                else:
+                    total = plus(total, weight, drawn + (-1 - slot) * narrower)
+            put(total, place)
 
 
 @inlined
-def _sum_rest(column, out, lo, hi, bags, rows):
-    (places, offsets), (words, slots, inverse, fresh, weights, skip) = bags, rows
-    weighted, end, dim = weights.shape[0] > 0, offsets[hi], out.shape[1]
-    nbytes = dim * words.itemsize
-    for bag in range(lo, hi):
-        if bag + NEXT_BAGS < hi:
-            prefetch_to_write(out, places[bag + NEXT_BAGS], dim * 4)
-        total, count = out[places[bag]], 0
-        for j in range(offsets[bag], offsets[bag + 1]):
-            if j + AHEAD < end and slots[inverse[j + AHEAD]] >= 0:
-                prefetch(words, slots[inverse[j + AHEAD]], nbytes)
-            k = inverse[j]
-            if k == skip:
-                continue
-            count += 1
-            slot, weight = slots[k], weights[j] if weighted else ONE
-            if slot >= 0:
-                row = words[slot]
+def _sum_rest(start, column, dim, lo, hi, bags, rows):
+    (places, bounds, begins, ends), (words, slots, inverse, fresh, weights, skip) = bags, rows
+    weighted, last, nbytes = weights.shape[0] > 0, ends[hi - 1] if hi > lo else 0, dim * words.itemsize
+    for f in range(places.shape[0]):
+        end = min(hi, bounds[f + 1])
+        for bag in range(max(lo, bounds[f]), end):
+            place, count = _place(places, bounds, f, bag), 0
+            if bag + NEXT_BAGS < end:
+                prefetch_to_write_at(place + NEXT_BAGS * places[f, 1], dim * 4)
+            total = float32s(place, dim)
+            for j in range(begins[bag], ends[bag]):
+                if j + AHEAD < last and slots[inverse[j + AHEAD]] >= 0:
+                    prefetch(words, slots[inverse[j + AHEAD]], nbytes)
+                k = inverse[j]
+                if k == skip:
+                    continue
+                count += 1
+                slot, weight = slots[k], weights[j] if weighted else ONE
+                if slot >= 0:
+                    row = words[slot]
+                    for d in range(column, dim):
+                        total[d] = (total[d] if count > 1 else start) + weight * decode(row[d])
+                else:
+                    first = fresh[-1 - slot]
+                    for d in range(column, dim):
+                        total[d] = (total[d] if count > 1 else start) + weight * first[d]
+            if count == 0:
                 for d in range(column, dim):
-                    total[d] = (total[d] if count > 1 else ZERO) + weight * decode(row[d])
-            else:
-                first = fresh[-1 - slot]
-                for d in range(column, dim):
-                    total[d] = (total[d] if count > 1 else ZERO) + weight * first[d]
-        if count == 0:
-            for d in range(column, dim):
-                total[d] = ZERO
+                    total[d] = start
 
 
-@kernel(over="places", reads=("slots", "inverse", "offsets", "places"), grain=256, cuts=CUTS)
-def pool_sum(words, slots, inverse, fresh, offsets, places, weights, skip, mean, out, scale, lo, hi):
-    _sum_bags(out, lo, hi, (places, offsets), (words, slots, inverse, fresh, weights, skip))
-    for bag in range(lo, hi if scale.shape[0] > 0 else lo):
-        place, count = places[bag], 1
-        if mean:
-            count = 0
-            for j in range(offsets[bag], offsets[bag + 1]):
-                count += inverse[j] != skip
-        scale[place] = f32(1 / max(1, count))
-        if count > 1:
-            for d in range(out.shape[1]):
-                out[place, d] *= scale[place]
+@kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS)
+def pool_sum(words, slots, inverse, fresh, begins, ends, weights, skip, mean, places, bounds, dim, scale, lo, hi):
+    _sum_bags(dim, lo, hi, (places, bounds, begins, ends), (words, slots, inverse, fresh, weights, skip))
+    for f in range(places.shape[0] if scale.shape[0] > 0 else 0):
+        for bag in range(max(lo, bounds[f]), min(hi, bounds[f + 1])):
+            count = 1
+            if mean:
+                count = 0
+                for j in range(begins[bag], ends[bag]):
+                    count += inverse[j] != skip
+            scale[bag] = f32(1 / max(1, count))
+            if count > 1:
+                out = float32s(_place(places, bounds, f, bag), dim)
+                for d in range(dim):
+                    out[d] *= scale[bag]
 
 
-@kernel(over="places", reads=("slots", "inverse", "offsets", "places"), grain=256, cuts=CUTS)
-def pool_max(words, slots, inverse, fresh, offsets, places, skip, out, argmax, lo, hi):
-    dim = out.shape[1]
-    end = offsets[hi]
-    for bag in range(lo, hi):
-        best, source = out[places[bag]], argmax[places[bag]]
-        best[:] = f32(0)
-        source[:] = -1
-        for j in range(offsets[bag], offsets[bag + 1]):
-            if j + AHEAD < end and slots[inverse[j + AHEAD]] >= 0:
-                prefetch(words, slots[inverse[j + AHEAD]], dim * words.itemsize)
-            k = inverse[j]
-            if k == skip:
-                continue
-            slot = slots[k]
-            for d in range(dim):
-                value = decode(words[slot, d]) if slot >= 0 else fresh[-1 - slot, d]
-                if source[d] < 0 or value > best[d]:
-                    best[d] = value
-                    source[d] = j
+@kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS)
+def pool_max(words, slots, inverse, fresh, begins, ends, skip, places, bounds, argmax, lo, hi):
+    dim, last = argmax.shape[1], ends[hi - 1] if hi > lo else 0
+    for f in range(places.shape[0]):
+        for bag in range(max(lo, bounds[f]), min(hi, bounds[f + 1])):
+            best, source = float32s(_place(places, bounds, f, bag), dim), argmax[bag]
+            best[:] = ZERO
+            source[:] = -1
+            for j in range(begins[bag], ends[bag]):
+                if j + AHEAD < last and slots[inverse[j + AHEAD]] >= 0:
+                    prefetch(words, slots[inverse[j + AHEAD]], dim * words.itemsize)
+                k = inverse[j]
+                if k == skip:
+                    continue
+                slot = slots[k]
+                for d in range(dim):
+                    value = decode(words[slot, d]) if slot >= 0 else fresh[-1 - slot, d]
+                    if source[d] < 0 or value > best[d]:
+                        best[d] = value
+                        source[d] = j
 
 
 @inlined
-def _gather_columns(zeros, column, values, lo, hi, segments, bags):
-    (starts, order, skip), (grads, places, weights, scale) = segments, bags
-    weighted, scaled, end = weights.shape[0] > 0, scale.shape[0] > 0, order.shape[0]
+def _gather_columns(start, column, lo, hi, segments, given):
+    (starts, order, end, values, first, last, skip), (places, bounds, bags, weights, scale) = segments, given
+    weighted, scaled = weights.shape[0] > 0, scale.shape[0] > 0
+    out, is_one, (origin, stride, limit) = (
+        address_of(values) + 4 * column,
+        last - first == 1,
+        _origin(places, bounds, first),
+    )
+    origin += 4 * column
     for k in range(lo, hi):
-        total = zeros
-        for j in range(starts[k], starts[k + 1] if k != skip else starts[k]):
-            if j + AHEAD < end:
-                ask_for(total, grads, places[order[j + AHEAD]], column)
-            bag = places[order[j]]
-            factor = scale[bag] if scaled else ONE
-            factor = weights[order[j]] * factor if weighted else factor
-            total = plus(total, factor, grads, bag, column)
-        put(total, values, k, column)
+        total, j, stop = start, starts[k], starts[k + 1] if k != skip else starts[k]
+        while j < stop:
+            until = stop
+            if not is_one:  # the positions of a row are in order: those of a feature one after the other
+                origin, stride, limit = _origin(places, bounds, _feature_of(bounds, first, bags[order[j]]))
+                origin += 4 * column
+                until = j + 1
+                while until < stop and bags[order[until]] < limit:
+                    until += 1
+            for i in range(j, until):
+                if i + AHEAD < end:
+                    ask_for(total, origin + stride * bags[order[i + AHEAD]])  # of no use if it is another feature's
+                bag = bags[order[i]]
+                factor = scale[bag] if scaled else ONE
+                factor = weights[order[i]] * factor if weighted else factor
+                total = plus(total, factor, origin + stride * bag)
+            j = until
+        put(total, out + k * values.strides[0])
 
 
 @inlined
-def _gather_rest(column, values, lo, hi, segments, bags):
-    (starts, order, skip), (grads, places, weights, scale) = segments, bags
-    weighted, scaled, end, dim = weights.shape[0] > 0, scale.shape[0] > 0, order.shape[0], values.shape[1]
+def _gather_rest(start, column, dim, lo, hi, segments, given):
+    (starts, order, end, values, first, _, skip), (places, bounds, bags, weights, scale) = segments, given
+    weighted, scaled = weights.shape[0] > 0, scale.shape[0] > 0
     for k in range(lo, hi):
-        total = values[k]
+        total, (origin, stride, limit) = values[k], _origin(places, bounds, first)
         for d in range(column, dim):
-            total[d] = ZERO
+            total[d] = start
         for j in range(starts[k], starts[k + 1] if k != skip else starts[k]):
             if j + AHEAD < end:
-                prefetch(grads, places[order[j + AHEAD]], dim * 4)
-            bag = places[order[j]]
-            factor, row = scale[bag] if scaled else ONE, grads[bag]
+                prefetch_at(origin + stride * bags[order[j + AHEAD]], dim * 4)
+            bag = bags[order[j]]
+            if bag >= limit:
+                origin, stride, limit = _origin(places, bounds, _feature_of(bounds, first, bag))
+            factor, row = scale[bag] if scaled else ONE, float32s(origin + stride * bag, dim)
             factor = weights[order[j]] * factor if weighted else factor
             for d in range(column, dim):
                 total[d] += factor * row[d]
 
 
-@kernel(over="values", reads=("bags", "starts", "order"), grain=256, cuts=CUTS)
-def pool_sum_backward(grads, bags, starts, order, weights, scale, skip, values, squares, lo, hi):
-    segments, given = (starts, order, skip), (grads, bags, weights, scale)
-    for start in range(lo, hi, BLOCK):
-        end = min(start + BLOCK, hi)
-        _in_lanes(_gather_columns, _gather_rest, values, start, end, segments, given)
-        for k in range(start, end):
-            squares[k] = square_sum(values[k])
+@kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS)
+def pool_sum_backward(
+    places, bounds, own, rows, bags, starts, order, weights, scale, skip, start, values, squares, lo, hi
+):
+    dim, given = values.shape[1], (places, bounds, bags, weights, scale)
+    for t in range(own.shape[0] - 1):
+        last = min(hi, rows[t + 1])
+        for first in range(max(lo, rows[t]), last, BLOCK):
+            end = min(first + BLOCK, last)
+            segments = starts, order, starts[last], values, own[t], own[t + 1], skip
+            _in_lanes(_gather_columns, _gather_rest, start, dim, first, end, segments, given)
+            for k in range(first, end):
+                squares[k] = square_sum(values[k])
 
 
-@kernel(over="values", reads=("bags", "starts", "order"), grain=256, cuts=CUTS)
-def pool_max_backward(grads, bags, starts, order, argmax, values, squares, lo, hi):
+@kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS)
+def pool_max_backward(places, bounds, own, rows, bags, starts, order, argmax, values, squares, lo, hi):
     dim = values.shape[1]
-    for k in range(lo, hi):
-        total = values[k]
-        total[:] = f32(0)
-        for j in range(starts[k], starts[k + 1]):
-            position = order[j]
-            row, source = grads[bags[position]], argmax[bags[position]]
-            for d in range(dim):
-                if source[d] == position:
-                    total[d] += row[d]
-        squares[k] = square_sum(total)
+    for t in range(own.shape[0] - 1):
+        for k in range(max(lo, rows[t]), min(hi, rows[t + 1])):
+            total, f = values[k], own[t]
+            total[:] = ZERO
+            for j in range(starts[k], starts[k + 1]):
+                position = order[j]
+                bag = bags[position]
+                f = _feature_of(bounds, f, bag)
+                row, source = float32s(_place(places, bounds, f, bag), dim), argmax[bag]
+                for d in range(dim):
+                    if source[d] == position:
+                        total[d] += row[d]
+            squares[k] = square_sum(total)
 
 
-@kernel(over="out")
-def weight_grads(grads, rows, inverse, bags, skip, out, lo, hi):
-    dim = rows.shape[1]
+@kernel()
+def sum_squares(squares, rows, sums):
+    """Add up the squares of each table; return whether all sums are finite."""
+    are_finite = True
+    for t in range(sums.shape[0]):
+        sums[t] = _pairwise(squares[rows[t] : rows[t + 1]])
+        are_finite &= np.isfinite(sums[t])
+    return are_finite
+
+
+@kernel()
+def _pairwise(numbers):
+    """Return the sum, with the bits of NumPy's ``numbers.sum()``: eight sums of 128 numbers, halves before."""
+    count = numbers.shape[0]
+    if count > 128:
+        half = count // 2 - count // 2 % 8
+        return _pairwise(numbers[:half]) + _pairwise(numbers[half:])
+    whole, total = count - count % 8, 0.0
+    if whole:
+        a, b, c, d, e, f, g, h = (
+            numbers[0],
+            numbers[1],
+            numbers[2],
+            numbers[3],
+            numbers[4],
+            numbers[5],
+            numbers[6],
+            numbers[7],
+        )
+        for i in range(8, whole, 8):
+            a += numbers[i]
+            b += numbers[i + 1]
+            c += numbers[i + 2]
+            d += numbers[i + 3]
+            e += numbers[i + 4]
+            f += numbers[i + 5]
+            g += numbers[i + 6]
+            h += numbers[i + 7]
+        total = ((a + b) + (c + d)) + ((e + f) + (g + h))
+    for i in range(whole, count):
+        total += numbers[i]
+    return total
+
+
+@kernel(over="out", reads=("inverse", "bags"))
+def weight_grads(places, bounds, rows, inverse, bags, skip, out, lo, hi):
+    dim, f = rows.shape[1], 0
     for j in range(lo, hi):
-        k = inverse[j]
+        k, bag = inverse[j], bags[j]
         if k == skip:
-            out[j] = f32(0)
+            out[j] = ZERO
             continue
         if j + AHEAD < hi:
             prefetch(rows, inverse[j + AHEAD], dim * 4)
-        out[j] = f32(_dot(grads[bags[j]], rows[k]))
+        f = _feature_of(bounds, f, bag)
+        out[j] = f32(_dot(float32s(_place(places, bounds, f, bag), dim), rows[k]))
 
 
 @kernel()

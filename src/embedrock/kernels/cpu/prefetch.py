@@ -42,3 +42,19 @@ def _prefetch(for_writing: int) -> Any:
 # Prefetch the first `nbytes` of ``rows[index]`` (2-D, C-contiguous). Memory that another core will write next must not
 # be prefetched for writing.
 prefetch, prefetch_to_write = _prefetch(0), _prefetch(1)
+
+
+def _prefetch_at(for_writing: int) -> Any:
+    @intrinsic
+    def prefetch_bytes(typingctx: Any, address: Any, nbytes: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            emit_prefetch(builder, *args, for_writing)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp), generate
+
+    return prefetch_bytes
+
+
+# Prefetch `nbytes` from an address on.
+prefetch_at, prefetch_to_write_at = _prefetch_at(0), _prefetch_at(1)

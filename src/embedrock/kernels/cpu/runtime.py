@@ -101,8 +101,9 @@ def launch(kernel: Any, *args: Any) -> Any:
     over, reads, grain, cuts = kernel.launch
     given = list(args)
     for position in reads:
-        given[position] = view = args[position].view()
-        view.setflags(False)  # not writable; by position, which takes half the time
+        if args[position].flags.writeable:
+            given[position] = view = args[position].view()
+            view.setflags(False)  # not writable; by position, which takes half the time
     if over is None:
         return kernel(*given)
     return run(kernel, len(args[over]), given, grain, cuts)
