@@ -17,7 +17,7 @@ from benchmarks.gpu_run import GPU
 from benchmarks.keras_fit import KERAS
 from benchmarks.report import machine_facts, write_json
 from benchmarks.shards import SHARDS
-from benchmarks.step import LOOKUP, STEP, TABLE_SIZES
+from benchmarks.step import IDS, LOOKUP, STEP, TABLE_SIZES, UPDATE
 from benchmarks.stream import STREAM
 from benchmarks.tables import DLRM, GROUPS
 from embedrock.cli.terminal.arguments import writable_file
@@ -31,7 +31,7 @@ FAILED, INTERRUPTED = 1, 130  # exit statuses; the second as shells have it afte
 DEFAULT = "step"
 
 # To add a benchmark: a file with a `Benchmark`, and a row here.
-BENCHMARKS = (STEP, LOOKUP, TABLE_SIZES, CREATE, DLRM, GROUPS, SHARDS, DISK, COMMIT, STREAM, KERAS, GPU)
+BENCHMARKS = (STEP, IDS, LOOKUP, UPDATE, TABLE_SIZES, CREATE, DLRM, GROUPS, SHARDS, DISK, COMMIT, STREAM, KERAS, GPU)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

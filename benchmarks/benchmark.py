@@ -19,7 +19,7 @@ from benchmarks.workload import MAX_ROWS, Workload
 from embedrock.cli.terminal.arguments import count, folder, number, size
 
 SIZES = ("dim", "batch", "features", "zipf", "batches", "seed")  # options: fields of `Workload`, but for the rows
-ROUNDS = ("threads", "rounds", "steps", "seconds", "timeout_s")  # and of `BenchmarkOptions`
+ROUNDS = ("threads", "rounds", "steps", "seconds", "timeout_s", "together", "beside")  # and of `BenchmarkOptions`
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "memory": (size, "RAM that our table may take"),
     "limit": (size, "of RAM and page cache of each implementation's process together"),
     "warmup": (count, "untimed steps before, which fill the cache"),
+    "together": (bool, "all implementations of a group take turns in one process"),
+    "beside": (folder, "a checkout, with whose Embedrock ours are measured, too, as NAME-before"),
     "budget_s": (_seconds, "seconds after which nothing more begins"),
 }
 
@@ -141,14 +143,10 @@ def add_options(parser: ArgumentParser, benchmark: Benchmark) -> None:
         read, text = OPTIONS[name]
         known = (*benchmark.workloads, benchmark.options)
         values = dict.fromkeys(getattr(one, name) for one in known if hasattr(one, name))
-        parser.add_argument(
-            "--" + name.removesuffix("_s").replace("_", "-"),
-            dest=name,
-            type=read,
-            default=argparse.SUPPRESS,
-            metavar="N",
-            help=f"{text} (default: {', '.join(map(str, values))})",
-        )
+        told = f"{text} (default: {', '.join(map(str, values))})"
+        how: dict[str, Any] = {"action": "store_true"} if read is bool else {"type": read, "metavar": "N"}
+        flag = "--" + name.removesuffix("_s").replace("_", "-")
+        parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=told, **how)
     if benchmark.implementations:
         parser.add_argument(
             "--implementations",

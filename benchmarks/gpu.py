@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.fbgemm import import_fbgemm
 from benchmarks.implementations import (
     LEARNING_RATE,
     Footprint,
     Implementation,
     Timing,
     Unavailable,
-    import_fbgemm,
     import_torch,
 )
 from benchmarks.workload import ManyTables

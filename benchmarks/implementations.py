@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.workload import Workload
@@ -71,19 +72,24 @@ class StepSession:
         self._batches = workload.batches
         self._count = 0
         self._last_s = 0.0
+        self._calls = 0
 
     def warm_up(self, seconds: float) -> list[float]:
         """Work through all batches, or as many as fit into `seconds`; return the seconds of each step.
 
-        Kernels are compiled in the first steps of the first run ever, so these do not count.
+        Kernels are compiled in the first steps of the first run ever, so these do not count. One step more tells how
+        many functions a step calls from Python.
         """
         first = min(FIRST_STEPS, self._batches)
-        return self._timed_steps(first, math.inf) + self._timed_steps(self._batches - first, seconds)
+        times = self._timed_steps(first, math.inf) + self._timed_steps(self._batches - first, seconds)
+        self._calls = python_calls(partial(self._step, self._count % self._batches))
+        self._count += 1
+        return times
 
     def turn(self, steps: int, seconds: float) -> Timing:
         if self._last_s < SETTLE_BELOW_S:
             self._timed_steps(SETTLE_STEPS, seconds)
-        return Timing.now(self._timed_steps(steps, seconds))
+        return Timing.now(self._timed_steps(steps, seconds), calls=self._calls)
 
     def _timed_steps(self, steps: int, seconds: float) -> list[float]:
         times: list[float] = []
@@ -94,6 +100,35 @@ class StepSession:
             self._count += 1
             times.append(self._last_s)
         return times
+
+
+def python_calls(function: Callable[[], object]) -> int:
+    """Return how many functions, Python's and C's, `function` calls from Python on this thread."""
+    count, before = 0, sys.getprofile()
+
+    def see(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+class Sessions:
+    """In a process that several implementations share: their sessions, by name."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Any] = {}
+
+    def open(self, name: str, session: Callable[..., Any], *arguments: Any) -> None:
+        self._sessions[name] = session(*arguments)
+
+    def call(self, name: str, method: str, *arguments: Any) -> Any:
+        return getattr(self._sessions[name], method)(*arguments)
 
 
 @dataclass(frozen=True)
@@ -128,6 +163,18 @@ class Implementation:
         return Footprint(self.process_bytes + workload.batches * workload.lookups * 8 + records)
 
 
+def training_step(layer: Callable[[Any], Any], batches: Sequence[Any], optimizer: Any, gradient: Any) -> Step:
+    """Return the loop body that users write, the same for PyTorch's layers and for ours."""
+    gradient = import_torch().from_numpy(gradient)
+
+    def step(index: int) -> None:
+        optimizer.zero_grad()
+        layer(batches[index]).backward(gradient)
+        optimizer.step()
+
+    return step
+
+
 def import_torch() -> Any:
     """Return the module, with as many threads as an implementation may use."""
     try:
@@ -136,27 +183,3 @@ def import_torch() -> Any:
         raise Unavailable(f"PyTorch does not import: {error}. pip install 'embedrock[torch]'") from error
     torch.set_num_threads(int(os.environ["EMBEDROCK_THREADS"]))
     return torch
-
-
-def fbgemm_tables(rows: Sequence[int], dim: int, pooling: str) -> Any:
-    """Return FBGEMM's CPU table-batched embedding with rowwise Adagrad; its optimizer runs inside backward."""
-    training, common, configs = import_fbgemm()
-    place = common.EmbeddingLocation.HOST, training.ComputeDevice.CPU
-    tables = training.SplitTableBatchedEmbeddingBagsCodegen(
-        [(count, dim, *place) for count in rows],
-        optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        pooling_mode=common.PoolingMode[pooling],
-        learning_rate=LEARNING_RATE,
-    )
-    tables.init_embedding_weights_uniform(-FIRST_VALUES, FIRST_VALUES)
-    return tables
-
-
-def import_fbgemm() -> tuple[Any, Any, Any]:
-    """Return FBGEMM's modules of table-batched embeddings: training, common and configurations."""
-    try:
-        training = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-        common = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-        return training, common, import_module("fbgemm_gpu.split_embedding_configs")
-    except (ImportError, OSError, RuntimeError) as error:  # the last two: built for another torch
-        raise Unavailable(f"fbgemm_gpu does not import: {error}. pip install 'embedrock[bench]'") from error

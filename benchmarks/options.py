@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ class BenchmarkOptions:
         seconds: a turn ends early after this time; it has one timed step at least.
         threads: of each implementation.
         timeout_s: an implementation that does not answer for this time is ended.
+        together: all implementations of a group take turns in one process.
+        beside: a checkout; ours are measured with its Embedrock, too, as ``NAME-before``.
     """
 
     rounds: int = 7
@@ -32,6 +35,8 @@ class BenchmarkOptions:
     seconds: float = 2.0
     threads: int = 2
     timeout_s: float = 600.0
+    together: bool = False
+    beside: Path | None = None
 
     @property
     def warm_up_s(self) -> float:
@@ -51,7 +56,8 @@ class BenchmarkOptions:
         cores, and 1.5 ms with threads that sleep. So they sleep, unless the caller sets OMP_WAIT_POLICY.
         """
         threads = dict.fromkeys(("EMBEDROCK_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
-        return {**threads, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
+        paths = {"PYTHONPATH": os.pathsep.join([f"{self.beside}/src", *filter(None, sys.path)])} if self.beside else {}
+        return {**threads, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"), **paths}
 
     def child(self, factory: Callable[..., object], *args: Any) -> processes.Child:
         return processes.Child(factory, *args, environment=self.environment(), timeout_s=self.timeout_s)

@@ -98,7 +98,8 @@ def _summary(result: Result, base: Result | None) -> dict[str, Any]:
     """Return one line of the table and of the JSON; times in milliseconds.
 
     ``ratio`` is the median over all steps, over the baseline's in the same rounds; ``ratio_range`` has the least and
-    the greatest of single rounds. Numbers of `Timing.more` are medians over the turns.
+    the greatest of single rounds, and ``least_ratio`` is that of least times. Numbers of `Timing.more` are medians over
+    the turns.
     """
     line = {
         "name": result.name,
@@ -121,6 +122,7 @@ def _summary(result: Result, base: Result | None) -> dict[str, Any]:
         "first_pass_ms": median(result.first[FIRST_STEPS:] or result.first) * 1e3,
         "rounds_ms": [seconds * 1e3 for seconds in rounds_s],
         "ratio": None if base is None else middle / median(_steps_s(base)),
+        "least_ratio": None if base is None else min(steps_s) / min(_steps_s(base)),
         "ratio_range": None if base is None else _ratio_range(rounds_s, _rounds_s(base)),
         **medians([turn.more for turn in result.turns]),
     }
@@ -173,6 +175,8 @@ _TIMES = (
     Field("first pass", "first_pass_ms", format_number),
     Field("ratio", "ratio", format_factor),
     Field("range", "ratio_range", format_range),
+    Field("by least", "least_ratio", format_factor),
+    Field("calls", "calls", format_number),
     Field("peak RAM", "peak_bytes", format_bytes),
 )
 

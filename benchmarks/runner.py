@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.implementations import Footprint, Implementation
+from benchmarks.implementations import Footprint, Implementation, Sessions
 from benchmarks.options import BenchmarkOptions
 from benchmarks.processes import ChildError
 from embedrock.cli.terminal.tables import say
@@ -32,10 +32,11 @@ class Entry:
 
     implementation: Implementation
     workload: Any
+    before: bool = False  # with the Embedrock of the other checkout
 
     @property
     def name(self) -> str:
-        return self.implementation.name
+        return self.implementation.name + ("-before" if self.before else "")
 
     @property
     def need(self) -> Footprint:
@@ -79,16 +80,50 @@ class Result:
         say(f"{self.name}: {self.status}: {self.reason}")
 
 
-class _Runner:
-    """One entry's process, and its results by way.
+@dataclass
+class _Guest:
+    """A session in a process that it shares, called like a process of its own."""
 
-    A failure ends the process, whose state is unknown then. The other ways get a new one.
+    child: processes.Child
+    name: str
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self.child.call("call", self.name, method, *arguments)
+
+    def close(self) -> None:
+        """Leave the process to the others."""
+
+
+class _Homes:
+    """The processes of a group: one for each entry, or one for all with the same Embedrock."""
+
+    def __init__(self, options: BenchmarkOptions, stack: ExitStack) -> None:
+        self._options, self._stack = options, stack
+        self._shared: dict[bool, processes.Child] = {}
+
+    def of(self, entry: Entry) -> processes.Child | _Guest:
+        """Make an entry's session."""
+        options = self._options if entry.before else replace(self._options, beside=None)
+        session = entry.implementation.session, entry.implementation.make, entry.workload
+        if not options.together:
+            return self._stack.enter_context(options.child(*session))
+        if entry.before not in self._shared:
+            self._shared[entry.before] = self._stack.enter_context(options.child(Sessions))
+        guest = _Guest(self._shared[entry.before], entry.name)
+        guest.child.call("open", entry.name, *session)
+        return guest
+
+
+class _Runner:
+    """One entry's session, and its results by way.
+
+    A failure ends its process, whose state is unknown then. The other ways get a new one.
     """
 
-    def __init__(self, entry: Entry, group: int, options: BenchmarkOptions, stack: ExitStack) -> None:
+    def __init__(self, entry: Entry, group: int, options: BenchmarkOptions, homes: _Homes) -> None:
         self.results = [Result(entry, way, group) for way in entry.implementation.ways]
-        self._entry, self._options, self._stack = entry, options, stack
-        self._child: processes.Child | None = None
+        self._entry, self._options, self._homes = entry, options, homes
+        self._child: processes.Child | _Guest | None = None
 
     def start(self) -> None:
         """Make the process, and warm up in each way that has not failed."""
@@ -115,9 +150,8 @@ class _Runner:
         return [result for result in self.results if result.status == "ok"]
 
     def _open(self) -> bool:
-        one = self._entry.implementation
         try:
-            self._child = self._stack.enter_context(self._options.child(one.session, one.make, self._entry.workload))
+            self._child = self._homes.of(self._entry)
         except ChildError as error:
             for result in self._ok():
                 result.fail(error)
@@ -150,6 +184,9 @@ def measure(
     Returns:
         A result for each entry and way, by group and in the order of entries; the baseline has one for each group.
     """
+    if options.beside is not None:
+        ours = (entry for entry in entries if entry.implementation.name.startswith("ours"))
+        entries = [*entries, *(replace(entry, before=True) for entry in ours)]
     room = room or Footprint(int(RAM_SHARE * available_bytes()))
     results: list[Result] = []
     groups, misfits = plan_groups(entries, room)
@@ -195,7 +232,8 @@ def _fit(group: Sequence[Entry], room: Footprint) -> bool:
 
 def _run_group(group: Sequence[Entry], number: int, options: BenchmarkOptions, until: float) -> list[Result]:
     with ExitStack() as stack:
-        runners = [_Runner(entry, number, options, stack) for entry in group]
+        homes = _Homes(options, stack)
+        runners = [_Runner(entry, number, options, homes) for entry in group]
         _start(runners, options.starters)
         for index in range(options.rounds):
             if index and time.monotonic() > until:

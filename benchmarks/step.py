@@ -1,4 +1,4 @@
-"""``step``, ``lookup``, ``rows``: one table in RAM, beside PyTorch and FBGEMM.
+"""``step``, ``ids``, ``lookup``, ``update``, ``rows``: one table in RAM, beside PyTorch and FBGEMM.
 
 To add an implementation: a function that gets a `Workload` and returns ``step(index)``, which works through batch
 `index`, and a row. Nothing heavier than NumPy is imported before it is made in its own process.
@@ -12,27 +12,21 @@ from functools import partial
 from typing import Any
 
 from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Task, add_several_rows, compare_implementations
-from benchmarks.implementations import LEARNING_RATE, Implementation, Step, fbgemm_tables, import_torch
+from benchmarks.fbgemm import fbgemm_tables
+from benchmarks.implementations import LEARNING_RATE, Implementation, Step, import_torch, training_step
+from benchmarks.options import BenchmarkOptions
 from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
-from benchmarks.targets import faster
+from benchmarks.targets import Target, at_most, faster, ratio
 from benchmarks.workload import Workload
 
+FEW_IDS = {64: 1.2, 1024: 1.5, 16_384: 1.2}  # in a batch; the most time, over that of nn.Embedding with SGD
 ROWS = (1_000_000, 4_000_000, 100_000_000, 1_000_000_000)
 
 
 def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
-    """Return the loop body that users write, the same for `nn.Embedding` and for ours."""
-    torch = import_torch()
-    ids = [torch.from_numpy(batch) for batch in workload.ids()]
-    gradient = torch.from_numpy(workload.gradient())
-
-    def step(index: int) -> None:
-        optimizer.zero_grad()
-        table(ids[index]).backward(gradient)
-        optimizer.step()
-
-    return step
+    batches = list(map(import_torch().from_numpy, workload.ids()))
+    return training_step(table, batches, optimizer, workload.gradient())
 
 
 def our_step(workload: Workload, optimizer: str, **options: Any) -> Step:
@@ -102,6 +96,18 @@ STEP = Benchmark(
     ),
 )
 
+_few = Workload(rows=1_000_000, features=1)
+IDS = Benchmark(
+    "ids",
+    "the same step on batches of few ids and of many, where the calls from Python show",
+    compare_implementations,
+    ("rows", *SIZES, *ROUNDS),
+    tuple(one for one in STEP.implementations if one.name in ("ours-adam", "torch-sparse-adam", "torch-sparse-sgd")),
+    tuple(at_most("ours-adam", ["torch-sparse-sgd"], most, batch=n) for n, most in FEW_IDS.items()),
+    tuple(replace(_few, batch=n) for n in FEW_IDS),
+    BenchmarkOptions(together=True),
+)
+
 # ---------------------------------------------------------------- lookup
 
 
@@ -150,6 +156,48 @@ LOOKUP = Benchmark(
         Implementation("torch", "F.embedding under no_grad", torch_lookup, 2),
     ),
     (faster("ours", "torch", 1),),
+)
+
+# ---------------------------------------------------------------- update
+
+
+def table_update(workload: Workload) -> Step:
+    """Train `embedrock.Table` by its own verb."""
+    import embedrock as er
+
+    table = er.Table(workload.rows, workload.dim, rule=er.Adam(lr=LEARNING_RATE))
+    ids, gradient = [batch.ravel() for batch in workload.ids()], workload.gradient()[:, 0]
+    return lambda index: table.update(ids[index], gradient)
+
+
+def group_update(workload: Workload) -> Step:
+    """Train three tables of an `embedrock.Group` by its own verb."""
+    import embedrock as er
+
+    group = er.Group()
+    for name in "abc":
+        group.table(name, workload.rows, workload.dim, rule=er.Adam(lr=LEARNING_RATE))
+    ids = [dict.fromkeys("abc", batch.ravel()) for batch in workload.ids()]
+    gradients = dict.fromkeys("abc", workload.gradient()[:, 0])
+    return lambda index: group.update(ids[index], gradients)
+
+
+def _not_slower(name: str, most: float) -> Target:
+    return ratio(f"least time of {name} over before", name, f"{name}-before", "least_ms", most)
+
+
+UPDATE = Benchmark(
+    "update",
+    "`Table.update` and `Group.update` of 64 ids a table; for targets, --beside an older checkout",
+    compare_implementations,
+    ("rows", *SIZES, *ROUNDS),
+    (
+        Implementation("ours-table", "Table.update", table_update, 3),
+        Implementation("ours-group", "Group.update of three tables", group_update, 9),
+    ),
+    (_not_slower("ours-table", 0.75), _not_slower("ours-group", 0.5)),
+    (Workload(rows=100_000, batch=64, features=1),),
+    BenchmarkOptions(steps=300),
 )
 
 # ---------------------------------------------------------------- rows

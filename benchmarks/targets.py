@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from embedrock.cli.terminal.tables import Field, format_lines, format_number
@@ -59,7 +59,7 @@ def compare_with(targets: Sequence[Target], lines: Iterable[Line]) -> list[Targe
 
 @dataclass(frozen=True)
 class Race:
-    """How many times faster one implementation is than another, by the medians of their steps.
+    """How many times faster one implementation is than another, by the medians or the least times of their steps.
 
     Implementations that were never in the same round are compared through the baseline, which ran beside either.
 
@@ -67,20 +67,23 @@ class Race:
         fast, slow: names; the fastest of each counts.
         ways: suffixes of the names of `fast`; `slow` may have these or none.
         at_most: measure the time of `fast` over that of `slow`.
-        rows: the size that counts, or None for any.
+        least: compare least times.
+        only: numbers of the workload that count, by their names.
     """
 
     fast: tuple[str, ...]
     slow: tuple[str, ...]
     ways: tuple[str, ...] = ("",)
     at_most: bool = False
-    rows: int | None = None
+    least: bool = False
+    only: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, lines: Sequence[Line]) -> Iterator[Found]:
         fast = self._named(self.fast, self.ways, lines)
         slow = self._named(self.slow, ("", *self.ways), lines)
         if fast and slow:
-            key = "ratio" if all(line["ratio"] is not None for line in (*fast, *slow)) else "median_ms"
+            over, time = ("least_ratio", "least_ms") if self.least else ("ratio", "median_ms")
+            key = over if all(line[over] is not None for line in (*fast, *slow)) else time
             one, two = min(
                 ((one, two) for one in fast for two in slow),
                 key=lambda pair: (pair[0][key], pair[1][key], pair[0]["group"] != pair[1]["group"]),
@@ -90,20 +93,27 @@ class Race:
 
     def _named(self, names: tuple[str, ...], ways: tuple[str, ...], lines: Sequence[Line]) -> list[Line]:
         wanted = {name + way for name in names for way in ways}
-        return [
-            line
-            for line in lines
-            if line["name"] in wanted and (self.rows is None or line["workload"]["rows"] == self.rows)
-        ]
+        return [line for line in lines if line["name"] in wanted and _is_of(line, self.only)]
 
 
-def faster(fast: str, slow: str, factor: float, at_most: bool = False, rows: int | None = None) -> Target:
+def _is_of(line: Line, numbers: Mapping[str, int]) -> bool:
+    return all(line["workload"][name] == number for name, number in numbers.items())
+
+
+def faster(fast: str, slow: str, factor: float, at_most: bool = False, **only: int) -> Target:
     """Return the target that one implementation is `factor` times faster than another.
 
     With `at_most`: its time is at most `factor` times the other's.
     """
     what = "time of {fast} over that of {slow}" if at_most else "{fast} faster than {slow}"
-    return Target(what, Race((fast,), (slow,), at_most=at_most, rows=rows), factor, at_most=at_most)
+    return Target(what, Race((fast,), (slow,), at_most=at_most, only=only), factor, at_most=at_most)
+
+
+def at_most(fast: str, slow: Sequence[str], factor: float, **only: int) -> Target:
+    """Return the target that the least time of one is at most `factor` times that of the fastest of some others."""
+    numbers = "".join(f", {name} {number:,}" for name, number in only.items())
+    race = Race((fast,), tuple(slow), at_most=True, least=True, only=only)
+    return Target(f"least time of {{fast}} over that of {{slow}}{numbers}", race, factor, at_most=True)
 
 
 def each(number: Callable[[Line], float], *keys: str, name: str | None = None) -> Measure:
@@ -117,11 +127,12 @@ def each(number: Callable[[Line], float], *keys: str, name: str | None = None) -
     return measure
 
 
-def beside(one: str, other: str, number: Callable[[Line, Line], float], *keys: str) -> Measure:
-    """Measure a number of the lines of two names that have all of `keys`."""
+def beside(one: str, other: str, number: Callable[[Line, Line], float], *keys: str, **only: int) -> Measure:
+    """Measure a number of the lines of two names that have all of `keys`, and a workload of those numbers."""
 
     def measure(lines: Sequence[Line]) -> Iterator[Found]:
-        found = {line["name"]: line for line in lines if all(line.get(key) is not None for key in keys)}
+        full = [line for line in lines if all(line.get(key) is not None for key in keys)]
+        found = {line["name"]: line for line in full if _is_of(line, only)}
         if one in found and other in found:
             yield number(found[one], found[other]), {}
 

@@ -141,9 +141,9 @@ class ManyTables:
         return [self._drawn(np.random.default_rng((self.seed, index))) for index in range(self.batches)]
 
     def gradient(self) -> npt.NDArray[np.float32]:
-        """Return the gradient of every batch's pooled rows, (tables, batch, dim) float32."""
+        """Return the gradient of every batch's pooled rows, side by side: (batch, tables * dim) float32."""
         random = np.random.default_rng(self.seed + 1)
-        return random.standard_normal((len(self.rows), self.batch, self.dim), dtype=np.float32)
+        return random.standard_normal((self.batch, len(self.rows) * self.dim), dtype=np.float32)
 
     def describe(self) -> str:
         unique = np.mean([sum(np.unique(ids).size for ids in batch) for batch in self.ids()])

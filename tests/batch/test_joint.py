@@ -66,40 +66,45 @@ def test_rows_planned_once_each() -> None:
 
 def test_gradients_of_tables_are_parts_of_one_array() -> None:
     ids, slots, values = np.array([4, 9, 2, 4, 7]), np.array([0, 1, -1, 3, 4]), np.float32(np.arange(15)).reshape(5, 3)
-    joint = RowGradients(plan_of_rows(ids, slots, 7, rows=np.array([0, 2, 2, 5])), values, 1015.0, [55.0, 0.0, 960.0])
-    parts = [joint.of(table) for table in range(3)]
+    plan = plan_of_rows(ids, slots, 7, np.array([0, 2, 2, 5]))
+    whole = RowGradients(plan, values, 6.0, [1.0, 2.0, 3.0])
+    parts = [whole.of(table) for table in range(3)]
+    assert [part.square_norm for part in parts] == [1.0, 2.0, 3.0]
     assert [part.has_width(3) for part in parts] == [True] * 3
     assert not parts[0].has_width(4)
-    assert [part.square_norm for part in parts] == [55.0, 0.0, 960.0]
-    assert as_one(parts) is joint
+    assert as_one(parts) is whole
     last = as_one(parts[1:])
     assert (last.plan.rows.tolist(), last.plan.slots.tolist(), last.plan.ids.tolist()) == (
         [0, 0, 3],
         [-1, 3, 4],
         [2, 4, 7],
     )
+    assert (last.squares, last.of(1).square_norm) == ([2.0, 3.0], 3.0)
     assert np.shares_memory(last.values, values)
+    assert "plan" not in vars(parts[2])  # nobody has asked for it
+    np.testing.assert_array_equal(parts[2].values, values[2:])
+    plan = parts[2].plan
+    assert (plan.ids.tolist(), plan.missing, plan.epoch, plan.rows.tolist()) == ([2, 4, 7], 1, 7, [0, 3])
+    assert plan is parts[2].plan
+    alone = RowGradients(plan, parts[2].values, 3.0)
+    assert alone.of(0) is alone
+    assert as_one([alone]) is alone
+    with pytest.raises(AttributeError, match="RowGradients has no attribute 'rows'"):
+        whole.of(2).rows  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_gradients_that_were_not_summed_together_are_concatenated() -> None:
+    ids, slots, values = np.array([4, 9, 2, 4, 7]), np.array([0, 1, -1, 3, 4]), np.float32(np.arange(15)).reshape(5, 3)
+    whole = RowGradients(plan_of_rows(ids, slots, 7, np.array([0, 2, 2, 5])), values, 6.0, [1.0, 2.0, 3.0])
+    parts = [whole.of(table) for table in range(3)]
     for others in (parts[::-1], [parts[0], parts[2]], [parts[0], parts[1].scaled(2.0), parts[2]]):
         one = as_one(others)
         np.testing.assert_array_equal(one.plan.ids, np.concatenate([part.plan.ids for part in others]))
         np.testing.assert_array_equal(one.values, np.concatenate([part.values for part in others]))
         assert one.plan.rows.tolist() == np.cumsum([0, *(len(part.plan.ids) for part in others)]).tolist()
         assert (one.plan.missing, one.plan.epoch) == (1, 7)
-    again = as_one([joint, parts[0]])
+    again = as_one([whole, parts[0]])
     assert (again.plan.rows.tolist(), again.plan.ids.tolist()) == ([0, 2, 2, 5, 7], [4, 9, 2, 4, 7, 4, 9])
-
-
-def test_a_part_is_cut_out_when_somebody_asks_for_it() -> None:
-    ids, values = np.array([4, 9, 2]), np.float32(np.arange(6)).reshape(3, 2)
-    joint = RowGradients(plan_of_rows(ids, np.array([0, 1, -1]), 7, rows=np.array([0, 1, 3])), values, 55.0, [1.0, 2.0])
-    part = joint.of(1)
-    assert part.has_width(2)
-    assert part.square_norm == 2
-    assert "plan" not in vars(part)
-    np.testing.assert_array_equal(part.values, values[1:])
-    assert (part.plan.ids.tolist(), part.plan.missing, part.plan.epoch) == ([9, 2], 1, 7)
-    with pytest.raises(AttributeError, match="RowGradients has no attribute 'rows'"):
-        part.rows  # noqa: B018
 
 
 def test_too_many_ids(monkeypatch: pytest.MonkeyPatch) -> None:

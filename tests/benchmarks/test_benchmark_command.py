@@ -79,6 +79,18 @@ def test_lookup_and_rows(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("in_process")
+def test_ids_and_update(tmp_path: Path):
+    document = run(tmp_path, "ids", "--rows=1000", "--dim=8", "--batches=3", *ROUNDS)
+    lines = document["results"]
+    assert [line["workload"]["batch"] for line in lines[::3]] == [64, 1024, 16_384]
+    assert all(line["calls"] > 0 and line["least_ratio"] > 0 for line in lines)
+    assert len(document["targets"]) == 3
+    document = run(tmp_path, "update", *TABLE[:-1], f"--beside={tmp_path}")  # in this process: the same Embedrock
+    assert set(lines_of(document)) == {"ours-table", "ours-group", "ours-table-before", "ours-group-before"}
+    assert "least time of ours-group over before" in targets_of(document)
+
+
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("name", "more"), [("groups", ["27-tables"]), ("dlrm", [])])
 def test_many_tables(name: str, more: list[str], tmp_path: Path):
     sizes = ["--max-rows=50", "--max-bag=2", "--dim=4", "--batch=8", "--batches=2", *ROUNDS]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,17 +15,27 @@ from statistics import median
 
 import pytest
 
-from benchmarks.implementations import PROCESS_BYTES, Footprint, Implementation, Step, Timing, Unavailable
+from benchmarks.fbgemm import MAPS, SCALAR, GeneratedCode
+from benchmarks.implementations import (
+    PROCESS_BYTES,
+    Footprint,
+    Implementation,
+    Step,
+    Timing,
+    Unavailable,
+    python_calls,
+)
 from benchmarks.options import BenchmarkOptions
 from benchmarks.report import format_times, report_of, spread
 from benchmarks.runner import Entry, Result, measure, plan_groups
 from benchmarks.step import STEP
-from benchmarks.targets import Target, TargetResult, compare_with, faster, format_targets
+from benchmarks.targets import Target, TargetResult, at_most, compare_with, faster, format_targets
 from benchmarks.workload import Workload
 
 TINY = Workload(rows=1000, dim=8, batch=16, features=2, batches=3)
 SHORT = BenchmarkOptions(rounds=2, steps=2, seconds=5.0, threads=1, timeout_s=120.0)
 GIB = 1 << 30
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 # ---------------------------------------------------------------- toys (they are imported in children)
@@ -116,10 +128,52 @@ def test_rounds_are_interleaved_and_one_computes_at_a_time(tmp_path: Path):
     writers = [Entry(toy(name, partial(make_writer, path=log, name=name)), TINY) for name in "abc"]
     results = measure(writers, replace(SHORT, rounds=3))
     assert [result.name for result in results] == ["a", "b", "c"]
-    warm_up, a_round = "aaabbbccc", "aaaaabbbbbccccc"  # 3 batches; 3 untimed and 2 timed steps
+    # 3 batches, and a step whose calls are counted; 3 untimed and 2 timed steps.
+    warm_up, a_round = "aaaabbbbcccc", "aaaaabbbbbccccc"
     assert log.read_text() == warm_up + 3 * a_round
     assert [[len(turn.steps_s) for turn in result.turns] for result in results] == [[2, 2, 2]] * 3
     assert all(len(result.first) == 3 and result.turns[-1].more["rss_bytes"] > 0 for result in results)
+
+
+def make_teller(workload: Workload, path: Path) -> Step:
+    import embedrock
+
+    def step(index: int) -> None:
+        with path.open("a") as log:
+            log.write(f"{os.getpid()} {Path(embedrock.__file__).parents[2]}\n")
+
+    return step
+
+
+def test_implementations_share_a_process_and_an_older_checkout_has_its_own(tmp_path: Path):
+    log, older = tmp_path / "log", tmp_path / "older"
+    older.mkdir()
+    (older / "src").symlink_to(REPOSITORY / "src", target_is_directory=True)
+    tellers = [Entry(toy(name, partial(make_teller, path=log)), TINY) for name in ("ours", "torch")]
+    results = measure(tellers, replace(SHORT, together=True, beside=older))
+    assert [(one.name, one.status) for one in results] == [(n, "ok") for n in ("ours", "torch", "ours-before")]
+    processes = {tuple(line.split()) for line in log.read_text().splitlines()}
+    assert sorted(path for _, path in processes) == sorted([str(REPOSITORY), str(older)])
+
+
+def test_calls_from_python_are_counted():
+    calls = python_calls(lambda: [len(text) for text in ("a", "b")])
+    assert 4 <= calls <= 5  # the function, `len` twice, the end of the count, and before Python 3.12 the list's own
+    assert sys.getprofile() is None
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not tell a process its memory's use")
+def test_scalar_instructions_get_the_form_of_avx_and_back():
+    protection, private = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=private, prot=protection) as memory:
+        sse, avx = (bytes.fromhex("90".join(forms)) for forms in (SCALAR, SCALAR.values()))
+        memory[7 : 7 + len(sse)] = sse
+        code = GeneratedCode()
+        code.find()
+        code.mend(True)
+        assert memory[7 : 7 + len(avx)] == avx
+        code.mend(False)
+        assert memory[7 : 7 + len(sse)] == sse
 
 
 @pytest.mark.usefixtures("in_process")
@@ -240,6 +294,13 @@ def test_targets_count_only_for_their_size_and_for_those_measured():
         TargetResult("time of slow over that of fast", 8.0, 7, "x", at_most=True),
     ]
     assert [one.met for one in found] == [True, False]
+
+
+def test_least_times_are_compared_with_the_fastest_of_some():
+    results = [result("ours", 1, [5, 4]), result("slow", 1, [9, 8]), result("best", 1, [50, 5])]
+    (found,) = measured(results, "ours", at_most("ours", ["slow", "best"], 0.75, batch=16))
+    assert found == TargetResult("least time of ours over that of best, batch 16", 0.8, 0.75, "x", at_most=True)
+    assert measured(results, "ours", at_most("ours", ["slow", "best"], 0.75, batch=17)) == []
 
 
 def test_the_table_shows_all_and_the_reasons_of_those_missing():

@@ -24,7 +24,7 @@ class RowGradients:
         plan: plan of the batch; its ``ids`` are the rows.
         values: float32 (unique, dim).
         square_norm: sum of squares of all values, in float64; NaN or Inf exactly where a value is.
-        squares: `square_norm` of each of several tables.
+        squares: `square_norm` of each table; empty for one.
         whole, number: the gradients of several tables of which `of` has taken these, and the index of the table.
     """
 
@@ -72,7 +72,7 @@ class RowGradients:
         """Return the rows of the tables from `first` to `last`, and their gradients."""
         plan, bounds = self.plan, self.plan.rows[first : last + 1]
         own = slice(*bounds[[0, -1]].tolist())
-        sliced = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, plan.missing > 0, bounds - bounds[0])
+        sliced = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, bounds - bounds[0], plan.missing > 0)
         return sliced, self.values[own]
 
     def run_of(self, first: int, last: int) -> RowGradients:
@@ -147,23 +147,21 @@ def as_one(parts: Sequence[RowGradients]) -> RowGradients:
     """Return the gradients of several tables as one, without a copy if they were summed together.
 
     Example:
-        >>> ids = np.arange(4)
-        >>> plan = plan_of_rows(ids, ids, 0, rows=np.array([0, 1, 3, 4]))
+        >>> plan = plan_of_rows(np.arange(4), np.arange(4), 0, np.array([0, 1, 3, 4]))
         >>> whole = RowGradients(plan, np.ones((4, 2), np.float32), 8.0, [2.0, 4.0, 2.0])
         >>> parts = [whole.of(table) for table in range(3)]
         >>> as_one(parts) is whole, as_one(parts[1:]).plan.ids, as_one(parts[::2]).plan.rows
         (True, array([1, 2, 3]), array([0, 1, 2]))
     """
-    if len(parts) == 1:
-        return parts[0]
-    if (run := _run_of(parts)) is not None:
+    run = parts[0] if len(parts) == 1 else _run_of(parts)
+    if run is not None:
         return run
     plans = [part.plan for part in parts]
     epoch = plans[0].epoch if len({plan.epoch for plan in plans}) == 1 else -1
     ids, slots = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("ids", "slots"))
-    sizes = np.concatenate([plan.rows[1:] - plan.rows[:-1] for plan in plans])
-    plan = plan_of_rows(ids, slots, epoch, rows=bounds_of(sizes))
-    return RowGradients(plan, np.concatenate([part.values for part in parts]), math.nan)
+    rows = bounds_of(np.concatenate([plan.rows[1:] - plan.rows[:-1] for plan in plans]))
+    plan = plan_of_rows(ids, slots, epoch, rows, any(plan.missing for plan in plans))
+    return RowGradients(plan, np.concatenate([part.values for part in parts]), sum(part.square_norm for part in parts))
 
 
 def _run_of(parts: Sequence[RowGradients]) -> RowGradients | None:

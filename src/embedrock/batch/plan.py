@@ -252,7 +252,7 @@ def moved(plan: Plan, moves: Int32Array) -> dict[str, np.ndarray]:
 
 def sources_of(ids: Sequence[Int64Array]) -> Int64Array:
     """Return the addresses and numbers of ids, each int64, C-contiguous and aligned. The caller keeps them alive."""
-    return np.array([(address_of(each), each.size) for each in ids], np.int64).reshape(-1, 2)
+    return np.array([(each.__array_interface__["data"][0], each.size) for each in ids], np.int64).reshape(-1, 2)
 
 
 def as_source(ids: Int64Array) -> Int64Array:
@@ -459,7 +459,7 @@ def counting(count: int) -> np.ndarray:
 
 
 def plan_of_rows(
-    ids: Int64Array, slots: Int64Array, epoch: int, may_miss: bool = True, rows: Int64Array = _NONE
+    ids: Int64Array, slots: Int64Array, epoch: int, rows: Int64Array = _NONE, may_miss: bool = True
 ) -> Plan:
     """Return a plan with each of `ids` once, in this order; the arrays become read-only.
 
@@ -468,4 +468,4 @@ def plan_of_rows(
     starts = counting(len(ids) + 1)
     each = starts[:-1]
     missing = int(np.count_nonzero(slots < 0)) if may_miss else 0
-    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch, rows=rows)
+    return Plan((len(ids),), ids, each, starts, each, slots, missing, epoch, (), rows, rows)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from embedrock.batch.gradients import RowGradients
+from embedrock.optimizers import Rule
 from embedrock.system.interrupts import held_back
 from embedrock.system.spans import spanned
 from embedrock.table import stepping
+from embedrock.table.rows import TableState
 
 
 @spanned("step")
@@ -33,6 +36,23 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
     with held_back():  # or Ctrl-C could interrupt between two tables
         alone = len(kinds) == 1 and not is_awaited
         stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], mark_dirty)
+
+
+def of_joint(
+    joint: RowGradients, rule: Rule, tables: Mapping[int, TableState], executor: Any
+) -> list[stepping.StepRequest]:
+    """Return the steps of tables whose gradients were summed together: one step, if it is of all of them.
+
+    Args:
+        joint: gradients of several tables.
+        rule: of the step.
+        tables: some of these tables, by their number in `joint`.
+        executor: of the front end.
+    """
+    if len(tables) == len(joint.plan.rows) - 1:
+        return [stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint, executor=executor)]
+    each = ((rows, joint.of(number)) for number, rows in tables.items())
+    return [stepping.StepRequest((rows,), rule, own, executor=executor) for rows, own in each]
 
 
 def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.CheckedStep]:

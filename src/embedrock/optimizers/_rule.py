@@ -77,8 +77,8 @@ class StepHistory(ABC):
         """Do all of `append` that can fail, for one more step by a rule. Nothing changes."""
         self.make_room()
         step = self.steps
-        self._table[step], factors = self._numbers_of(rule)
-        self._log_fade[step + 1] = self._log_fade[step] + [_log(factor) for factor in factors]
+        self._table[step], log_fade = self._numbers_of(rule)
+        self._log_fade[step + 1] = self._log_fade[step] + log_fade
 
     def append(self) -> None:
         """Record one more step, by the rule of the last `draft`."""
@@ -89,8 +89,14 @@ class StepHistory(ABC):
     def numbers(self) -> Any:
         """Return the kernel's arguments for the last step, and for rows that catch up with it."""
 
-    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
-        return rule.dense_numbers(self.steps + 1)
+    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], np.ndarray]:
+        """Return the constants of the next step, and the logarithms of its factors."""
+        step, known = self.steps + 1, rule.last_numbers
+        if known is None or known[0] != step:
+            numbers, factors = rule.dense_numbers(step)
+            known = step, numbers, np.array([_log(factor) for factor in factors])
+            vars(rule)["last_numbers"] = known  # for other tables
+        return known[1:]
 
     def first_scale(self) -> float:
         """Return the product of the factors that scaled initial values of rows that were never stepped."""
@@ -140,6 +146,7 @@ class Rule(ABC):
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     HISTORY: ClassVar[type[StepHistory] | None] = None  # with the argument `dense`, if the rule has it
     FADE: ClassVar[str]  # hyperparameter by which untouched rows fade then
+    last_numbers: ClassVar[tuple[int, Sequence[float], np.ndarray] | None] = None  # of a `StepHistory`, with their step
     lr: float
 
     @property

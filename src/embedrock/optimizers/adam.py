@@ -30,9 +30,9 @@ class DenseAdamHistory(StepHistory):
 
     def _bound(self, rows: np.ndarray) -> None:
         done, at = rows.astype(np.float64), arguments.ADAM_COLUMN
-        self._largest = max(self._largest, float(done[:, at.step_size].max(initial=0.0)))
+        self._largest = float(np.maximum.reduce(done[:, at.step_size], initial=self._largest))
         fades = np.sqrt(done[:, at.beta2]) * (done[:, at.shrink] - done[:, at.decay])
-        self._fading = self._fading and bool(np.all(done[:, at.beta1] < fades))
+        self._fading = self._fading and bool(np.logical_and.reduce(done[:, at.beta1] < fades))
 
 
 class _AdamFamily(Rule):

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from embedrock.errors import ArgumentError
 from embedrock.kernels import arguments
 from embedrock.optimizers._rule import Rule, StateColumn, StepHistory, rule
@@ -19,12 +21,12 @@ class DenseFtrlHistory(StepHistory):
     blank = (0.0,) * len(arguments.FTRL_COLUMN)
     fades = 0
 
-    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], Sequence[float]]:
-        numbers, factors = super()._numbers_of(rule)
+    def _numbers_of(self, rule: Rule) -> tuple[Sequence[float], np.ndarray]:
+        numbers, log_fade = super()._numbers_of(rule)
         if self.steps and not numbers[arguments.FTRL_COLUMN.lr]:  # keeps the last constants
             last = arguments.DenseFtrlNumbers(*self._table[self.steps - 1])
             numbers = last._replace(lr=-abs(last.lr))
-        return numbers, factors
+        return numbers, log_fade
 
     def numbers(self) -> Any:
         return arguments.DenseFtrlStep(self._table, self.steps)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,6 +27,7 @@ from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
 
+_INT64 = np.dtype(np.int64)
 MODES = ("sum", "mean", "max")
 MOST_ROUTES = 64  # of batches with different features
 
@@ -49,12 +51,18 @@ class BatchFeature(NamedTuple):
     mode: str | None = None
     padding: int | None = None
 
+    @staticmethod
+    def each(*columns: Iterable[Any]) -> list[BatchFeature]:
+        """Return features of columns, in the order above, without a call of Python for each."""
+        return list(map(_new_feature, zip(*columns, strict=True)))
+
     @property
     def kind(self) -> str:
         """Way to read it: "rows", or bags by "sum" (used for means too) or "max"."""
         return _KINDS[self.mode]
 
 
+_new_feature = functools.partial(tuple.__new__, BatchFeature)
 _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
 
 
@@ -108,15 +116,14 @@ class PoolLayout:
                 return [rows.tier for rows in self.rows] == [part() for part in self.parts]
         return self.rows[0].tier is not None  # or it raises why no table can be used
 
-    @property
-    def lags(self) -> bool:
-        return any(rows.lags for rows in self.rows)
-
     def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""
         shapes = [feature.ids.shape for feature in features]
-        is_even = all(feature.offsets is None for feature in features)
-        known = self._layout
+        is_even, known = True, self._layout
+        for feature in features:
+            if feature.offsets is not None:
+                is_even = False
+                break
         if known is not None and is_even and known.shapes == shapes:
             return known
         positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
@@ -256,6 +263,10 @@ class GroupPlan:
         """Where the columns of each feature begin if all are side by side: int64 (features + 1,)."""
         return bounds_of([feature.table.dim for feature in self.features])
 
+    @property
+    def nbytes(self) -> int:
+        return sum(share.plan.nbytes for share in self.shares)
+
 
 @dataclass(eq=False)
 class PoolLookup:
@@ -274,10 +285,6 @@ class PoolLookup:
     traces: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(share.plan.nbytes for share in self.batch.shares)
 
     def parts(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
         """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
@@ -320,7 +327,7 @@ def plan(features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tabl
         IdError, IdTypeError: as for `Table.lookup`.
     """
     with table_lock.lock:  # not exclusively: a step moves no record
-        return _planned([_given(feature) for feature in features], routes, table_lock)
+        return _planned(_given(features), routes, table_lock)
 
 
 def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
@@ -331,12 +338,17 @@ def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tab
             routes.clear()
         found = routes[key] = _routes(given)
     for route in found:
+        _check(route.rows)
         for rows in route.rows:
-            if rows.executor is not None:
-                rows.check()
             if rows.owns is not None:
                 _check_owned(rows, given)
     return GroupPlan(given, [_share(route, given) for route in found], routes, table_lock)
+
+
+def _check(tables: Iterable[TableState]) -> None:
+    for rows in tables:
+        if rows.executor is not None:
+            rows.check()
 
 
 def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
@@ -346,8 +358,21 @@ def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
             check_owned(feature.ids, rows.owns, rows.subject)
 
 
-def _given(feature: BatchFeature) -> BatchFeature:
-    """Return a feature with ids as an array of int64, whose range is not checked yet."""
+def _given(features: Sequence[BatchFeature]) -> Sequence[BatchFeature]:
+    """Return features with ids as arrays of int64, whose range is not checked yet."""
+    for feature in features:
+        ids = feature.ids
+        if type(ids) is not np.ndarray or ids.dtype is not _INT64 or feature.mode not in _KINDS:
+            break
+        flags = ids.flags
+        if not (flags.c_contiguous and flags.aligned):
+            break
+    else:
+        return features
+    return [_converted(feature) for feature in features]
+
+
+def _converted(feature: BatchFeature) -> BatchFeature:
     if feature.mode not in _KINDS:
         check_choice("mode", feature.mode, MODES)
     if are_ids(feature.ids):
@@ -426,7 +451,10 @@ def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | 
 
 def _weights(features: Sequence[BatchFeature]) -> np.ndarray | None:
     """Return the weights of all positions: 1 for features without weights."""
-    if all(feature.weights is None for feature in features):
+    for feature in features:
+        if feature.weights is not None:
+            break
+    else:
         return None
     ones = (np.ones(f.ids.size, np.float32) if f.weights is None else f.weights for f in features)
     return np.concatenate(list(ones))
@@ -466,36 +494,39 @@ def unread(batch: GroupPlan) -> PoolLookup:
     return PoolLookup(batch, traces=[ONES] * len(batch.shares))
 
 
-def read(batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
+def read(
+    batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False, values: np.ndarray | None = None
+) -> PoolLookup:
     """Return the rows and bags of a batch.
 
     Args:
         batch: its plan.
         for_weights: `weight_gradients` will be called.
         side_by_side: the only array is (batch, sum of dims). The batch must be `may_be_side_by_side`.
+        values: of a batch of one table and kind, its rows, float32 (unique, dim), if they are known.
     """
     table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
     table_lock.queue()
     with table_lock.lock:
         if table_lock.running:
             table_lock.wait_for_step()
-        return _read(batch, for_weights, side_by_side)
+        return _read(batch, for_weights, side_by_side, values)
 
 
-def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool) -> PoolLookup:
+def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.ndarray | None) -> PoolLookup:
     if not all(share.route.is_current for share in batch.shares):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
-        for rows in share.route.rows:
-            rows.check()
+        _check(share.route.rows)
     lookup = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
     for number, share in enumerate(batch.shares):
-        of = share.route.rows, share.plan
-        values = reading.read_unique(*of) if for_weights else None
-        source = reading.source_of(*of) if values is None else PooledSource.of(values)
+        if known is None:
+            source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
+        else:
+            source = PooledSource.of(known)
         array, columns = lookup.arrays[0 if side_by_side else number], batch.columns if side_by_side else None
         lookup.traces.append(_pool(share, source, share.places(array, columns)))
-        lookup.values.append(values)
+        lookup.values.append(source.words if for_weights else None)
     return lookup
 
 
@@ -504,8 +535,7 @@ def _room(batch: GroupPlan, side_by_side: bool) -> list[np.ndarray]:
     if side_by_side:
         count = batch.shares[0].layout.bags[1]
         return [buffers.empty((int(count), int(batch.columns[-1])), np.float32)]
-    shapes = [(int(share.layout.items[-1]), share.route.dim) for share in batch.shares]
-    return [buffers.empty(shape, np.float32) for shape in shapes]
+    return [buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32) for share in batch.shares]
 
 
 @spanned("gather")
@@ -568,8 +598,8 @@ def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
     return touched
 
 
-def sum_side_by_side(lookup: PoolLookup, grads: np.ndarray) -> list[Block]:
-    """Return the result of `sum_blocks` from the gradient of the output, float32 (bags, sum of dims)."""
+def sum_array(lookup: PoolLookup, grads: np.ndarray) -> list[Block]:
+    """Return the result of `sum_blocks` from that of an output side by side, float32."""
     if grads.strides[1] != grads.itemsize:
         grads = np.ascontiguousarray(grads)
     places = np.empty((len(lookup.batch.features), 2), np.int64)
@@ -608,7 +638,7 @@ def _bags(share: PoolPlan) -> Bags:
 
 def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
-    given = list[np.ndarray]()
+    given: list[np.ndarray] = []
     for feature, own in zip(lookup.batch.features, grads, strict=True):
         dim = feature.table.dim
         rows = np.zeros((1, dim), np.float32) if own is None else own.reshape(-1, dim)

@@ -92,17 +92,26 @@ def located(tables: Tables, plan: Plan) -> Plan:
 # -------------------------------------------------------------------- weights
 
 
-def source_of(tables: Tables, plan: Plan) -> PooledSource:
-    """Return the rows of a plan, in their records if possible."""
-    here = _brought(tables, plan)
-    if here is not None and not any(rows.lags for rows in tables):
-        return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here))
-    return PooledSource.of(_values(tables, plan, here))
+def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[PooledSource, Plan]:
+    """Return the rows of a plan, in their records if possible, and the plan with present slots.
+
+    With `is_copy`, the words are the weights of the rows, float32 (unique, dim).
+    """
+    try:
+        here = located(tables, plan)
+    except CacheTooSmallError:  # reads may have any size
+        parts = [weights_of(rows, plan.ids[own]) for rows, own in own_parts(tables, plan)]
+        return PooledSource.of(np.concatenate(parts)), plan
+    for rows in tables:
+        is_copy |= rows.history is not None and rows.lags
+    if is_copy:
+        return PooledSource.of(_values(tables, here, plan.epoch >= 0)), here
+    return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here)), here
 
 
 def read_unique(tables: Tables, plan: Plan) -> np.ndarray:
     """Return the weights of a plan's rows: float32 (unique, dim)."""
-    return _values(tables, plan, _brought(tables, plan))
+    return source_of(tables, plan, is_copy=True)[0].words
 
 
 @spanned("gather")
@@ -116,29 +125,22 @@ def read(rows: TableState, plan: Plan, out: np.ndarray | None = None) -> np.ndar
     """Return the weights of a plan's positions: float32 of shape ``plan.shape + (dim,)``."""
     if out is None:
         out = buffers.empty((*plan.shape, rows.spec.dim), np.float32)
-    gather(source_of((rows,), plan), plan.inverse, out.reshape(-1, rows.spec.dim))
+    gather(source_of((rows,), plan)[0], plan.inverse, out.reshape(-1, rows.spec.dim))
     return out
 
 
-def _brought(tables: Tables, plan: Plan) -> Plan | None:
-    """Return a plan with all rows loaded; None if they do not fit the cache."""
-    try:
-        return located(tables, plan)
-    except CacheTooSmallError:
-        return None
+def _values(tables: Tables, here: Plan, keeps: bool) -> np.ndarray:
+    """Return the weights of the rows of a plan with present slots: float32 (unique, dim).
 
-
-def _values(tables: Tables, plan: Plan, here: Plan | None) -> np.ndarray:
-    """Return the weights of a plan's rows: float32 (unique, dim). `here` has their slots; None: they are not loaded."""
-    if here is None:
-        return np.concatenate([weights_of(rows, plan.ids[own]) for rows, own in own_parts(tables, plan)])
+    With `keeps`, a step of the plan may take over rows that caught up.
+    """
     records, values = pool_of(tables).records, buffers.empty((len(here.ids), tables[0].spec.dim), np.float32)
     gather(PooledSource(records.weights, *_with_fresh(tables, here)), counting(len(values)), values)
     for rows, own in own_parts(tables, here):
         state = _refresh(rows, records, here.slots[own], values[own])
-        # A plan without other references gets no step. A step rounds 16-bit weights itself.
-        if state is not None and plan.epoch >= 0 and rows.spec.dtype == "float32" and len(tables) == 1:
-            rows.reads.keep(plan, CaughtUpRows(rows.version.now, here.slots >= 0, values, state))
+        # A step rounds 16-bit weights itself.
+        if state is not None and keeps and rows.spec.dtype == "float32" and len(tables) == 1:
+            rows.reads.keep(here, CaughtUpRows(rows.version.now, here.slots >= 0, values, state))
     return values
 
 
@@ -240,4 +242,4 @@ def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
 
 def _look_up_all(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
     plan = planned(tables, ids)
-    gather(source_of(tables, plan), plan.inverse, out)
+    gather(source_of(tables, plan)[0], plan.inverse, out)

@@ -30,7 +30,7 @@ from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
-from embedrock.table.reading import is_reading, keys_of, missing_ids, present_slots
+from embedrock.table.reading import is_reading, keys_of, missing_ids, pool_of, present_slots
 from embedrock.table.rows import NOBODY, TableState, rounded
 
 STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
@@ -62,15 +62,16 @@ class StepRequest(NamedTuple):
         first = self.tables[0]
         first.check_commit()
         checks.check_gradients(self.grads, first.spec.dim, first.subject)
-        rule = self.rule
+        rule = fits = self.rule
         for rows in self.tables:
             if rows.backend is None:
                 rows.check_open()
             if rows.executor is not None:
                 rows.check()
             own = rows.spec.rule
-            if rule is not own and not rule.same_layout(own):
+            if own is not rule and own is not fits and not rule.same_layout(own):
                 raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
+            fits = own
 
     def split(self) -> list[StepRequest]:
         """Return a request for each table."""
@@ -480,12 +481,15 @@ def _by_pool(requests: Sequence[StepRequest]) -> dict[Backend, list[StepRequest]
     """Return the requests of each pool. Tables may have moved since their gradients were summed together."""
     found: dict[Backend, list[StepRequest]] = {}
     for each in requests:
-        pool = each.tables[0].tier.pool
-        if all(rows.tier.pool is pool for rows in each.tables[1:]):
-            found.setdefault(pool, []).append(each)
+        pool = pool_of(each.tables)
+        for rows in each.tables:
+            if rows.backend is None or rows.backend.pool is not pool:
+                break
         else:
-            for own in each.split():
-                found.setdefault(own.tables[0].tier.pool, []).append(own)
+            found.setdefault(pool, []).append(each)
+            continue
+        for own in each.split():
+            found.setdefault(own.tables[0].tier.pool, []).append(own)
     return found
 
 
@@ -557,8 +561,8 @@ def prepare_each(due: Sequence[tuple[Sequence[TableState], Plan]], elsewhere: Se
 
 def _without_values(tables: Sequence[TableState], plan: Plan) -> StepRequest:
     """Return a request whose gradients are not known here."""
-    nothing = np.empty((len(plan.ids), 0), np.float32)
-    return StepRequest(tables, NO_RULE, RowGradients(plan, nothing, 0.0, [0.0] * len(tables)))
+    nothing, squares = np.empty((len(plan.ids), 0), np.float32), [0.0] * len(tables) if len(tables) > 1 else ()
+    return StepRequest(tables, NO_RULE, RowGradients(plan, nothing, 0.0, squares))
 
 
 def _more(pools: Sequence[PoolStep]) -> list[NewRows]:
@@ -598,9 +602,7 @@ class StepRun:
 
     def takes(self, draft: Any) -> bool:
         """Return whether a table with such constants may be the next one."""
-        if draft is self.draft:
-            return self.scratch is None and self.tables[0].history is None
-        return type(draft) is type(self.draft) and draft == self.draft and self.scratch is None
+        return type(draft) is type(self.draft) and draft == self.draft
 
 
 class PoolStep:
@@ -774,7 +776,7 @@ class PoolStep:
                 is_alone = rows.history is not None or not is_exact  # histories and rounding are per table
                 draft = rows.draft(each.rule) if is_alone or key not in known else known[key]
                 known[key], number = draft, number + 1
-                if last is not None and not is_alone and last.takes(draft):
+                if last is not None and not is_alone and (draft is last.draft or last.takes(draft)):
                     last.tables.append(rows)
                     last.stop = stop
                 else:
@@ -809,8 +811,11 @@ class PoolStep:
         for run in self._runs:
             rows, own = run.tables[0], slice(run.start, run.stop)
             refreshed = () if rows.history is None else self._taken(rows)
-            for each in run.tables:
-                numbers = each.count(run.draft)
+            numbers = rows.count(run.draft)
+            for each in run.tables[1:]:  # without histories: see `TableState.count`
+                each.steps += 1
+                each.version.now += 1
+                each.version.of_rows += 1
             of_rows = self.plan.ids[own], self._slots[own], values[own], numbers, rows.steps
             made.append(functools.partial(rows.tier.records.step, *of_rows, run.scratch, refreshed))
         rows = self.tables[0]

@@ -286,7 +286,7 @@ class Table(StoredVerbs):
     @exclusive
     def read_parts(self, plan: Plan, outs: Sequence[np.ndarray]) -> None:
         """Write the weights of a plan's positions to several arrays, one after the other: float32 (n, dim)."""
-        source, at = reading.source_of((self._checked_rows(),), plan), 0
+        (source, _), at = reading.source_of((self._checked_rows(),), plan), 0
         for out in outs:
             reading.gather(source, plan.inverse[at : at + len(out)], out)
             at += len(out)

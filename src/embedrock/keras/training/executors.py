@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.pooling import ONES
 from embedrock.frontend.executor import ArrayExecutor
 from embedrock.keras.training import host_calls
 from embedrock.storage.listeners import PlacementWarning
@@ -23,8 +22,7 @@ BY_HOST = "TensorFlow's programs look rows up, and step them, by calls of the ho
 class ProgramExecutor:
     """An executor of a table's rows for programs: on the CPU, with NumPy arrays. The GPU's executor derives from it.
 
-    Functions take and return arrays of the executor's kind. Plans, bags, gradients, and the traces of `pool` are
-    opaque: callers only pass them back.
+    Functions take and return arrays of the executor's kind. Gradients are opaque: callers only pass them back.
 
     Args:
         table: the table.
@@ -32,12 +30,10 @@ class ProgramExecutor:
 
     Attributes:
         is_on_gpu: whether TensorFlow's GPU uses the rows.
-        trace: the dtype in which places of maxima go through programs.
         call: a function that calls a function of arrays from a program: see `host_calls.call`.
     """
 
     is_on_gpu = False
-    trace: tf.DType = tf.int32
     call: Callable[..., list[tf.Tensor]] = staticmethod(host_calls.call)
 
     def __init__(self, table: Table, label: str) -> None:
@@ -63,33 +59,6 @@ class ProgramExecutor:
 
     def host_array(self, array: Any) -> np.ndarray:
         return array
-
-    def joined(self, parts: Sequence[Any]) -> Any:
-        """Return the concatenation of arrays."""
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def numbers(self, start: int, stop: int) -> Any:
-        """Return the integers from `start` to before `stop`, int64."""
-        return np.arange(start, stop)
-
-    def ones(self, n: int) -> Any:
-        return np.ones(n, np.float32)
-
-    def lookup(self, ids: Any) -> Any:
-        """Return rows without gradients: float32 (n, dim).
-
-        Raises:
-            IdError: an id is outside of the table.
-        """
-        return self.table.lookup(ids)
-
-    def plan(self, ids: Any) -> Any:
-        """Return the plan of a batch of ids (n,). Raises as `lookup` does."""
-        return self.table.plan(ids)
-
-    def unpool(self, grads: Any, weights: Any, bags: Any, places: Any) -> Any:
-        """Return the gradients of the rows from those of the bags; `places` of maxima, None for sums."""
-        return self._host.unpool(grads, weights, bags, ONES if places is None else places, by_frequency=False)
 
     def sum_of(self, parts: Sequence[Any]) -> Any:
         """Return the sum of one or more gradients. A row's gradients are added in the order of `parts`."""

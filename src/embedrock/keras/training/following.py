@@ -6,6 +6,7 @@ batch does not touch have the same trajectory as in a variable.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,32 +21,49 @@ from embedrock.optimizers import Rule
 Follower = Callable[[Any, float, bool], Rule]
 
 
+@functools.lru_cache(64)
+def _kept(kind: type[Rule], **options: Any) -> Rule:
+    return kind(**options)
+
+
+def _made(kind: type[Rule], **options: Any) -> Rule:
+    """Return a rule; mostly that of the step before."""
+    try:
+        return _kept(kind, **options)
+    except TypeError:  # an option without a hash is no number: the rule raises its own error
+        return kind(**options)
+
+
 def _sgd(optimizer: Any, lr: float, decays: bool) -> Rule:
     if not optimizer.momentum:
-        return rules.SGD(lr=lr)
-    return rules.Momentum(lr=lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov, dense=True, lr_inside=True)
+        return _made(rules.SGD, lr=lr)
+    return _made(
+        rules.Momentum, lr=lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov, dense=True, lr_inside=True
+    )
 
 
 def _adagrad(optimizer: Any, lr: float, decays: bool) -> Rule:
     first = optimizer.initial_accumulator_value
-    return rules.Adagrad(lr=lr, eps=optimizer.epsilon, initial_accumulator_value=first, eps_inside=True)
+    return _made(rules.Adagrad, lr=lr, eps=optimizer.epsilon, initial_accumulator_value=first, eps_inside=True)
 
 
 def _rmsprop(optimizer: Any, lr: float, decays: bool) -> Rule:
-    return rules.RMSprop(lr=lr, alpha=optimizer.rho, eps=optimizer.epsilon, dense=True, eps_inside=True)
+    return _made(rules.RMSprop, lr=lr, alpha=optimizer.rho, eps=optimizer.epsilon, dense=True, eps_inside=True)
 
 
 def _adam(optimizer: Any, lr: float, decays: bool) -> Rule:
     betas, eps = (optimizer.beta_1, optimizer.beta_2), optimizer.epsilon
     if not decays:
-        return rules.Adam(lr=lr, betas=betas, eps=eps, dense=True, eps_hat=True)
-    return rules.AdamW(lr=lr, betas=betas, eps=eps, weight_decay=optimizer.weight_decay, dense=True, eps_hat=True)
+        return _made(rules.Adam, lr=lr, betas=betas, eps=eps, dense=True, eps_hat=True)
+    return _made(
+        rules.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=optimizer.weight_decay, dense=True, eps_hat=True
+    )
 
 
 def _ftrl(optimizer: Any, lr: float, decays: bool) -> Rule:
     l1, l2 = optimizer.l1_regularization_strength, optimizer.l2_regularization_strength
     first = optimizer.initial_accumulator_value
-    return rules.Ftrl(lr=lr, l1=l1, l2=l2, beta=optimizer.beta, initial_accumulator_value=first, dense=True)
+    return _made(rules.Ftrl, lr=lr, l1=l1, l2=l2, beta=optimizer.beta, initial_accumulator_value=first, dense=True)
 
 
 # By class, the more special ones first.

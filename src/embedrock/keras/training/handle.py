@@ -260,10 +260,10 @@ class TableHandle:
 
         A token of zeros has no rows, but still makes a step, as it would for a variable.
         """
-        if len(arrays) == 1:
-            return self.pending.take(self.executor.host_array(arrays[0])) or self.no_gradients()
-        values, indices = arrays
-        return self.executor.of_rows(values, indices, self.pending.plans)
+        if len(arrays) == 2:
+            values, indices = arrays
+            return self.executor.of_rows(values, indices, self.pending.plans)
+        return self.pending.take(self.executor.host_array(arrays[0])) or self.no_gradients()
 
     def leave_gpu(self) -> None:
         """Write rows back from a GPU until the next lookup. Then a step by gradients that wait there is an error."""

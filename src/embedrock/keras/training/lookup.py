@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import OF_STRINGS, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras import callers
@@ -17,7 +17,7 @@ from embedrock.keras.serving.table import is_serving, pooled, serving_table
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.training.pending import SLOTS
-from embedrock.keras.training.requests import KEPT_PLANS, LookupRequest, TableLookup, WorkerLookup, by_table
+from embedrock.keras.training.requests import KEPT_PLANS, HostLookup, LookupRequest, WorkerLookup, planned_apart
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 from embedrock.system.spans import span
@@ -38,12 +38,12 @@ class ProgramLookup:
     """A lookup in a program: rows of several tables on one executor kind, in one host call.
 
     It is made when the program is traced, once for each replica. At run time the executors work in `look_up` and
-    `sum_gradients`. Requests of one table are planned together.
+    `sum_gradients`.
 
     Attributes:
         handles: handles of the tables.
         trained: handles whose rows get gradients.
-        by_table: parts that are planned together.
+        parts: requests that are planned together.
         functions: keeps the program's host functions: see `host_calls.call`.
     """
 
@@ -55,12 +55,16 @@ class ProgramLookup:
         self.handles = list(dict.fromkeys(request.handle for request in requests))
         self.functions, self.call = functions_of(self.handles), self.handles[0].executor.call
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
-        self.by_table = by_table(requests)
-        alone = [one for one in self.by_table if isinstance(one, TableLookup)]  # no group is sharded
-        self._sharded = [one for one in alone if shards.shard_of(one.handle.table) is not None]
-        self._fetching = WorkerLookup(self._sharded) if self._sharded and shards.has_workers() else None
+        inputs = itertools.count()
         # Without their tensors, which would live as long as the program.
-        self._requests = [request.of(iter([()] * len(request.parts()))) for request in requests]
+        numbered = [request.of(inputs) for request in requests]
+        self._inputs, kind = next(inputs), HostLookup
+        if self.handles[0].executor.is_on_gpu:
+            from embedrock.keras.training.gpu_executor import GpuLookup as kind  # needs PyTorch
+        self.parts: list[Any] = [kind([numbered[k] for k in which], which) for which in planned_apart(requests)]
+        # No group is sharded.
+        self._sharded = [part for part in self.parts if part.requests[0].handle.shard is not None]
+        self._fetching = WorkerLookup(self._sharded) if self._sharded and shards.has_workers() else None
 
     def look_up(self, values: Any, *inputs: Any) -> list[Any]:
         """Return the number of kept plans, the rows or bags of each request, and saved arrays for the backward pass.
@@ -69,27 +73,24 @@ class ProgramLookup:
             values: the handles' values.
             inputs: the parts of the requests, and rows fetched from other workers.
         """
-        requests = self._filled(inputs)
-        fetched = self._fetched(requests, inputs[self._part_count :])
+        fetched = self._fetched(inputs)
         with span("lookup"):
             if values.any():
                 for handle, value in zip(self.handles, values, strict=True):
                     handle.check_untouched(value)
             for handle in self.handles:
-                handle.executor.begin()
-            rows: list[Any] = [None] * len(requests)
+                if handle.state.executor is not None:
+                    handle.executor.begin()
+            rows: list[Any] = [None] * sum([len(part.which) for part in self.parts])
             plans, kept = [], []
-            for one in self.by_table:
-                plan, its_rows = fetched.get(one, (None, None)) if isinstance(one, TableLookup) else (None, None)
-                if plan is None and (self._keep or one.pools):
-                    plan = one.plan(requests)
-                found, saved = one.read(requests, plan, its_rows)
-                for k, part in zip(one.which, found, strict=True):
-                    rows[k] = part
+            for part in self.parts:
+                found, saved, plan = part.read(inputs, self._keep, *fetched.get(part, ()))
+                for k, own in zip(part.which, found, strict=True):
+                    rows[k] = own
                 plans.append(plan)
-                kept += [saved] if one.saves else []
-            plans_number = KEPT_PLANS.grant(plans if self._keep else [])
-        return [np.asarray(plans_number, np.int64), *rows, *kept]
+                kept += [] if part.saved is None else [saved]
+            number = KEPT_PLANS.grant(plans) if self._keep else 0
+        return [np.asarray(number, np.int64), *rows, *kept]
 
     def sum_gradients(self, place: int, replica: Any, plans_number: Any, *inputs: Any) -> list[Any]:
         """Sum gradients by row; return a token for each trained handle, and gradients of weights.
@@ -100,22 +101,24 @@ class ProgramLookup:
             plans_number: the number of kept plans, which `look_up` returned.
             inputs: the parts of the requests, the saved arrays of `look_up`, and the gradients of the rows and bags.
         """
-        count = len(self._requests)
-        requests, saved, grads = self._filled(inputs), iter(inputs[self._part_count : -count]), inputs[-count:]
-        plans = KEPT_PLANS.end(int(plans_number)) or [one.plan(requests) for one in self.by_table]
+        saved = iter(inputs[self._inputs :])
+        arrays = [None if part.saved is None else next(saved) for part in self.parts]
+        grads = list(saved)
+        plans = KEPT_PLANS.end(int(plans_number)) or [None] * len(self.parts)
         by_handle: dict[TableHandle, list[Any]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, Any] = {}
-        for one, plan in zip(self.by_table, plans, strict=True):
-            kept = next(saved) if one.saves else None
-            summed, weights = one.sum_gradients(requests, plan, grads, kept)
+        for part, plan, array in zip(self.parts, plans, arrays, strict=True):
+            summed, weights = part.sum_gradients(inputs, plan, grads, array)
             for handle, of_rows in summed:
                 by_handle[handle].append(of_rows)
-            weighted = [k for k in one.which if requests[k].weights is not None]
-            of_weights.update(zip(weighted, weights, strict=True))
-        tokens = [
-            handle.pending.add((place, int(replica)), self._number, handle.executor.sum_of(by_handle[handle]))
-            for handle in self.trained
-        ]
+            if weights:
+                pairs = zip(part.which, part.requests, strict=True)
+                of_weights.update(zip([k for k, one in pairs if one.weights is not None], weights, strict=True))
+        where, tokens = (place, int(replica)), []
+        for handle in self.trained:
+            own = by_handle[handle]
+            summed = own[0] if len(own) == 1 else handle.executor.sum_of(own)
+            tokens.append(handle.pending.add(where, self._number, summed))
         return [*tokens, *(of_weights[k] for k in sorted(of_weights))]
 
     def gradients(
@@ -153,29 +156,20 @@ class ProgramLookup:
         unique = host_calls.call(self.unique_ids, parts, [tf.int32], functions=self.functions, stateful=False)
         return self._fetching.fetch(unique[0])
 
-    def unique_ids(self, *parts: np.ndarray) -> np.ndarray:
+    def unique_ids(self, *inputs: np.ndarray) -> np.ndarray:
         """Return a message to the other workers: the ids of the rows that the lookup needs."""
         assert self._fetching is not None
-        return self._fetching.ask(self._filled(parts))
+        return self._fetching.ask(inputs)
 
-    def _fetched(
-        self, requests: Sequence[LookupRequest], messages: Sequence[np.ndarray]
-    ) -> dict[TableLookup, tuple[Plan, np.ndarray]]:
+    def _fetched(self, inputs: Sequence[np.ndarray]) -> dict[HostLookup, tuple[Any, Any]]:
         """Return plans, and rows fetched from other workers. Without other workers, check that no rows are missing."""
         if self._fetching is not None:
-            plans = self._fetching.plans(requests)
-            return dict(zip(self._sharded, zip(plans, self._fetching.rows(plans, *messages), strict=True), strict=True))
-        for one in self._sharded:
-            shards.check_own(one.handle.table, one.handle.label, one.ids(requests))
+            found = self._fetching.rows(inputs, *inputs[self._inputs :])
+            return dict(zip(self._sharded, found, strict=True))
+        for part in self._sharded:
+            handle, ids = part.requests[0].handle, [inputs[request.ids].reshape(-1) for request in part.requests]
+            shards.check_own(handle.table, handle.label, np.concatenate(ids))
         return {}
-
-    @property
-    def _part_count(self) -> int:
-        return sum(len(request.parts()) for request in self._requests)
-
-    def _filled(self, inputs: Sequence[Any]) -> list[LookupRequest]:
-        parts = iter(inputs)
-        return [request.of(parts) for request in self._requests]
 
 
 def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> list[tf.Tensor]:
@@ -222,7 +216,7 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
     @tf.custom_gradient
     def rows_of(*values_and_weights: tf.Tensor) -> Any:
         inputs = [tf.stack(values_and_weights[: len(values)]), *parts, *fetched]
-        saved = [one.trace if one.is_max else tf.float32 for one in lookup.by_table if one.saves]
+        saved = [part.saved for part in lookup.parts if part.saved is not None]
         dtypes = [tf.int64] + [tf.float32] * len(requests) + saved
         # Stateless, so that calls of several replicas, or in several places, need not wait for each other.
         with tf.control_dependencies(host_calls.after_earlier_steps()):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,23 +82,22 @@ class PendingGradients:
         """
         with self._lock:
             number, self._order = self._number(place), self._order + 1
-            arrival = BackwardResult(place[1], lookup, self._order, self._steps, grads)
-            self._arrivals.setdefault(number, []).append(arrival)
+            self._arrivals[number].append(BackwardResult(place[1], lookup, self._order, self._steps, grads))
         token = np.zeros(SLOTS, np.float32)
-        if number < SINGLES:
-            token[number // BITS] = 1 << 2 * (number % BITS)
+        if number < 0:
+            token[number] = 1
         else:
-            token[number - SINGLES + SLOTS - COUNTING] = 1
+            token[number // BITS] = 1 << 2 * (number % BITS)
         return token
 
     def _number(self, place: tuple[int, int]) -> int:
-        """Return the number of a place's next pass: one of its own, or one that passes share."""
+        """Return the number of a place's next pass: one of its own, or a negative one that passes share."""
         if (number := self._next) not in self._arrivals:
-            self._next = (number + 1) % SINGLES
+            self._next, self._arrivals[number] = (number + 1) % SINGLES, []
             return number
-        free = (number for number in range(SINGLES, SINGLES + COUNTING) if number not in self._arrivals)
-        number = self._shared.setdefault(place, next(free, -1))
-        if number < 0 or len(self._arrivals.get(number, ())) == MANY:
+        free = (number for number in range(-COUNTING, 0) if number not in self._arrivals)
+        number = self._shared.setdefault(place, next(free, 0))
+        if number == 0 or len(self._arrivals.setdefault(number, [])) == MANY:
             self._clear()  # an error for each offence, not for ever
             raise ForgottenGradientsError(
                 f"more than {MANY} backward passes of a table wait, and no step or program has asked for their "
@@ -111,7 +111,7 @@ class PendingGradients:
         """Return, for a step, the sum of the gradients behind a sum of tokens; None if it is zero."""
         with self._lock:
             found = self._found(token)
-            self._taken.update(found)
+            self._taken |= found
         return self._summed(found)
 
     def read(self, token: np.ndarray, is_last: bool) -> Any:
@@ -122,11 +122,11 @@ class PendingGradients:
         with self._lock:
             found = self._found(token)
             if is_last:
-                self._forget(found.items())
+                self._forget(found)
             else:
                 self._read.extend(found.items())
                 over = len(self._read) - max(KEPT, len(found))
-                self._forget([self._read.popleft() for _ in range(over)])
+                self._forget(dict([self._read.popleft() for _ in range(over)]))
         summed = self._summed(found)
         if summed is not None:
             self._plans.append(summed.plan)
@@ -147,20 +147,26 @@ class PendingGradients:
         """Drop the gradients of the step, and unused old ones."""
         with self._lock:
             self._steps += 1
-            old = [pair for pair in self._arrivals.items() if pair[1][-1].step <= self._steps - KEPT]
-            self._forget([*old, *(() if self.outlives_steps else self._taken.items())])
+            if not self.outlives_steps:
+                self._forget(self._taken)
+            if self._arrivals:
+                old = self._steps - KEPT
+                self._forget({n: passes for n, passes in self._arrivals.items() if passes[-1].step <= old})
             self._taken = {}
             self._plans.clear()
 
     def _found(self, token: np.ndarray) -> dict[int, list[BackwardResult]]:
-        counts = _counts(token)
-        found = {number: self._arrivals[number] for number in counts if number in self._arrivals}
-        if len(found) < len(counts):
+        counts, found, missing, is_partial = _counts(token.tobytes()), dict[int, list[BackwardResult]](), 0, False
+        for number, count in counts.items():
+            found[number] = passes = self._arrivals.get(number, [])
+            missing += not passes
+            is_partial |= len(passes) != count
+        if missing:
             raise ArgumentError(
-                f"a gradient of rows is the sum of {len(counts)} backward passes, {len(counts) - len(found)} of which "
-                f"are gone. Inside of a tf.function, use gradients before {KEPT} more steps of their table."
+                f"a gradient of rows is the sum of {len(counts)} backward passes, {missing} of which are gone. Inside "
+                f"of a tf.function, use gradients before {KEPT} more steps of their table."
             )
-        if any(counts[number] != len(passes) for number, passes in found.items()):
+        if is_partial:
             raise ArgumentError(
                 f"a gradient of rows is the sum of some of more than {SINGLES} backward passes of its table that wait: "
                 "which ones cannot be told then. Apply the gradients of one long loop before the next one is run, or "
@@ -170,9 +176,9 @@ class PendingGradients:
             self._shared = {place: number for place, number in self._shared.items() if number not in found}
         return found
 
-    def _forget(self, pairs: Iterable[tuple[int, list[BackwardResult]]]) -> None:
+    def _forget(self, found: Mapping[int, list[BackwardResult]]) -> None:
         """Drop arrivals whose numbers are not reused yet."""
-        for number, arrivals in pairs:
+        for number, arrivals in found.items():
             if self._arrivals.get(number) is arrivals:
                 del self._arrivals[number]
         if self._shared:
@@ -190,22 +196,20 @@ class PendingGradients:
         self._plans.clear()
 
 
-def _counts(token: np.ndarray) -> dict[int, int]:
-    """Return the number of passes by number in a sum of tokens."""
-    slots, counts = token.nonzero()[0], dict[int, int]()
-    for slot, value in zip(slots.tolist(), token[slots].tolist(), strict=True):
-        counted = slot - (SLOTS - COUNTING)
-        if value % 1 or (counted < 0 and int(value) & ~USED):  # also NaN and Inf
+@functools.lru_cache(64)  # tables that are looked up together have the same tokens
+def _counts(token: bytes) -> dict[int, int]:
+    """Return the number of passes by number in a sum of tokens, float32 (SLOTS,)."""
+    numbers = np.frombuffer(token, np.float32)
+    slots, counts = numbers.nonzero()[0], dict[int, int]()
+    for slot, value in zip(slots.tolist(), numbers[slots].tolist(), strict=True):
+        is_shared = slot >= SLOTS - COUNTING
+        if value % 1 or (int(value) & ~USED and not is_shared):  # also NaN and Inf
             raise ArgumentError(
                 "a gradient of rows was changed before its tape returned it, by a gradient function of your own. "
                 "Change the gradients of what the layer returns, or those that the tape returns."
             )
-        left = int(value)
-        if counted >= 0:
-            counts[SINGLES + counted] = left
-            continue
-        while left:
-            bit = left.bit_length() - 1
-            left ^= 1 << bit
-            counts[slot * BITS + bit // 2] = 1
+        if is_shared:
+            counts[slot - SLOTS] = int(value)
+        else:
+            counts |= {slot * BITS + bit: 1 for bit in range(BITS) if int(value) >> 2 * bit & 1}
     return counts

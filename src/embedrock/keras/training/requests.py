@@ -1,9 +1,8 @@
-"""The host part of a lookup: rows of tables, pooled bags, and all tables of a group at once."""
+"""The host part of a lookup: the requests for several tables, and the plans until the backward pass."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.ids import check_range
-from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.distributed import stages
 from embedrock.distributed.owners import Shard, Split
@@ -21,17 +19,16 @@ from embedrock.errors import ArgumentError, IdError, counted
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.workers.cluster import gather
-from embedrock.keras.workers.shards import shard_of, wire_of
+from embedrock.keras.workers.shards import wire_of
 from embedrock.system import forks
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature, PoolLookup, unread
-from embedrock.table.group import Group
+from embedrock.table.batches import BatchFeature, GroupPlan
 
 T = TypeVar("T")
 
 
 class LookupRequest(NamedTuple):
-    """One input of a lookup: tensors in a program, arrays on the host.
+    """One input of a lookup: tensors in a program, their numbers among the inputs of host functions, or arrays.
 
     Attributes:
         handle: handle of the table.
@@ -54,7 +51,7 @@ class LookupRequest(NamedTuple):
         return [part for part in self[1:4] if part is not None]
 
     def of(self, parts: Iterator[Any]) -> LookupRequest:
-        """Return a request like this one of other tensors or arrays, in the order of `parts`."""
+        """Return a request like this one of other parts, in the order of `parts`."""
         ids, offsets, weights = (None if part is None else next(parts) for part in self[1:4])
         return LookupRequest(self.handle, ids, offsets, weights, self.is_max, self.is_masked)
 
@@ -71,220 +68,133 @@ class LookupRequest(NamedTuple):
         return in_bag
 
 
-class TableLookup:
-    """The requests of a lookup for one table that share a plan. Maxima have a plan of their own.
+def planned_apart(requests: Sequence[LookupRequest]) -> list[list[int]]:
+    """Return which requests of a lookup are planned together: for one table, or for the tables of a group.
 
-    If some of them are bags, requests for rows become bags of one.
+    Results of maxima, and of weights, go through the program. So they have a plan for each table. A GPU plans each
+    table alone, and so do shards.
+    """
+    weighted = {request.handle for request in requests if request.is_max or request.weights is not None}
+    parts: dict[Any, list[int]] = {}
+    for number, request in enumerate(requests):
+        handle, group = request.handle, request.handle.table.group
+        is_alone = group is None or handle in weighted or handle.executor.is_on_gpu or handle.shard is not None
+        parts.setdefault((handle, request.is_max) if is_alone else group, []).append(number)
+    return list(parts.values())
+
+
+class HostLookup:
+    """The requests of a lookup that are planned together on the CPU. Rows of a table with bags become bags of one.
+
+    Args:
+        requests: the requests, whose parts are numbers of inputs.
+        which: their indices in the lookup.
 
     Attributes:
-        handle: handle of the table.
-        which: the indices of its requests in the lookup.
-        is_max: as in `LookupRequest`.
-        pools: whether any of them are bags.
-        saves: whether a backward pass needs an array of its forward pass besides the plan.
-        trace: the dtype of that array for maxima.
+        requests, which: see above.
+        saved: dtype of an array that a backward pass needs besides the plan; None: it needs none.
     """
 
     def __init__(self, requests: Sequence[LookupRequest], which: Sequence[int]) -> None:
-        mine = [requests[k] for k in which]
-        self.handle, self.which, self.is_max = mine[0].handle, list(which), mine[0].is_max
-        self._executor = self.handle.executor
-        self.trace = self._executor.trace
-        self.pools = any(request.offsets is not None for request in mine)
-        self.saves = self.is_max or any(request.weights is not None for request in mine)
+        self.requests, self.which = requests, which
+        self._handles = {request.handle.table: request.handle for request in requests}
+        self._pooled = {request.handle for request in requests if request.offsets is not None}
+        self._is_max = requests[0].is_max
+        self._is_weighted = any(request.weights is not None for request in requests)
+        self.saved = tf.int32 if self._is_max else tf.float32 if self._is_weighted else None
+        self._routes: batches.PoolLayouts = {}
+        self._table_lock = requests[0].handle.state.table_lock  # of all tables
 
-    def ids(self, requests: Sequence[LookupRequest]) -> Any:
-        return self._executor.joined([requests[k].ids.reshape(-1) for k in self.which])
+    def plan(self, inputs: Sequence[Any]) -> GroupPlan:
+        return self._asking(lambda features: batches.plan(features, self._routes, self._table_lock), inputs)
 
-    def plan(self, requests: Sequence[LookupRequest]) -> Any:
-        return self._asking(self._executor.plan, requests)
-
-    def _asking(self, ask: Callable[[Any], T], requests: Sequence[LookupRequest]) -> T:
-        """Call a method of the executor with all ids. The `IdError` of a wrong id names its position."""
-        try:
-            return ask(self.ids(requests))
-        except IdError:
-            mine = [requests[k] for k in self.which]
-            _refuse_outside([one.of(map(self._executor.host_array, one.parts())) for one in mine])
-            raise
-
-    def read(self, requests: Sequence[LookupRequest], plan: Any, rows: Any = None) -> tuple[list[Any], Any]:
-        """Read rows, and pool bags.
+    def read(
+        self, inputs: Sequence[Any], keep: bool, plan: GroupPlan | None = None, rows: np.ndarray | None = None
+    ) -> tuple[list[np.ndarray], np.ndarray | None, GroupPlan | None]:
+        """Return the rows or bags of each request, the array to save, and the plan.
 
         Args:
-            requests: requests of the lookup.
-            plan: plan of its own ones; None if they pool nothing, and get no gradients.
-            rows: the plan's rows, if they were read already.
-
-        Returns:
-            The rows or bags of each request. `sum_gradients` needs the second value: unique rows, or positions of
-            maxima.
+            inputs: the parts of all requests.
+            keep: gradients may follow.
+            plan, rows: of a shard, the plan and its rows; None: they are to be found here.
         """
-        executor = self._executor
-        if not self.pools:
-            if plan is None:
-                found = self._asking(executor.lookup, requests)
-            else:
-                found = executor.stepped.read(plan) if rows is None else rows[plan.inverse]
-            return self._split(found, requests), None
-        assert plan is not None  # the caller plans all pooled requests
-        rows = executor.stepped.read_rows(plan) if rows is None else rows
-        bags, weights = self._bags(requests, plan)
-        out, trace = executor.stepped.pool(rows, weights, bags)
-        return self._split(out, requests), (trace if self.is_max else rows) if self.saves else None
+        if plan is None and not keep and not self._pooled and len(self._handles) == len(self.requests):
+            with self._table_lock.alone():
+                return self._asking(batches.look_up, inputs), None, None
+        lookup = batches.read(self.plan(inputs) if plan is None else plan, self._is_weighted, values=rows)
+        outputs = lookup.outputs
+        for k, request in enumerate(self.requests if self._pooled else ()):
+            if request.offsets is None:
+                outputs[k] = outputs[k].reshape(*inputs[request.ids].shape, request.handle.table.dim)
+        saved = lookup.traces[0] if self._is_max else lookup.values[0] if self._is_weighted else None
+        return outputs, saved, lookup.batch
 
     def sum_gradients(
-        self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[Any], saved: Any
-    ) -> tuple[list[tuple[TableHandle, Any]], list[Any]]:
+        self, inputs: Sequence[Any], plan: GroupPlan | None, grads: Sequence[np.ndarray], saved: np.ndarray | None
+    ) -> tuple[list[tuple[TableHandle, Any]], list[np.ndarray]]:
         """Sum the gradients of all rows and bags that were read.
 
         Args:
-            requests: requests of the lookup.
-            plan: plan of its own ones.
+            inputs: the parts of all requests.
+            plan: from `read`; None: it is no longer kept.
             grads: gradients of the rows and bags of the lookup.
-            saved: the array that `read` returned.
+            saved: the array from `read`.
 
         Returns:
             The gradients of the rows of each table, and of the weights of the requests with weights.
         """
-        executor = self._executor
-        flat = executor.joined([grads[k].reshape(-1, self.handle.table.dim) for k in self.which])
-        if not self.pools:
-            return [(self.handle, executor.stepped.sum(plan, flat, None, by_frequency=False))], []
-        bags, weights = self._bags(requests, plan)
-        summed = [(self.handle, executor.unpool(flat, weights, bags, saved if self.is_max else None))]
-        if weights is None or saved is None:
-            return summed, []
-        of_positions = executor.stepped.weight_grads(flat, saved, bags)
-        of_positions = _cut(of_positions, [_count(requests[k].ids) for k in self.which])
-        weighted = [requests[k].weights is not None for k in self.which]
-        return summed, [part for part, is_weighted in zip(of_positions, weighted, strict=True) if is_weighted]
-
-    def _bags(self, requests: Sequence[LookupRequest], plan: Any) -> tuple[Any, Any]:
-        """Return the bags of its own requests, concatenated, and the weights of their positions."""
-        mine, executor = [requests[k] for k in self.which], self._executor
-        bounds, start = [executor.numbers(0, 1)], 0
-        for request in mine:
-            bounds.append(start + self._ends(request))
-            start += _count(request.ids)
-        stepped = executor.stepped
-        placed = stepped.bounds(executor.joined(bounds), start)
-        bags = stepped.bags(plan, placed, "max" if self.is_max else "sum", None)
-        if self.is_max or not self.saves:
-            return bags, None
-        ones = (executor.ones(_count(request.ids)) if request.weights is None else request.weights for request in mine)
-        return bags, executor.joined(list(ones))
-
-    def _ends(self, request: LookupRequest) -> Any:
-        """Return the end of each bag, int64; a row is a bag of one."""
-        ids, weights = _count(request.ids), request.weights
-        if request.offsets is None:
-            return self._executor.numbers(1, ids + 1)
-        if weights is not None and _count(weights) != ids:
-            raise ArgumentError(
-                f"`weights` of {request.handle.label} must have one weight for each id: got {_count(weights)} for "
-                f"{counted(ids, 'id')}. Give them the shape of the ids."
-            )
-        return request.offsets[1:]
-
-    def _split(self, found: Any, requests: Sequence[LookupRequest]) -> list[Any]:
-        """Return the rows or bags of each request in its shape."""
-        mine = [requests[k] for k in self.which]
-        shapes = [one.ids.shape if one.offsets is None else (len(one.offsets) - 1,) for one in mine]
-        parts = _cut(found, [math.prod(shape) for shape in shapes])
-        return [part.reshape(*shape, found.shape[1]) for part, shape in zip(parts, shapes, strict=True)]
-
-
-class GroupLookup:
-    """The requests of a lookup for rows, or sums without weights, of several tables of a group.
-
-    It gives the bits of a `TableLookup` for each of the tables. The plans are lookups of the group without their
-    arrays.
-
-    Attributes:
-        handles: handles of the tables.
-        which, pools, saves, is_max, trace: as in `TableLookup`.
-    """
-
-    pools, saves, is_max, trace = True, False, False, tf.int32
-
-    def __init__(self, group: Group, requests: Sequence[LookupRequest], which: Sequence[int]) -> None:
-        self._group, self.which = group, list(which)
-        self.handles = list(dict.fromkeys(requests[k].handle for k in which))
-
-    def plan(self, requests: Sequence[LookupRequest]) -> PoolLookup:
-        mine = [requests[k] for k in self.which]
-        features = [
-            BatchFeature(r.handle.table, r.ids, r.offsets, mode=None if r.offsets is None else "sum") for r in mine
+        lookup = batches.unread(self.plan(inputs) if plan is None else plan)
+        own = [grads[k] for k in self.which]
+        if self._is_max:
+            assert saved is not None  # as `saved` says
+            lookup.traces = [saved]
+        summed = [
+            (self._handles[table], joint.of(number))
+            for tables, joint in batches.sum_blocks(lookup, own)
+            for number, table in enumerate(tables)
         ]
+        if not self._is_weighted:
+            return summed, []
+        lookup.values = [saved]
+        return summed, [part for part in batches.weight_gradients(lookup, own) if part is not None]
+
+    def _asking(self, ask: Callable[[list[BatchFeature]], T], inputs: Sequence[Any]) -> T:
+        """Call a function with the features. The `IdError` of a wrong id names its position."""
         try:
-            return unread(self._group.plan(features))
+            return ask([self._feature(request, inputs) for request in self.requests])
         except IdError:
-            for handle in self.handles:
-                _refuse_outside([request for request in mine if request.handle is handle])
+            refuse_outside([request.of(map(inputs.__getitem__, request.parts())) for request in self.requests])
             raise
 
-    def read(
-        self, requests: Sequence[LookupRequest], plan: Any, rows: np.ndarray | None = None
-    ) -> tuple[list[np.ndarray], np.ndarray | None]:
-        plan = self.plan(requests) if plan is None else plan
-        found = self._group.read(plan.batch)
-        plan.batch, plan.traces = found.batch, found.traces
-        return found.outputs, None
-
-    def sum_gradients(
-        self, requests: Sequence[LookupRequest], plan: Any, grads: Sequence[np.ndarray], saved: np.ndarray | None
-    ) -> tuple[list[tuple[TableHandle, Any]], list[np.ndarray]]:
-        handles = {handle.table: handle for handle in self.handles}
-        found = batches.sum_gradients(plan, [grads[k] for k in self.which])
-        return [(handles[table], summed) for table, summed in found], []
+    def _feature(self, request: LookupRequest, inputs: Sequence[Any]) -> BatchFeature:
+        handle, ids, weights = request.handle, inputs[request.ids], None
+        if handle not in self._pooled:
+            return BatchFeature(handle.table, ids)
+        if request.offsets is None:
+            return BatchFeature(handle.table, ids.reshape(-1), np.arange(ids.size + 1), mode="sum")
+        if request.weights is not None and len(weights := inputs[request.weights]) != len(ids):
+            raise wrong_weights(handle, len(weights), len(ids))
+        return BatchFeature(handle.table, ids, inputs[request.offsets], weights, "max" if self._is_max else "sum")
 
 
-PartLookup = TableLookup | GroupLookup
+def wrong_weights(handle: TableHandle, given: int, ids: int) -> ArgumentError:
+    """Return the error of weights that do not fit their ids."""
+    return ArgumentError(
+        f"`weights` of {handle.label} must have one weight for each id: got {given} for {counted(ids, 'id')}. Give "
+        "them the shape of the ids."
+    )
 
 
-def by_table(requests: Sequence[LookupRequest]) -> list[PartLookup]:
-    """Return a lookup's requests in parts that are planned together: of one table, or of tables of a group."""
-    of_tables: dict[TableHandle, list[int]] = {}
-    for k, request in enumerate(requests):
-        of_tables.setdefault(request.handle, []).append(k)
-    groups: dict[Group, list[int]] = {}
-    for handle, which in of_tables.items():
-        group = None if handle.executor.is_on_gpu else handle.table.group
-        if group is not None and _is_plain([requests[k] for k in which]):
-            groups.setdefault(group, []).extend(which)
-    joint = [GroupLookup(group, requests, sorted(which)) for group, which in groups.items()]
-    joint = [one for one in joint if len(one.handles) > 1]
-    done = {handle for one in joint for handle in one.handles}
-    alone: dict[tuple[TableHandle, bool], list[int]] = {}
-    for k, request in enumerate(requests):
-        if request.handle not in done:
-            alone.setdefault((request.handle, request.is_max), []).append(k)
-    return [*joint, *(TableLookup(requests, which) for which in alone.values())]
-
-
-def _is_plain(requests: Sequence[LookupRequest]) -> bool:
-    """Return whether requests of a table are all for rows, or all for sums without weights."""
-    if any(request.is_max or request.weights is not None for request in requests):
-        return False
-    return len({request.offsets is None for request in requests}) == 1
-
-
-def _refuse_outside(requests: Sequence[LookupRequest]) -> None:
-    """Raise the `IdError` of the first of a table's requests that has an id outside of it."""
-    for number, request in enumerate(requests, 1):
-        table, place = request.handle.table, request.place()
-        more = f" of input {number} of {len(requests)}" * (len(requests) > 1)
-        check_range(request.ids, table.rows, table.subject, lambda at, place=place, more=more: place(at) + more)
-
-
-def _count(array: Any) -> int:
-    """Return the number of elements of an array of NumPy or PyTorch."""
-    return math.prod(array.shape)
-
-
-def _cut(whole: Any, sizes: Sequence[int]) -> list[Any]:
-    return [whole[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+def refuse_outside(requests: Sequence[LookupRequest]) -> None:
+    """Raise the `IdError` of the first request that has an id outside of its table."""
+    of_tables: dict[TableHandle, list[LookupRequest]] = {}
+    for request in requests:
+        of_tables.setdefault(request.handle, []).append(request)
+    for handle, own in of_tables.items():
+        for number, request in enumerate(own, 1):
+            place, more = request.place(), f" of input {number} of {len(own)}" * (len(own) > 1)
+            told = lambda at, place=place, more=more: place(at) + more  # noqa: E731
+            check_range(request.ids, handle.table.rows, handle.table.subject, told)
 
 
 # If plans are no longer kept when gradients arrive, they are made again.
@@ -331,25 +241,23 @@ KEPT_PLANS = KeptPlans()
 class WorkerLookup:
     """A lookup of sharded tables' rows by all workers for each other, at one place of a program."""
 
-    def __init__(self, lookups: Sequence[TableLookup]) -> None:
-        self._lookups = lookups
-        self._shard = shard_of(lookups[0].handle.table) or Shard(0, 1)
+    def __init__(self, parts: Sequence[HostLookup]) -> None:
+        self._parts = parts
+        self._handles = [part.requests[0].handle for part in parts]
+        self._shard = self._handles[0].shard or Shard(0, 1)
 
     def fetch(self, ids: tf.Tensor) -> list[tf.Tensor]:
         """Return, in a program, the argument `served` of `rows`, given the message of `ask`."""
         asked = gather(ids)
-        functions = functions_of(one.handle for one in self._lookups)
         with tf.control_dependencies(host_calls.after_earlier_steps()):
+            functions = functions_of(self._handles)
             served = host_calls.call(self.serve, [asked], [tf.int32], functions=functions, stateful=False)
         return [gather(served[0])]
 
-    def plans(self, requests: Sequence[LookupRequest]) -> list[Plan]:
-        return [one.plan(requests) for one in self._lookups]
-
-    def ask(self, requests: Sequence[LookupRequest]) -> np.ndarray:
+    def ask(self, inputs: Sequence[Any]) -> np.ndarray:
         """Return a message with the unique ids that each lookup needs."""
-        plans = self.plans(requests)
-        return addressed(stages.ask([plan.ids for plan in plans], self._splits(plans)))
+        ids = self._ids([part.plan(inputs) for part in self._parts])
+        return addressed(stages.ask(ids, self._splits(ids)))
 
     def serve(self, asked: np.ndarray) -> np.ndarray:
         """Return a message with this worker's rows for the requests of all workers."""
@@ -357,18 +265,25 @@ class WorkerLookup:
         wanted = [stages.asked(message, len(sources)) for message in self._taken(asked)]
         return addressed(stages.serve(wanted, sources)[0])
 
-    def rows(self, plans: Sequence[Plan], served: np.ndarray) -> list[np.ndarray]:
-        """Return the unique rows of each lookup from the messages of all workers."""
-        dims = [one.handle.table.dim for one in self._lookups]
-        found = [np.empty((len(plan.ids), dim), np.float32) for plan, dim in zip(plans, dims, strict=True)]
-        stages.receive(dict(enumerate(self._taken(served))), self._splits(plans), self._sources(), found)
-        return found
+    def rows(self, inputs: Sequence[Any], served: np.ndarray) -> list[tuple[GroupPlan, np.ndarray]]:
+        """Return the plan of each lookup, and its unique rows from the messages of all workers."""
+        plans = [part.plan(inputs) for part in self._parts]
+        ids = self._ids(plans)
+        found = [
+            np.empty((len(own), handle.table.dim), np.float32) for own, handle in zip(ids, self._handles, strict=True)
+        ]
+        stages.receive(dict(enumerate(self._taken(served))), self._splits(ids), self._sources(), found)
+        return list(zip(plans, found, strict=True))
+
+    @staticmethod
+    def _ids(plans: Sequence[GroupPlan]) -> list[np.ndarray]:
+        return [plan.shares[0].plan.ids for plan in plans]
 
     def _sources(self) -> list[stages.RowSource]:
-        return [stages.RowSource.of(table, wire_of(table)) for table in (one.handle.table for one in self._lookups)]
+        return [stages.RowSource.of(handle.table, wire_of(handle.table)) for handle in self._handles]
 
-    def _splits(self, plans: Sequence[Plan]) -> list[Split]:
-        return [self._shard.split(plan.ids) for plan in plans]
+    def _splits(self, ids: Sequence[np.ndarray]) -> list[Split]:
+        return [self._shard.split(own) for own in ids]
 
     def _taken(self, messages: np.ndarray) -> list[np.ndarray]:
         return taken(messages, self._shard.rank, self._shard.ranks)

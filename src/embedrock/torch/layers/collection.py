@@ -299,14 +299,15 @@ class Collection(nn.Module):
     def _given(self, features: Features) -> dict[str, Any]:
         """Return the input of each output's layer."""
         layer_type, inputs = self.layer_type, self._inputs
-        if is_keyed(features):
-            parts = self._of_outputs(parts_of(features, inputs, self.kind))
-            return {name: layer_type.keyed_input(part, self._has_end[name]) for name, part in parts.items()}
-        if not isinstance(features, Mapping):
-            raise ArgumentError(
-                f"{self.kind} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
-                f"{type(features).__name__}."
-            )
+        if type(features) is not dict:
+            if is_keyed(features):
+                parts = self._of_outputs(parts_of(features, inputs, self.kind))
+                return {name: layer_type.keyed_input(part, self._has_end[name]) for name, part in parts.items()}
+            if not isinstance(features, Mapping):
+                raise ArgumentError(
+                    f"{self.kind} must be called with a dict by feature, or with a KeyedJaggedTensor: got "
+                    f"{type(features).__name__}."
+                )
         check_names(list(features), inputs, self.kind)
         given = {name: features[name] for name in inputs}
         others = [name for name, value in given.items() if type(value) is not Tensor]

@@ -146,7 +146,7 @@ def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Te
     """Return the handle's gradient, float32 ()."""
     found = _found(ticket)
     (handle,) = found.trained
-    summed = found.sums(found.taken([grads.resolve_neg()]))[handle]
+    summed = found.sums(found.taken([grads]))[handle]
     return handle.receive(summed, accumulator(handle)).clone()  # a graph may overwrite its inputs
 
 
@@ -159,7 +159,7 @@ def _(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Tensor:
 def weights_backward(grads: Tensor, weights: Tensor, ticket: Tensor) -> Tensor:
     """Return the gradient of the positions' weights, of the same shape."""
     found, out = _found(ticket), torch.zeros_like(weights, memory_format=torch.contiguous_format)
-    (own,) = found.weight_grads(found.taken([grads.resolve_neg()]))
+    (own,) = found.weight_grads(found.taken([grads]))
     out.view(-1)[: len(own)] = own  # ids after the last bag have no weight
     return out
 

@@ -140,43 +140,6 @@ def _made_pending(grads: RowGradients, handles: Sequence[Any]) -> list[int]:
     return others
 
 
-def bring(blocks: list[Block], handles: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
-    """Bring the row gradients of one lookup, during a backward.
-
-    They become pending when the backward ends. Autograd accumulates those that other code must see before.
-
-    Args:
-        blocks: see `BackwardPass.brought`. A handle is in one block.
-        handles: inputs of the lookup.
-        nodes: for each, autograd's node that accumulates its gradient, and 0.
-
-    Returns:
-        What autograd adds for each handle: None, or see `Handle.receive`.
-    """
-    run = BackwardPass.current()
-    run.brought += blocks
-    eager = _eager(run, handles, nodes)
-    if not eager:
-        return [None] * len(handles)
-    found: list[Tensor | None] = []
-    for handle, (node, _) in zip(handles, nodes, strict=False):
-        grads = run.take(handle) if id(handle) in eager else None
-        found.append(None if grads is None else handle.receive(HostGradients.of(grads), node, run))
-    return found
-
-
-def _eager(run: BackwardPass, handles: Sequence[Any], nodes: Sequence[Any]) -> set[int]:
-    """Return the ids of handles whose gradients autograd must accumulate."""
-    if run.gradients or are_there_groups() or compiled_autograd.in_compiled_autograd_region:
-        return set(map(id, handles))
-    executes = torch._C._will_engine_execute_node
-    try:
-        pairs = zip(handles, nodes, strict=False)
-        return {id(handle) for handle, (node, _) in pairs if handle.is_watched or not executes(node)}
-    except RuntimeError:  # as in `accumulates`
-        return set(map(id, handles))
-
-
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).remove(torch._C.DispatchKey.CPU)
 
 
@@ -188,6 +151,46 @@ def accumulator(leaf: Tensor) -> Any:
     with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS), torch.enable_grad():
         view = leaf.view_as(leaf).grad_fn
     return None if view is None else view.next_functions[0][0]
+
+
+# An input of each lookup that no code knows. In a plain backward autograd would accumulate its gradient, which is None.
+with torch.inference_mode(False):
+    ANCHOR = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+_node_of_anchor = accumulator(ANCHOR)
+
+
+def gradient_of_anchor() -> Tensor | None:
+    """Return None, or a 0 for compiled autograd."""
+    return ANCHOR.detach() if compiled_autograd.in_compiled_autograd_region else None
+
+
+def bring(blocks: list[Block], handles: Sequence[Any], ctx: Any) -> list[Tensor | None]:
+    """Bring the row gradients of one lookup, during a backward.
+
+    They become pending when the backward ends. Autograd accumulates those that other code must see before.
+
+    Args:
+        blocks: see `BackwardPass.brought`. A handle is in one block.
+        handles: inputs of the lookup, after `ANCHOR`.
+        ctx: autograd's context of the lookup.
+
+    Returns:
+        What autograd adds for each handle: None, or see `Handle.receive`.
+    """
+    run = BackwardPass.current()
+    run.brought += blocks
+    is_plain = torch._C._will_engine_execute_node(_node_of_anchor) and not run.gradients
+    if not is_plain or are_there_groups() or compiled_autograd.in_compiled_autograd_region:
+        eager = set(map(id, handles))
+    else:
+        eager = {id(handle) for handle in handles if handle.is_watched}
+    if not eager:
+        return [None] * len(handles)
+    found: list[Tensor | None] = []
+    for handle, (node, _) in zip(handles, ctx.next_functions[1:], strict=False):
+        grads = run.take(handle) if id(handle) in eager else None
+        found.append(None if grads is None else handle.receive(HostGradients.of(grads), node, run))
+    return found
 
 
 def accumulates(node: Any) -> bool:

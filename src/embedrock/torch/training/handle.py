@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
@@ -37,6 +37,7 @@ _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKe
 
 
 _DATA: Any = Tensor.data
+_ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr  # many are asked by one call of `map`
 MINUS_ZERO = -(2**31)  # bits of -0.0 as an int32
 
 
@@ -557,12 +558,13 @@ class Handle(HandleValue, nn.Parameter):
         return f"Handle of {self.label}"
 
 
-def check_untouched(handles: Iterable[Handle]) -> None:
+def check_untouched(handles: Sequence[Handle]) -> None:
     """Do `Handle.check_untouched` for many handles."""
-    for handle in handles:
+    now = zip([handle._version for handle in handles], map(_ADDRESS, handles), strict=True)
+    for handle, version_and_address in zip(handles, now, strict=True):
         bits = handle._bits
         if (
-            handle._untouched != (handle._version, handle.data_ptr())
+            handle._untouched != version_and_address
             or (bits is not None and bits[()] != handle._zero_bits)
             or handle.state_dicts.watched is not None
         ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -21,7 +21,7 @@ from embedrock.system.spans import span, spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import BackwardPass, as_it_is, bring
+from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring, gradient_of_anchor
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
@@ -137,7 +137,7 @@ class LayerLayout:
         handles: of the features.
         owners: parameters of each layer, with its handle.
         distinct: each handle once.
-        forms: table, mode and padding of the features.
+        forms: tables, modes and paddings of the features.
         routes: see `batches.plan`.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
@@ -148,12 +148,13 @@ class LayerLayout:
         self.generation, self.table_lock, self.handles = now, table_lock, [layer.handle for layer in layers]
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
-        self.forms = [(layer.table, getattr(layer, "mode", None), layer.padding_idx) for layer in layers]
+        tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
+        self.forms = tables, modes, [layer.padding_idx for layer in layers]
         self.dtypes, self.routes = [layer.dtype for layer in layers], dict[tuple[Any, ...], Any]()
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
-        self.most_dims = 64 if self.forms[0][1] is None else 2  # bags are the rows of ids
+        self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         self.none = [None] * len(layers)
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
@@ -192,7 +193,7 @@ class LayerLayout:
             if ids.layout is not STRIDED or ids.is_nested or not ids.is_cpu:
                 return None
         try:
-            return [ids.numpy() for ids in given]
+            return list(map(_AS_ARRAY, given))
         except RuntimeError:  # a negating view
             return None
 
@@ -202,6 +203,7 @@ def _are_training(layers: Iterable[Any], handle: Handle) -> bool:
 
 
 INT64, STRIDED = torch.int64, torch.strided
+_AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 
 
 class HostInput(NamedTuple):
@@ -265,15 +267,15 @@ class LookupState(ABC):
         """Return the gradients of all outputs in the form that `bring` and `weight_grads` take."""
         return [None if own is None else own.resolve_neg() for own in grads]
 
-    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+    def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
         """Sum the gradients of the outputs by row. Return what autograd adds for each handle of `trained`.
 
         Args:
             grads: what `taken` returned.
-            nodes: for each handle, autograd's node that accumulates its gradient, and 0.
+            ctx: autograd's context of the lookup.
         """
         found, run = self.sums(grads), BackwardPass.current()
-        pairs = zip(self.trained, nodes, strict=False)
+        pairs = zip(self.trained, ctx.next_functions[1:], strict=False)
         return [handle.receive(found[handle], node, run) if handle in found else None for handle, (node, _) in pairs]
 
     @abstractmethod
@@ -387,8 +389,8 @@ class HostLookup(LookupState):
     ) -> None:
         self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
         values = [host_weights(own) for own in weights] if weights else layout.none
-        parts = zip(layout.forms, ids, bounds or layout.none, values, strict=True)
-        features = [BatchFeature(form[0], array, cuts, own, *form[1:]) for form, array, cuts, own in parts]
+        tables, modes, paddings = layout.forms
+        features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
         self._batch = batches.plan(features, layout.routes, layout.table_lock)
         is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
@@ -398,7 +400,8 @@ class HostLookup(LookupState):
         with span("read"):
             self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
-            return (torch.as_tensor(found.arrays[0], dtype=layout.dtypes[0], device=layout.handles[0].device),)
+            whole = torch.from_numpy(found.arrays[0])
+            return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
         outputs: list[Any] = [None] * len(layout.handles)
         for numbers, array, sizes in found.parts():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
@@ -416,10 +419,10 @@ class HostLookup(LookupState):
             return []
         return super().without_gradients(outputs)
 
-    def bring(self, grads: Sequence[Any], nodes: Sequence[Any]) -> list[Tensor | None]:
+    def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
         handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
-            blocks = batches.sum_side_by_side(self._found, grads[0])
+            blocks = batches.sum_array(self._found, grads[0])
         else:
             blocks = batches.sum_blocks(self._found, grads)
             if type(None) in set(map(type, grads)):
@@ -427,7 +430,7 @@ class HostLookup(LookupState):
                 handles = {table: handle for table, handle in handles.items() if table in given}
         if len(blocks) > 1:
             blocks = _each_once(blocks)
-        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, nodes)
+        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
         found = batches.sum_gradients(self._found, grads)
@@ -462,7 +465,7 @@ def looked_up(reading: LookupState) -> Sequence[Tensor]:
     """Return the outputs of a lookup, whose gradients come back."""
     trained, weights = reading.trained, [own for own in reading.weights if own is not None]
     if trained or any(map(needs_gradient, weights)):
-        return _apply(reading, trained, *trained, *weights)
+        return _apply(reading, trained, ANCHOR, *trained, *weights)
     return reading.read(for_weights=False)
 
 
@@ -470,14 +473,16 @@ class Lookup(torch.autograd.Function):
     """Autograd function that looks up features. Gradients go to the tables' handles and to the positions' weights."""
 
     @staticmethod
-    def forward(ctx: Any, reading: LookupState, handles: Sequence[Handle], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, reading: LookupState, handles: Sequence[Handle], anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
         ctx.reading, ctx.handles = reading, handles
         ctx.materialize_grads = False
         weights = tensors[len(handles) :]
         if weights:
             ctx.save_for_backward(*weights)  # so that autograd detects writes to them before the backward
-        outputs = reading.read(for_weights=any(ctx.needs_input_grad[2 + len(handles) :]))
+        outputs = reading.read(for_weights=any(ctx.needs_input_grad[3 + len(handles) :]))
         if others := reading.without_gradients(outputs):
             ctx.mark_non_differentiable(*others)
         return tuple(outputs)
@@ -487,11 +492,11 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
-        reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[2:]
+        reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[3:]
         given = reading.taken(grad_outputs)
-        of_handles = reading.bring(given, ctx.next_functions) if count else []
+        of_handles = reading.bring(given, ctx) if count else []
         of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
-        return None, None, *of_handles, *of_weights
+        return None, None, gradient_of_anchor(), *of_handles, *of_weights
 
 
 # `apply` without its slow checks: no transform of `torch.func` runs.
