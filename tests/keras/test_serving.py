@@ -177,7 +177,7 @@ def test_bags_have_the_bits_of_the_kernels(mode):
         np.r_[0, 0, np.sort(rng.integers(0, 500, 60)), 500, 500],
     )
     weights = rng.normal(size=500).astype(np.float32) if mode == "weighted" else None
-    bags = Bags(make_plan(np.arange(500)), offsets, -1, "max" if mode == "max" else "sum")
+    bags = Bags.of(make_plan(np.arange(500)), offsets, -1, "max" if mode == "max" else "sum")
     want, _ = pool(rows, weights, bags)
     given = None if weights is None else tf.constant(weights)
     for function in (pooled, tf.function(pooled, autograph=False)):

@@ -266,7 +266,7 @@ def summed_alone(table: er.Table, features: list[BatchFeature], grads: list[np.n
     for feature, own in zip(features, grads, strict=True):
         assert feature.offsets is not None
         plan = make_plan(np.asarray(feature.ids))
-        bags = pooling.Bags(plan, feature.offsets, pooling.index_of(plan, padding), str(feature.mode))
+        bags = pooling.Bags.of(plan, feature.offsets, pooling.index_of(plan, padding), str(feature.mode))
         rows = table.read_rows(plan)
         out, trace = pooling.pool(rows, feature.weights, bags)
         made.outputs.append(out)
@@ -282,7 +282,7 @@ def _of_positions(features: list[BatchFeature], parts: list[Any]) -> np.ndarray:
     """Return the gradient of each position of bags: float32 (n, dim)."""
     found = []
     for feature, (bags, trace, grads) in zip(features, parts, strict=True):
-        of_bag = bags.bag_of_position()
+        of_bag = bags.of_positions
         if feature.mode == "max":
             positions = np.arange(len(of_bag), dtype=np.int32)
             found.append(np.where(trace[of_bag] == positions[:, None], grads[of_bag], np.float32(0)))

@@ -11,7 +11,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.batch.plan import Plan, bounds_of, make_plan, merge_plans, plan_of_rows
-from embedrock.batch.pooling import ALONE, ONES, Bags, places_of, sum_bags, table_squares
+from embedrock.batch.pooling import ONES, Bags, places_of, sum_bags
 from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
 
@@ -38,7 +38,9 @@ class RowGradients:
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
         """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence."""
-        return RowGradients.of_bags(grads, None, Bags.of_rows(plan), ONES)
+        given = np.ascontiguousarray(grads, np.float32)
+        values, squares = sum_bags(places_of([given]), given.shape[1], None, Bags.of_rows(plan), ONES)
+        return RowGradients(plan, values, squares.item())
 
     @staticmethod
     def of_bags(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
@@ -52,7 +54,7 @@ class RowGradients:
         """Wrap gradients float32 (unique, dim) that are summed already."""
         squares = np.empty(len(values), np.float64)
         kernels.cpu.launch(kernels.cpu.rows.row_squares, values, squares)
-        return RowGradients(plan, values, table_squares(squares, np.array([0, len(values)])).item())
+        return RowGradients(plan, values, float(np.add.reduce(squares)))
 
     def of(self, table: int) -> RowGradients:
         """Return the gradients of one table. They are sliced at first use: a step of all tables needs no slices."""
@@ -109,8 +111,9 @@ class RowGradients:
     @staticmethod
     def sum_parts(plan: Plan, parts: Sequence[np.ndarray]) -> RowGradients:
         """Sum gradients of a batch's positions that lie in several arrays, one after the other: float32 (n, dim)."""
-        bounds = np.cumsum([0, *map(len, parts)])
-        bags = Bags(plan, bounds, -1, None, bounds, np.array([0, len(parts)]), ALONE)
+        bags = Bags.of_rows(plan)._replace(
+            bounds=bounds_of([len(part) for part in parts]), own=np.array([0, len(parts)])
+        )
         values, squares = sum_bags(places_of(parts), parts[0].shape[1], None, bags, ONES)
         return RowGradients(plan, values, squares.item())
 

@@ -96,6 +96,7 @@ class Plan:
             array.setflags(write=False)  # quicker than array.flags
         if not len(self.rows):  # of one table
             vars(self).update(rows=np.array([0, len(self.ids)]), positions=np.array([0, len(self.inverse)]))
+        self.rows.setflags(write=False)
 
     @classmethod
     def made(cls, **fields: Any) -> Self:

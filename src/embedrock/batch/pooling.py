@@ -16,7 +16,6 @@ from embedrock.system.buffers import address_of, buffers
 from embedrock.system.spans import spanned
 
 ONES = np.empty(0, np.float32)  # factors of 1, in the form that kernels take
-ALONE = np.empty(0, np.int32)  # bags of positions that are one each
 ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)  # sums of bags begin with 0, and those of rows with their first bits
 
 
@@ -28,34 +27,30 @@ class Bags(NamedTuple):
         offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
         skip: index in ``plan.ids`` of the padding id, which counts in no bag; -1 for none.
         mode: "sum", "mean" or "max"; None: each position is alone, and its row is not pooled.
-        bounds: int64 (features + 1,), where the bags of each feature begin; None: they are of one feature.
-        own: int64 (tables + 1,), where the features of each table begin; None: they are of one table.
-        of_positions: int32 (n,), bag of each position; `ALONE` if that is the position; None: as `offsets` say.
+        bounds: int64 (features + 1,), where the bags of each feature begin.
+        own: int64 (tables + 1,), where the features of each table begin.
+        of_positions: int32 (n,), bag of each position.
+        are_alone: each bag is one position.
     """
 
     plan: Plan
     offsets: np.ndarray
     skip: int
     mode: str | None
-    bounds: np.ndarray | None = None
-    own: np.ndarray | None = None
-    of_positions: np.ndarray | None = None
+    bounds: np.ndarray
+    own: np.ndarray
+    of_positions: np.ndarray
+    are_alone: bool = False
+
+    @staticmethod
+    def of(plan: Plan, offsets: np.ndarray, skip: int, mode: str | None) -> Bags:
+        """Return the bags of one feature."""
+        return Bags(plan, offsets, skip, mode, np.array([0, len(offsets) - 1]), _ONE, bag_of_position(offsets))
 
     @staticmethod
     def of_rows(plan: Plan) -> Bags:
         """Return the positions of one feature, without bags."""
-        return Bags(plan, plan.positions, -1, None, plan.positions, _ONE, ALONE)
-
-    @property
-    def features(self) -> np.ndarray:
-        """Return the bounds of each feature's bags: int64 (features + 1,)."""
-        return np.array([0, len(self.offsets) - 1]) if self.bounds is None else self.bounds
-
-    def bag_of_position(self) -> np.ndarray:
-        """Return the bag of each position: int32 (n,)."""
-        if self.of_positions is ALONE:
-            return counting(len(self.plan.inverse))
-        return bag_of_position(self.offsets) if self.of_positions is None else self.of_positions
+        return Bags(plan, plan.positions, -1, None, plan.positions, _ONE, counting(len(plan.inverse)), are_alone=True)
 
 
 _ONE = np.array([0, 1])
@@ -71,7 +66,7 @@ def places_of(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
     The arrays are float32 (bags, dim), with rows that lie anywhere. The caller keeps them alive.
     """
-    return np.array([(address_of(each), each.strides[0]) for each in arrays], np.int64).reshape(-1, 2)
+    return np.array([(address_of(each), each.strides[0]) for each in arrays])
 
 
 class PooledSource(NamedTuple):
@@ -132,15 +127,15 @@ def pool_into(
     """Write bags to their places, see `places_of`, and their trace."""
     cpu, (words, slots, fresh) = kernels.cpu, source
     rows, dim = (words, slots, bags.plan.inverse, fresh), fresh.shape[1]
-    if bags.of_positions is ALONE and weights is None and bags.mode != "max":
+    if bags.are_alone and weights is None and bags.mode != "max":
         start = NOTHING if bags.mode is None else ZERO
-        return cpu.launch(cpu.pooling.copy_rows, *rows, places, bags.features, start, dim)
+        return cpu.launch(cpu.pooling.copy_rows, *rows, places, bags.bounds, start, dim)
     pooled = *rows, bags.offsets[:-1], bags.offsets[1:]
     if bags.mode == "max":
-        cpu.launch(cpu.pooling.pool_max, *pooled, bags.skip, places, bags.features, trace)
+        cpu.launch(cpu.pooling.pool_max, *pooled, bags.skip, places, bags.bounds, trace)
     else:
         about = ONES if weights is None else weights, bags.skip, bags.mode == "mean"
-        cpu.launch(cpu.pooling.pool_sum, *pooled, *about, places, bags.features, dim, trace)
+        cpu.launch(cpu.pooling.pool_sum, *pooled, *about, places, bags.bounds, dim, trace)
 
 
 @spanned("sum")
@@ -153,9 +148,8 @@ def sum_bags(
         The gradients, float32 (unique, dim), and the sum of squares of each table, float64 (tables,).
     """
     plan, cpu = bags.plan, kernels.cpu
-    rows = len(plan.ids)
-    values, squares = buffers.empty((rows, dim), np.float32), buffers.empty((rows,), np.float64)
-    given = places, bags.features, _ONE if bags.own is None else bags.own, plan.rows, bags.bag_of_position()
+    values, squares = buffers.empty((len(plan.ids), dim), np.float32), np.empty(len(plan.ids), np.float64)
+    given = places, bags.bounds, bags.own, plan.rows, bags.of_positions
     segments = *given, plan.starts, plan.order
     if bags.mode == "max":
         cpu.launch(cpu.pooling.pool_max_backward, *segments, trace, values, squares)
@@ -163,14 +157,9 @@ def sum_bags(
         start = NOTHING if bags.mode is None else ZERO
         about = ONES if weights is None else weights, trace, bags.skip, start
         cpu.launch(cpu.pooling.pool_sum_backward, *segments, *about, values, squares)
-    return values, table_squares(squares, plan.rows)
-
-
-def table_squares(squares: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the sum of the squares float64 (rows,) of each table; `rows` is where those of each begin."""
-    sums = np.empty(len(rows) - 1, np.float64)
-    kernels.cpu.launch(kernels.cpu.pooling.sum_squares, squares, rows, sums)
-    return sums
+    sums = np.empty(len(plan.rows) - 1, np.float64)
+    cpu.pooling.sum_squares(squares, plan.rows, sums)
+    return values, sums
 
 
 def weight_grads(places: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
@@ -182,7 +171,7 @@ def weight_grads(places: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray
         bags: the bags.
     """
     out = np.empty(len(bags.plan.inverse), np.float32)
-    args = places, bags.features, rows, bags.plan.inverse, bags.bag_of_position(), bags.skip, out
+    args = places, bags.bounds, rows, bags.plan.inverse, bags.of_positions, bags.skip, out
     kernels.cpu.launch(kernels.cpu.pooling.weight_grads, *args)
     return out
 

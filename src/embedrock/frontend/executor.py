@@ -60,7 +60,7 @@ class ArrayExecutor:
 
     def bags(self, plan: Plan, bounds: np.ndarray, mode: str, padding: int | None) -> Bags:
         """Return the positions of a plan as bags. The id `padding` does not count."""
-        return Bags(plan, bounds, pooling.index_of(plan, padding), mode)
+        return Bags.of(plan, bounds, pooling.index_of(plan, padding), mode)
 
     def pool(self, rows: np.ndarray, weights: Any, bags: Bags) -> tuple[Any, np.ndarray]:
         """Pool rows of `read_rows`, times the weights (n,) of the positions.

@@ -15,13 +15,13 @@ import numpy as np
 from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids, check_range
-from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
-from embedrock.batch.pooling import ALONE, ONES, Bags, PooledSource, places_of
+from embedrock.batch.plan import Plan, bounds_of, counting, plan_tables, sources_of
+from embedrock.batch.pooling import ONES, Bags, PooledSource
 from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
-from embedrock.system.buffers import buffers
+from embedrock.system.buffers import address_of, buffers
 from embedrock.system.spans import spanned
 from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
@@ -131,7 +131,9 @@ class PoolLayout:
             begins = [_begins(f.ids) if f.offsets is None else f.offsets[:-1] for f in features]
             bags = bounds_of([len(each) for each in begins])
             offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
-        own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets
+        items = bags if len(bags) else positions
+        are_alone = is_even and np.array_equal(items, positions)
+        own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets, items, are_alone
         self._layout = made = FeatureLayout(*own)
         return made
 
@@ -162,7 +164,8 @@ class FeatureLayout:
         tables: int64 (tables + 1,), bounds of each table's positions.
         bags: int64 (features + 1,), bounds of each feature's bags; empty without bags.
         offsets: int64 (bags + 1,), bounds of each bag's positions.
-        items: bounds of each feature's bags; without bags, of its positions.
+        items: `bags`; without bags, `positions`.
+        are_alone: each item is one position.
     """
 
     shapes: list[tuple[int, ...]]
@@ -171,6 +174,8 @@ class FeatureLayout:
     tables: np.ndarray
     bags: np.ndarray
     offsets: np.ndarray
+    items: np.ndarray
+    are_alone: bool
 
     @forks.cached_property
     def lines(self) -> Lines | None:
@@ -185,16 +190,10 @@ class FeatureLayout:
         counts = [shape[0] for shape in self.shapes]
         return Lines(counts, (sum(counts), *rest))
 
-    @property
-    def items(self) -> np.ndarray:
-        return self.bags if len(self.bags) else self.positions
-
     @forks.cached_property
     def of_positions(self) -> np.ndarray:
-        """The bag of each position: see `Bags`."""
-        if not len(self.bags) or (self.shapes and np.array_equal(self.bags, self.positions)):
-            return ALONE
-        return pooling.bag_of_position(self.offsets)
+        """The item of each position: int32 (n,)."""
+        return counting(int(self.positions[-1])) if self.are_alone else pooling.bag_of_position(self.offsets)
 
 
 @dataclass(eq=False)
@@ -222,15 +221,22 @@ class PoolPlan:
             array: float32, of all features one after the other, or side by side.
             columns: where those of each feature of the batch begin, if they are side by side.
         """
-        start, stride = places_of([array])[0].tolist()
-        places = np.empty((len(self.route.numbers), 2), np.int64)
+        places, stride = np.empty((len(self.route.numbers), 2), np.int64), array.strides[0]
         if columns is None:
-            np.multiply(self.layout.items[:-1], stride, out=places[:, 0])
+            places[:, 0] = self.layout.items[:-1] * stride
         else:
-            np.multiply(columns[self.route.numbers], array.itemsize, out=places[:, 0])
-        places[:, 0] += start
+            places[:, 0] = columns[self.route.numbers] * array.itemsize
+        places[:, 0] += address_of(array)
         places[:, 1] = stride
         return places
+
+    @forks.cached_property
+    def bags(self) -> Bags:
+        """All items, as `pooling.sum_bags` takes them."""
+        layout, route = self.layout, self.route
+        mode = None if route.kind == "rows" else route.kind
+        items = layout.items, route.own, layout.of_positions, layout.are_alone
+        return Bags(self.plan, layout.offsets, -1, mode, *items)
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number and the bounds of each feature."""
@@ -261,7 +267,10 @@ class GroupPlan:
     @forks.cached_property
     def columns(self) -> np.ndarray:
         """Where the columns of each feature begin if all are side by side: int64 (features + 1,)."""
-        return bounds_of([feature.table.dim for feature in self.features])
+        widths = dict[int, int]()
+        for share in self.shares:
+            widths |= dict.fromkeys(share.route.numbers, share.route.dim)
+        return bounds_of([widths[number] for number in range(len(widths))])
 
     @property
     def nbytes(self) -> int:
@@ -518,38 +527,34 @@ def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.nda
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
         _check(share.route.rows)
-    lookup = PoolLookup(batch, _room(batch, side_by_side), side_by_side=side_by_side)
-    for number, share in enumerate(batch.shares):
+    lookup, columns = PoolLookup(batch, side_by_side=side_by_side), batch.columns if side_by_side else None
+    if columns is not None:
+        count = batch.shares[0].layout.bags[1]
+        lookup.arrays.append(buffers.empty((int(count), int(columns[-1])), np.float32))
+    for share in batch.shares:
         if known is None:
             source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
         else:
             source = PooledSource.of(known)
-        array, columns = lookup.arrays[0 if side_by_side else number], batch.columns if side_by_side else None
-        lookup.traces.append(_pool(share, source, share.places(array, columns)))
+        if columns is None:
+            lookup.arrays.append(buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32))
+        lookup.traces.append(_pool(share, source, share.places(lookup.arrays[-1], columns)))
         lookup.values.append(source.words if for_weights else None)
     return lookup
-
-
-def _room(batch: GroupPlan, side_by_side: bool) -> list[np.ndarray]:
-    """Return memory for the arrays of a lookup."""
-    if side_by_side:
-        count = batch.shares[0].layout.bags[1]
-        return [buffers.empty((int(count), int(batch.columns[-1])), np.float32)]
-    return [buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32) for share in batch.shares]
 
 
 @spanned("gather")
 def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarray:
     """Write the rows and bags of a pool plan to their places, and return their trace."""
     layout, modes = share.layout, share.route.modes
-    if layout.of_positions is ALONE and share.weights is None and share.route.kind != "max":
-        pooling.pool_into(source, None, _bags(share), places, ONES)
+    if layout.are_alone and share.weights is None and share.route.kind != "max":
+        pooling.pool_into(source, None, share.bags, places, ONES)
         return ONES
     trace = pooling.trace_of(int(layout.items[-1]), share.route.dim, {mode for mode, _, _ in modes})
     for mode, first, last in modes:
         bounds = layout.bags[first : last + 1]
         start, stop = bounds[[0, -1]].tolist()
-        bags = Bags(share.plan, layout.offsets[start : stop + 1], -1, mode, bounds - start)
+        bags = Bags(share.plan, layout.offsets[start : stop + 1], -1, mode, bounds - start, share.route.own, _NONE)
         pooling.pool_into(source, share.weights, bags, places[first:last], trace[start:stop])
     return trace
 
@@ -616,7 +621,7 @@ def sum_places(lookup: PoolLookup, places: np.ndarray, touched: Sequence[np.ndar
     found: list[Block] = []
     for number, (share, trace) in enumerate(zip(lookup.batch.shares, lookup.traces, strict=True)):
         route = share.route
-        values, squares = pooling.sum_bags(places[route.numbers], route.dim, share.weights, _bags(share), trace)
+        values, squares = pooling.sum_bags(places[route.numbers], route.dim, share.weights, share.bags, trace)
         norms = squares.tolist()
         whole = RowGradients(share.plan, values, sum(norms), norms)
         if touched is None and not route.has_padding:
@@ -630,22 +635,20 @@ def sum_places(lookup: PoolLookup, places: np.ndarray, touched: Sequence[np.ndar
     return found
 
 
-def _bags(share: PoolPlan) -> Bags:
-    layout, route = share.layout, share.route
-    mode = None if route.kind == "rows" else route.kind
-    return Bags(share.plan, layout.offsets, -1, mode, layout.items, route.own, layout.of_positions)
-
-
 def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
-    given: list[np.ndarray] = []
-    for feature, own in zip(lookup.batch.features, grads, strict=True):
-        dim = feature.table.dim
-        rows = np.zeros((1, dim), np.float32) if own is None else own.reshape(-1, dim)
-        given.append(rows if rows.strides[1] == rows.itemsize else np.ascontiguousarray(rows))
-    places = places_of(given)
-    places[[own is None for own in grads], 1] = 0
-    return places, given
+    kept, pairs = [], []
+    for own in grads:
+        if own is None:
+            rows, stride = np.zeros(max(share.route.dim for share in lookup.batch.shares), np.float32), 0
+        else:
+            rows = own if own.ndim == 2 else own.reshape(-1, own.shape[-1])
+            if rows.strides[1] != rows.itemsize:
+                rows = np.ascontiguousarray(rows)
+            stride = rows.strides[0]
+        kept.append(rows)
+        pairs.append((address_of(rows), stride))
+    return np.array(pairs), kept
 
 
 def weight_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
@@ -656,7 +659,7 @@ def weight_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> 
         if share.weights is None:
             continue
         assert values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(places[share.route.numbers], values, _bags(share))
+        of_all = pooling.weight_grads(places[share.route.numbers], values, share.bags)
         for (number, start, stop), kept in zip(share.spans(share.layout.positions), share.kept, strict=True):
             weights = lookup.batch.features[number].weights
             if weights is not None:

@@ -142,7 +142,10 @@ def host_floats(grads: Tensor) -> np.ndarray:
 
 def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
     """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
-    if {(own.dtype, own.is_cpu) for own in grads if own is not None} <= {(torch.float32, True)}:
+    for own in grads:
+        if own is not None and not (own.dtype is torch.float32 and own.is_cpu):
+            break
+    else:
         try:
             return [None if own is None else own.numpy() for own in grads]
         except RuntimeError:  # a negating view
