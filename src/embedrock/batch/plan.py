@@ -203,7 +203,7 @@ def plan_tables(
     """
     n = int(positions[-1])
     shape = (n,) if shape is None else shape
-    if n < 2 * WORKER_IDS:
+    if n < 2 * WORKER_IDS and n <= SMALL_BATCH:
         return _planned_at_once(sources, tables, positions, index, epoch, shape)
     check_count(n, shape)
     fits = n <= SMALL_BATCH or int((positions[1:] - positions[:-1]).max()) <= SMALL_BATCH
