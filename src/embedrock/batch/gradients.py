@@ -106,10 +106,15 @@ class RowGradients:
         """Sum one or more gradients of a table. A row that occurs in several is summed in their order."""
         if len(parts) == 1:
             return parts[0]
-        plan, dim = merge_plans([part.plan for part in parts]), parts[0].values.shape[1]
-        bounds = np.cumsum([0, *(len(part.values) for part in parts)])
-        bags = Bags.of_rows(plan)._replace(bounds=bounds, own=np.array([0, len(parts)]))
-        values, squares = sum_bags(places_of([part.values for part in parts]), dim, None, bags, ONES)
+        return RowGradients.sum_parts(merge_plans([part.plan for part in parts]), [part.values for part in parts])
+
+    @staticmethod
+    def sum_parts(plan: Plan, parts: Sequence[np.ndarray]) -> RowGradients:
+        """Sum gradients of a batch's positions that lie in several arrays, one after the other: float32 (n, dim)."""
+        bags = Bags.of_rows(plan)._replace(
+            bounds=bounds_of([len(part) for part in parts]), own=np.array([0, len(parts)])
+        )
+        values, squares = sum_bags(places_of(parts), parts[0].shape[1], None, bags, ONES)
         return RowGradients(plan, values, squares.item())
 
     def merge(self, other: RowGradients) -> RowGradients:

@@ -30,18 +30,6 @@ ExchangeMember = Any
 Brought = Mapping[int, tuple[ExchangeMember, Sequence[GradientBlock]]]  # by key: the gradients of a backward
 
 
-class ExchangeVerdict(NamedTuple):
-    """A table's gradients after an exchange, as all ranks know them.
-
-    Attributes:
-        grads: gradients of this rank's rows.
-        square_norm: square norm over all rows on all ranks, in float64.
-    """
-
-    grads: RowGradients
-    square_norm: float
-
-
 class Operation(NamedTuple):
     """The operation that an exchange does.
 
@@ -83,20 +71,6 @@ class IdRequest(NamedTuple):
     asked: Sequence[Sequence[np.ndarray]]
     gradients: MessageSizes | None = None
 
-    @staticmethod
-    def of(
-        number: int,
-        members: Sequence[ExchangeMember],
-        plans: Sequence[SharedPlan],
-        messages: Sequence[np.ndarray],
-        gradients: MessageSizes | None = None,
-    ) -> IdRequest:
-        """Read the messages of all ranks. A rank sends itself nothing."""
-        rank = members[0].placement.rank
-        asked = [stages.asked(one, len(members)) if len(one) else [] for one in messages]
-        asked[rank] = [plan.ids[plan.split.places[rank]] for plan in plans]
-        return IdRequest(number, members, plans, asked, gradients)
-
 
 class Exchange:
     """An exchange of rows and gradients between ranks that share tables.
@@ -135,7 +109,8 @@ class Exchange:
         act = self._look(members, trains)
         with self._lock:
             messages = self._swap(act, lambda: stages.ask([one.ids for one in plans], [one.split for one in plans]))
-            return self._answer(act, IdRequest.of(self._count, members, plans, messages), None)
+            asked = stages.asked_by_rank(messages, plans, self.transport.rank)
+            return self._answer(act, IdRequest(self._count, members, plans, asked), None)
 
     def answer(self, ask: IdRequest, error: Exception | None = None) -> list[np.ndarray]:
         """Return the rows of a request that was sent ahead, as `rows` does. With an error, refuse it on all ranks."""
@@ -146,7 +121,6 @@ class Exchange:
     def _answer(self, what: Operation, ask: IdRequest, error: Exception | None) -> list[np.ndarray]:
         own, splits = self.transport.rank, [plan.split for plan in ask.plans]
         sources, found = [RowSource.of(member.table, member.wire) for member in ask.members], list[np.ndarray]()
-        replies = list[stages.Reply]()
         come, go = [0] * len(ask.asked), [0] * len(ask.asked)
         for source, split, *asked in zip(sources, splits, *ask.asked, strict=True):
             for rank, count in enumerate(split.counts):
@@ -157,15 +131,15 @@ class Exchange:
         def serve() -> list[Letter]:
             if error is not None:
                 raise error
-            pairs = list(zip(sources, splits, strict=True))
-            found[:] = [buffers.empty((split.bounds[-1], source.dim), np.float32) for source, split in pairs]
+            for source, split in zip(sources, splits, strict=True):
+                found.append(buffers.empty((split.bounds[-1], source.dim), np.float32))
             here = [rows[split.places[own]] for rows, split in zip(found, splits, strict=True)]
-            replies.append(stages.serve(ask.asked, sources, own, here))
-            return replies[0].letters
+            letters, plans = stages.serve(ask.asked, sources, own, here)
+            for member, plan, *asked in zip(ask.members, plans, *ask.asked, strict=True):
+                member.served = plan, asked
+            return letters
 
-        served = self._swap(what, serve, MessageSizes(come, go), lambda: replies[0].fill())
-        for member, plan, *asked in zip(ask.members, replies[0].plans, *ask.asked, strict=True):
-            member.served = plan, asked
+        served = self._swap(what, serve, MessageSizes(come, go))
         self._expected = ask.gradients if self.expects else None
         stages.receive({sender: one for sender, one in enumerate(served) if sender != own}, splits, sources, found)
         return found
@@ -186,8 +160,10 @@ class Exchange:
 
     def share(
         self, brought: Brought, find: Callable[[int], ExchangeMember | None]
-    ) -> list[tuple[ExchangeMember, ExchangeVerdict]]:
-        """Send gradients to the owners of their rows; return the summed gradients of every table that any rank sent.
+    ) -> list[tuple[ExchangeMember, RowGradients, float]]:
+        """Send gradients to the owners of their rows, which sum them.
+
+        Return every table that any rank sent, the gradients of this rank's rows, and their square norm on all ranks.
 
         Args:
             brought: gradients by key of the table.
@@ -211,11 +187,11 @@ class Exchange:
                 return [*squares, *(member.table.steps for member, _ in folded)]
 
             theirs = self._gather(_act("gradients, sums"), facts, 2 * len(tables))
-        verdicts = []
+        found = []
         for place, (member, grads) in enumerate(folded):
             _check_steps(member, theirs[:, len(folded) + place].tolist())
-            verdicts.append((member, ExchangeVerdict(grads, member.placement.total(theirs[:, place]))))
-        return verdicts
+            found.append((member, grads, member.placement.total(theirs[:, place])))
+        return found
 
     def _scattered(self, act: Operation, brought: Brought, find: Callable[[int], ExchangeMember | None]) -> _Tables:
         """Send gradients to the owners of their rows; return those that all ranks sent to this one."""
@@ -283,11 +259,7 @@ class Exchange:
         return f"{self._current.said()} (exchange {self._count})" if self._count else "the first message"
 
     def _swap(
-        self,
-        what: Operation,
-        make: Callable[[], Sequence[Letter]],
-        known: MessageSizes | None = None,
-        fill: Callable[[], None] = lambda: None,
+        self, what: Operation, make: Callable[[], Sequence[Letter]], known: MessageSizes | None = None
     ) -> list[np.ndarray]:
         """Send each other rank its message; return the messages from all ranks, int32 (words,).
 
@@ -296,7 +268,6 @@ class Exchange:
             make: returns the messages.
             known: sizes that all ranks expect. If a rank's messages differ, it reports that, and all ranks repeat the
                 exchange.
-            fill: writes more into the packed messages.
         """
         self._count += 1
         self._current = what
@@ -304,11 +275,11 @@ class Exchange:
         letters, error = _tried(make) if behind is None else (None, behind)
         if known is not None:
             fits = letters is None or [*map(length, letters)] == known.go
-            found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known, fill)
+            found = self._carry(what, letters if fits else None, FITS if fits else DIFFERS, error, known)
             if found is not None:
                 return found
             self.expects = False
-        found = self._carry(what, letters, FITS, error, MessageSizes(None, [0] * self.transport.ranks), fill)
+        found = self._carry(what, letters, FITS, error, MessageSizes(None, [0] * self.transport.ranks))
         assert found is not None
         return found
 
@@ -319,35 +290,27 @@ class Exchange:
         state: int,
         error: Exception | None,
         sizes: MessageSizes,
-        fill: Callable[[], None],
     ) -> list[np.ndarray] | None:
         """Exchange messages once, and raise what a rank refuses; return None if a rank's sizes are unexpected."""
-        mark, own = zlib.crc32(f"{self._count} {what.mark}".encode()), self.transport.rank
+        mark = zlib.crc32(f"{self._count} {what.mark}".encode())
         head = np.array([mark, state if error is None else REFUSES], np.int64)
         try:
-            ours, failed = _tried(lambda: self._packed(head, letters, sizes, fill))
+            ours, failed = _tried(lambda: self._packed(head, letters, sizes))
             if ours is None:  # no memory for the message, but for a refusal
                 error, head[1] = failed, REFUSES
-                ours = self._packed(head, None, sizes, fill)
+                ours = self._packed(head, None, sizes)
             theirs = self.transport.swap(ours, None if sizes.come is None else [HEAD + words for words in sizes.come])
         except MemoryError:
             self.transport.leave()  # otherwise the others would wait until their timeout
             raise
-        heads = [one[:HEAD].view(np.int64).tolist() for rank, one in enumerate(theirs) if rank != own]
-        if error is not None or any(found != mark or told == REFUSES for found, told in heads):
+        heads = {(mark, state), *[tuple(one[:HEAD].view(np.int64).tolist()) for one in theirs if len(one)]}
+        if error is not None or heads - {(mark, FITS), (mark, DIFFERS)}:
             self._tell(what, error)
-        if state == DIFFERS or any(told == DIFFERS for _, told in heads):
-            return None
-        return [message[HEAD:] for message in theirs]
+        return None if (mark, DIFFERS) in heads else [message[HEAD:] for message in theirs]
 
-    def _packed(
-        self, head: np.ndarray, letters: Sequence[Letter] | None, sizes: MessageSizes, fill: Callable[[], None]
-    ) -> Mail:
+    def _packed(self, head: np.ndarray, letters: Sequence[Letter] | None, sizes: MessageSizes) -> Mail:
         own, sent = self.transport.rank, [[np.zeros(words, WORD)] for words in sizes.go] if letters is None else letters
-        mail = pack_all([[] if to == own else [head, *one] for to, one in enumerate(sent)], self.transport.room)
-        if letters is not None:
-            fill()
-        return mail
+        return pack_all([[] if to == own else [head, *one] for to, one in enumerate(sent)], self.transport.room)
 
     def _gather(self, what: Operation, make: Callable[[], list[float]], count: int) -> np.ndarray:
         """Return the numbers of each rank: float64 (ranks, count)."""

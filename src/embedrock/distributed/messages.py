@@ -15,21 +15,27 @@ Room = Callable[[int], np.ndarray]  # returns memory for n words, int32 (words,)
 
 
 class MessageRows:
-    """Rows float32 (n, dim) that are written straight into a message, once it is packed.
+    """Rows that are written straight into a message, once it is packed.
+
+    Args:
+        shape: shape of the rows.
+        dtype: their dtype in the message.
+        write: writes all rows that belong together, to `out` of each.
 
     Attributes:
         nbytes: their size.
-        out: their memory in the message.
+        out: their memory: float32, or uint16 for 16-bit dtypes.
     """
 
     out: np.ndarray
 
-    def __init__(self, rows: int, dim: int) -> None:
-        self._shape, self.nbytes = (rows, dim), 4 * rows * dim
+    def __init__(self, shape: tuple[int, int], dtype: str, write: Callable[[], None]) -> None:
+        self.shape, self.write, self._words = shape, write, np.float32 if dtype == "float32" else np.uint16
+        self.nbytes = shape[0] * shape[1] * (4 if dtype == "float32" else 2)
 
     def lie_in(self, memory: np.ndarray) -> None:
         """Take memory in a message, uint8 (nbytes,)."""
-        self.out = memory.view(np.float32).reshape(self._shape)
+        self.out = memory.view(self._words).reshape(self.shape)
 
 
 Part = np.ndarray | MessageRows
@@ -74,19 +80,25 @@ def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room) -> Mail:
         >>> pack_all([[np.zeros(3, np.float16)], [], [np.ones(1, np.int64)]]).bounds
         [0, 2, 2, 4]
     """
-    bounds = [0, *itertools.accumulate(map(length, letters))]
-    flat = room(bounds[-1])
-    memory, at = flat.view(np.uint8), 0
-    for part in itertools.chain.from_iterable(letters):
-        end = at + part.nbytes
+    bounds, places, end = [0], list[tuple[Part, int]](), 0
+    for letter in letters:
+        for part in letter:
+            places.append((part, end))
+            end += -part.nbytes // 4 * -4
+        bounds.append(end // 4)
+    flat, writes = room(end // 4), dict[Callable[[], None], None]()
+    memory = flat.view(np.uint8)
+    for part, start in places:
+        stop = start + part.nbytes
         if type(part) is MessageRows:
-            part.lie_in(memory[at:end])
+            part.lie_in(memory[start:stop])
+            writes[part.write] = None
         else:
-            memory[at:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        at = end
-        if end % 4:
-            at = end + -end % 4
-            memory[end:at] = 0
+            memory[start:stop] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        if stop % 4:
+            memory[stop : stop + -stop % 4] = 0
+    for write in writes:
+        write()
     return Mail(flat, bounds)
 
 
@@ -102,16 +114,13 @@ class MessageReader:
 
     def ints(self, count: int) -> np.ndarray:
         """Return the next `count` int64, aligned at any offset."""
-        return self.words(2 * count).copy().view(np.int64)
-
-    def rows(self, count: int, dim: int) -> np.ndarray:
-        """Return the next float32 (count, dim)."""
-        return self.words(count * dim).view(np.float32).reshape(count, dim)  # in words, which are aligned for floats
+        start, self._at = self._at, self._at + 2 * count
+        return self._words[start : self._at].copy().view(np.int64)
 
     def sent(self, count: int, dim: int, dtype: str) -> np.ndarray:
         """Return the next rows that `as_sent` encoded, float32 (count, dim)."""
         if dtype == "float32":
-            return self.rows(count, dim)
+            return self.words(count * dim).view(np.float32).reshape(count, dim)  # words are aligned for floats
         halves = self.words(words_of(count * dim, dtype)).view(np.uint16)[: count * dim].reshape(count, dim)
         return decoded(halves, dtype)
 
@@ -138,7 +147,7 @@ def as_sent(rows: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float32":
         return rows
     if dtype == "float16":
-        return rows.astype(np.float16)
+        return rows.astype(np.float16).view(np.uint16)
     bits = np.ascontiguousarray(rows).view(np.uint32)
     kept = bits >> np.uint32(16)
     kept &= np.uint32(1)

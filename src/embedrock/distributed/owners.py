@@ -110,8 +110,8 @@ class Shard(NamedTuple):
         """Plan a batch of ids, with the ids of one owner together."""
         plan = make_plan(ids)
         order, bounds = self.split(plan.ids)
-        arrays = (plan.ids, plan.inverse, plan.starts, plan.order) if order is None else moved(plan, order)
-        return SharedPlan(plan.shape, *arrays, split=Split(None, bounds), fetch=fetch)
+        fields = vars(plan) if order is None else vars(plan) | moved(plan, order)
+        return SharedPlan.made(**fields, split=Split(None, bounds), fetch=fetch)
 
 
 class Replica(NamedTuple):

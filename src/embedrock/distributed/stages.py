@@ -17,8 +17,7 @@ import numpy as np
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.distributed.messages import Letter, MessageReader, MessageRows, as_received, as_sent, words_of
-from embedrock.distributed.owners import Placement, Split
-from embedrock.system.buffers import buffers
+from embedrock.distributed.owners import Placement, SharedPlan, Split
 from embedrock.table.table import Table
 
 
@@ -46,17 +45,14 @@ class RowSource(NamedTuple):
         """Return the size of rows in words."""
         return words_of(rows * self.dim, self.sent_as)
 
-    def read(self, plan: Plan, outs: Sequence[MessageRows]) -> None:
-        """Write the rows of a plan's positions, rank by rank."""
-        self.table.read_parts(plan, [rows.out for rows in outs])
-
-    def encoded(self, plan: Plan, outs: Sequence[MessageRows], own: int) -> list[np.ndarray]:
-        """Return the rows for each rank in 16 bits. The rank's own go to their place."""
-        rows = [np.empty((out.nbytes // (4 * self.dim), self.dim), np.float32) for out in outs]
-        self.table.read_parts(plan, rows)
-        if own >= 0:
-            outs[own].out[:] = as_received(rows[own], self.wire)
-        return [as_sent(each, self.sent_as) for each in rows]
+    def write(self, plan: Plan, outs: Sequence[MessageRows], own: int) -> None:
+        """Write the rows of a plan's positions, rank by rank, as they are sent; those of rank `own` as they arrive."""
+        is_exact = self.sent_as == "float32"
+        each = [rows.out if is_exact else np.empty(rows.shape, np.float32) for rows in outs]
+        self.table.read_parts(plan, each)
+        if not is_exact:
+            for rank, (rows, values) in enumerate(zip(outs, each, strict=True)):
+                rows.out[:] = as_received(values, self.wire) if rank == own else as_sent(values, self.sent_as)
 
 
 class GradientBlock(NamedTuple):
@@ -94,52 +90,37 @@ def asked(message: np.ndarray, tables: int) -> list[np.ndarray]:
     return [reader.ints(count) for count in reader.ints(tables).tolist()]
 
 
-class Reply(NamedTuple):
-    """Rows for all ranks.
-
-    Attributes:
-        letters: the message to each rank.
-        plans: by table, the plan of what all ranks request, in the order of ranks.
-        fill: writes the rows into the packed messages.
-    """
-
-    letters: list[Letter]
-    plans: list[Plan]
-    fill: Callable[[], None]
+def asked_by_rank(messages: Sequence[np.ndarray], plans: Sequence[SharedPlan], rank: int) -> list[Sequence[np.ndarray]]:
+    """Return by rank the ids that it requests, by table. This rank, `rank`, has its own in `plans`."""
+    here = [plan.ids[plan.split.places[rank]] for plan in plans]
+    return [here if sender == rank else asked(message, len(plans)) for sender, message in enumerate(messages)]
 
 
 def serve(
     asked: Sequence[Sequence[np.ndarray]], sources: Sequence[RowSource], own: int = -1, here: Sequence[np.ndarray] = ()
-) -> Reply:
-    """Return the rows that all ranks request.
+) -> tuple[list[Letter], list[Plan]]:
+    """Return the message to each rank with the rows that it requests, and by table the plan of all requests.
 
     Args:
         asked: by rank, ids of each table.
         sources: the tables.
         own: this rank, which gets no message.
-        here: memory for its rows instead, float32 (n, dim) by table. They are rounded as if they were sent.
+        here: memory for its rows instead, float32 (n, dim) by table. They are rounded as if they were sent, when the
+            messages are packed.
     """
-    letters, plans, reads = [Letter() for _ in asked], list[Plan](), list[Callable[[], None]]()
+    letters, plans = [Letter() for _ in asked], list[Plan]()
     for k, source in enumerate(sources):
-        parts = [of_rank[k] for of_rank in asked]
-        plans.append(source.table.plan(np.concatenate(parts)))
-        outs = [MessageRows(len(ids), source.dim) for ids in parts]
-        if own >= 0:
-            outs[own].out = here[k]
-        if source.sent_as == "float32":
-            reads.append(partial(source.read, plans[k], outs))
-            sent = outs
-        else:
-            sent = source.encoded(plans[k], outs, own)
-        for to, part in enumerate(sent):
-            if to != own:
-                letters[to].append(part)
-
-    def fill() -> None:
-        for read in reads:
-            read()
-
-    return Reply(letters, plans, fill)
+        parts, outs = [of_rank[k] for of_rank in asked], list[MessageRows]()
+        plan = source.table.plan(np.concatenate(parts))
+        write = partial(source.write, plan, outs, own)
+        outs += [MessageRows((len(ids), source.dim), source.sent_as, write) for ids in parts]
+        for to, rows in enumerate(outs):
+            if to == own:
+                rows.out = here[k]
+            else:
+                letters[to].append(rows)
+        plans.append(plan)
+    return letters, plans
 
 
 def receive(
@@ -180,8 +161,7 @@ def fold(blocks: Sequence[GradientBlock], plan: Callable[[Sequence[np.ndarray]],
     """
     ids = [block.ids for block in blocks]
     made = make_plan(np.concatenate(ids)) if plan is None else plan(ids)
-    values = buffers.empty((len(made.inverse), blocks[0].values.shape[1]), np.float32)
-    return RowGradients.sum(made, np.concatenate([block.values for block in blocks], out=values))
+    return RowGradients.sum_parts(made, [block.values for block in blocks])
 
 
 def fold_positions(

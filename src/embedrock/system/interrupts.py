@@ -21,7 +21,7 @@ class held_back:
     _outermost: ClassVar[held_back | None] = None
 
     def __enter__(self) -> None:
-        if held_back._outermost is None and threading.current_thread() is threading.main_thread():
+        if held_back._outermost is None and threading.get_ident() == threading.main_thread().ident:
             handler = _signal.getsignal(signal.SIGINT)
             if callable(handler):  # not a handler installed outside of Python
                 self._handler: Any = handler

@@ -60,8 +60,8 @@ def forget(tracer: Tracer) -> None:
 def span(name: str) -> AbstractContextManager[Any]:
     """Return a context manager that spans the phase `name`. Without a tracer it does nothing."""
     seen: list[AbstractContextManager[Any]] = []
-    for _, tracer in _tracers:
-        if (one := tracer(name)) is not None:
+    for is_looking, tracer in _tracers:
+        if is_looking() and (one := tracer(name)) is not None:
             seen.append(one)
     if len(seen) < 2:
         return seen[0] if seen else _NOTHING

@@ -635,7 +635,7 @@ def _summed(
 
 def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
-    kept, pairs = list[np.ndarray](), list[tuple[int, int]]()
+    kept, pairs = [], []
     for own in grads:
         if own is None:
             rows, stride = np.zeros(max(share.route.dim for share in lookup.batch.shares), np.float32), 0

@@ -139,8 +139,8 @@ def _values(tables: Tables, here: Plan, keeps: bool) -> np.ndarray:
     for rows, own in own_parts(tables, here):
         state = _refresh(rows, records, here.slots[own], values[own])
         # A step rounds 16-bit weights itself.
-        if state is not None and keeps and rows.spec.dtype == "float32" and len(tables) == 1:
-            rows.reads.keep(here, CaughtUpRows(rows.version.now, here.slots >= 0, values, state))
+        if state is not None and keeps and rows.spec.dtype == "float32":
+            rows.reads.keep(here, CaughtUpRows(rows.version.now, here.slots[own] >= 0, values[own], state))
     return values
 
 

@@ -139,8 +139,19 @@ class CheckedStep(ABC):
 
 def step_all(requests: Sequence[StepRequest]) -> None:
     """Step tables, each once. Errors of `judge` and of changes are raised before any step."""
+    if _share_a_lock(requests):  # nothing happens between the checks and the step
+        with requests[0].tables[0].table_lock.whole():
+            return step_checked(requests)
     with held_back():
         step_judged(judge(requests), [each for each in requests if each.change is not None and each.grads.is_finite])
+
+
+def _share_a_lock(requests: Sequence[StepRequest]) -> bool:
+    """Return whether all tables have one lock, each occurs once, and nothing changes the stepped weights."""
+    for each in requests:
+        if each.change is not None or each.tables[0].table_lock is not requests[0].tables[0].table_lock:
+            return False
+    return len(requests) == 1 or len(set(tables := tables_of(requests))) == len(tables) > 0
 
 
 def judge(requests: Sequence[StepRequest]) -> list[CheckedStep]:
@@ -459,8 +470,7 @@ class HostStep(CheckedStep):
         for pool in pools:
             calls += pool.count()
             nbytes += pool.nbytes
-        for rows in self.rows:
-            catches_up |= rows.history is not None
+            catches_up |= pool.catches_up
         self._table_lock.start(_call_all, calls, here=nbytes <= STEP_HERE_BYTES and not catches_up)
         for pool in pools:  # runs while the rows are stepped
             if pool.decision is not None:
@@ -620,17 +630,18 @@ class PoolStep:
         new: number of records to make, for each table that has any.
         decision: of a pool's only table, if its rows are dynamic: the rows of the batch that the plan has.
         left: ids of the rows that are evicted for it.
+        catches_up: rows catch up in the step, as no read has caught them up.
     """
 
     __slots__ = (
-        "_grads", "_is_step", "_of_others", "_runs", "_slots", "decision", "fresh", "keys", "left", "new", "plan",
-        "pool", "requests", "tables",
+        "_grads", "_is_step", "_of_others", "_runs", "_slots", "catches_up", "decision", "fresh", "keys", "left", "new",
+        "plan", "pool", "requests", "tables",
     )  # fmt: skip
 
     def __init__(self, pool: Backend, requests: Sequence[StepRequest], is_step: bool) -> None:
         self.pool, self._is_step = pool, is_step
         self.decision: AdmissionDecision | None = None
-        self.left = NOBODY
+        self.left, self.catches_up = NOBODY, False
         self.new: list[NewRows] = []
         self.take(requests)
         self.plan = self._grads.plan
@@ -810,7 +821,8 @@ class PoolStep:
         made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
         for run in self._runs:
             rows, own = run.tables[0], slice(run.start, run.stop)
-            refreshed = () if rows.history is None else self._taken(rows)
+            refreshed = () if rows.history is None else self._taken(rows, own)
+            self.catches_up |= rows.history is not None and not refreshed
             numbers = rows.count(run.draft)
             for each in run.tables[1:]:  # without histories: see `TableState.count`
                 each.steps += 1
@@ -823,9 +835,6 @@ class PoolStep:
             shared.step(self._of_others, numbers, rows.steps)
         return made
 
-    def _taken(self, rows: TableState) -> Sequence[Any]:
+    def _taken(self, rows: TableState, own: slice) -> Sequence[Any]:
         """Return rows that a read caught up, and that the step takes over: see `CaughtUpReads.take`."""
-        if len(self.tables) > 1:
-            rows.reads.clear()
-            return ()
-        return rows.reads.take(self._grads.plan, self.plan.slots, rows.version.now)
+        return rows.reads.take(self._grads.plan, self.plan.slots[own], rows.version.now)

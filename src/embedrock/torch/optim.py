@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,13 +14,13 @@ from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from embedrock import optimizers as rules
-from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
 from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
 from embedrock.table.changes import RuleTaker
 from embedrock.table.checks import of_step
+from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
@@ -243,11 +243,12 @@ class RowOptimizer(torch.optim.Optimizer):
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a context manager takes four times as long
         try:
-            due, parts = list[StepRequest](), list[OptimizedRows]()
+            due = list[StepRequest]()
             for group in self.param_groups:
-                self._find_due(group, due, parts)
+                self._add_due(group, due)
             if are_there_groups():
-                announce_steps(parts)
+                stepped = {rows for request in due for rows in request.tables}
+                announce_steps([part for part in self.bound() if part.rows in stepped])
             step_all(due)
         except (MemoryError, OSError) as error:  # all ranks refuse other errors alike
             fall_behind((handle for group in self.param_groups for handle in group["params"]), error)
@@ -262,31 +263,29 @@ class RowOptimizer(torch.optim.Optimizer):
             self._watches = [watch for watch in self._watches if not watch.is_over]
         return loss
 
-    def _find_due(self, group: dict[str, Any], due: list[StepRequest], parts: list[OptimizedRows]) -> None:
-        """Add the steps of a param group to `due`, and its rows with gradients to `parts`."""
-        bound, runs = self._bound(group), list[tuple[RowGradients, dict[int, OptimizedRows]]]()
+    def _add_due(self, group: dict[str, Any], due: list[StepRequest]) -> None:
+        """Add the steps of a param group to `due`: one for all tables whose gradients were summed together."""
+        bound = self._bound(group)
         check_untouched([part.handle for part in bound if part.rule is not None])
-        last, same, own = None, None, dict[int, OptimizedRows]()
+        last, tables = None, dict[int, TableState]()
         for part in bound:
             handle, rule, clip, rows = part
-            joint = handle.pending.joint
+            pending = handle.pending
+            joint = pending.joint
             if joint is not None and rule is not None and clip is None and not handle.followers:
-                if joint is not last or rule is not same:
-                    last, same, own = joint, rule, {}
-                    runs.append((joint, own))
-                own[handle.pending.number] = part
+                if last is None or joint is not last[0] or rule is not last[1]:
+                    _add_joint(due, last, tables)
+                    last, tables = (joint, rule, pending.executor), {}
+                tables[pending.number] = rows
             elif (grads := handle.gradients()) is not None:
                 if rule is None:
-                    handle.pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
+                    pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
                     continue
                 for follower in handle.followers or ():
                     follower.note(grads)
                 executor = handle.executor_of_gradients()
                 due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
-                parts.append(part)
-        for joint, own in runs:
-            due += _of_joint(joint, own)
-            parts += own.values()
+        _add_joint(due, last, tables)
 
     def bound(self) -> list[OptimizedRows]:
         """Return the rows that a step may change, each with its rule and clip value.
@@ -345,15 +344,21 @@ class RowOptimizer(torch.optim.Optimizer):
             drop_gradients(group["params"], set_to_none)
 
 
-def _of_joint(joint: RowGradients, parts: Mapping[int, OptimizedRows]) -> list[StepRequest]:
-    """Return the steps of tables by one rule, whose gradients were summed together: one, if it is of all of them."""
-    count, (handle, rule, *_) = len(joint.plan.rows) - 1, next(iter(parts.values()))
-    assert rule is not None
-    executor = handle.pending.executor
-    if len(parts) == count:
-        return [StepRequest([parts[number].rows for number in range(count)], rule, joint, None, executor)]
-    each = ((part.rows, joint.of(number)) for number, part in parts.items())
-    return [StepRequest((rows,), rule, own, None, executor) for rows, own in each]
+def _add_joint(due: list[StepRequest], of: Any, tables: dict[int, TableState]) -> None:
+    """Add the steps of tables by one rule, whose gradients were summed together: one, if it is of all of them.
+
+    Args:
+        due: the steps so far.
+        of: the gradients, the rule and the executor; None for no step.
+        tables: by their number in the gradients.
+    """
+    if of is None:
+        return
+    joint, rule, executor = of
+    if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
+        due.append(StepRequest([*map(tables.__getitem__, range(len(tables)))], rule, joint, None, executor))
+    else:
+        due += [StepRequest((rows,), rule, joint.of(number), None, executor) for number, rows in tables.items()]
 
 
 class _CheckedGroup(NamedTuple):

@@ -262,10 +262,8 @@ class WorkerLookup:
     def serve(self, asked: np.ndarray) -> np.ndarray:
         """Return a message with this worker's rows for the requests of all workers."""
         sources = self._sources()
-        reply = stages.serve([stages.asked(message, len(sources)) for message in self._taken(asked)], sources)
-        message = addressed(reply.letters)
-        reply.fill()
-        return message
+        wanted = [stages.asked(message, len(sources)) for message in self._taken(asked)]
+        return addressed(stages.serve(wanted, sources)[0])
 
     def rows(self, inputs: Sequence[Any], served: np.ndarray) -> list[tuple[GroupPlan, np.ndarray]]:
         """Return the plan of each lookup, and its unique rows from the messages of all workers."""

@@ -19,7 +19,6 @@ from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
     ExecutorLookup,
-    FeatureRequest,
     HostInput,
     HostLookup,
     LayerLayout,
@@ -121,9 +120,9 @@ class EmbeddingBag(RowLayer):
             ArgumentError: shapes or offsets do not match.
             Otherwise as `Embedding.forward`.
         """
-        layout = self._cpu_layout()
+        layout = self._layout()
         value = BagInput(input, offsets, per_sample_weights)
-        return looked_up(self._planned_lookup(layout, self._trained(layout), value))[0]
+        return looked_up(self._planned_lookup(layout, value, layout.trained((self,))))[0]
 
     def in_graph(
         self,
@@ -138,15 +137,15 @@ class EmbeddingBag(RowLayer):
         return self._by_operator(input, offsets, per_sample_weights, self.include_last_offset)
 
     def looked_up(
-        self, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any, weights_train: bool
+        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any, weights_train: bool
     ) -> tuple[Tensor, LookupState]:
-        lookup = self._planned_lookup(self._cpu_layout(), trained, BagInput(ids, offsets, weights))
+        lookup = self._planned_lookup(layout, BagInput(ids, offsets, weights), trained)
         return lookup.read(weights_train)[0], lookup
 
-    def _planned_lookup(self, layout: LayerLayout | None, trained: list[Handle], value: BagInput) -> LookupState:
+    def _planned_lookup(self, layout: LayerLayout, value: BagInput, trained: list[Handle]) -> LookupState:
         try:
-            if layout is None:
-                return self._planned_by_executor(trained, *value[:3])
+            if layout.table_lock is None:
+                return self._planned_by_executor(layout, trained, *value[:3])
             arrays = layout.plain((value.ids,)) if value.offsets is None else None
             if arrays is not None and arrays[0].ndim == 2:
                 weights = self._flat_weights(value.ids, value.weights, arrays[0].size)
@@ -157,9 +156,14 @@ class EmbeddingBag(RowLayer):
             raise self.outside(error, value) from None
 
     def _planned_by_executor(
-        self, trained: list[Handle], ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+        self,
+        layout: LayerLayout,
+        trained: list[Handle],
+        ids: Tensor,
+        offsets: Tensor | None,
+        weights: Tensor | None,
     ) -> LookupState:
-        handle = self.handle
+        handle = layout.handles[0]
         executor = handle.executor()
         try:
             flat, bounds = self._flat(ids, offsets, handle)
@@ -169,7 +173,7 @@ class EmbeddingBag(RowLayer):
             handle.refuse(error, bool(trained))
         plan = self._planned(executor, flat, bool(trained))
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        return ExecutorLookup(self, executor, plan, trained, weights, bags)
+        return ExecutorLookup(layout, trained, executor, plan, weights, bags)
 
     # ------------------------------------------------------------ as a feature of a collection
 
@@ -205,8 +209,8 @@ class EmbeddingBag(RowLayer):
         flat, cuts = self._flat(ids, offsets, self.handle)
         return HostInput(flat.cpu().numpy(), cuts.cpu().numpy(), self._flat_weights(ids, weights, len(flat)))
 
-    def gpu_request(self, value: Any) -> FeatureRequest:
-        handle, (ids, offsets, weights) = self._usable_handle(), BagInput.of(value).arguments
+    def gpu_input(self, value: Any) -> tuple[Any, Tensor | None]:
+        handle, (ids, offsets, weights) = self.handle, BagInput.of(value).arguments
         if not isinstance(ids, Tensor):
             check_ids(ids, handle.label)  # an error
         if ids.ndim == 2 and ids.shape[1] and offsets is None and not is_jagged(ids):
@@ -218,8 +222,7 @@ class EmbeddingBag(RowLayer):
             starts = bounds[:-1]
         weights = self._flat_weights(ids, weights, flat.numel())
         executor: Any = handle.executor()
-        feature = executor.pooled_feature(flat, self.padding_idx, self.mode, starts, weights)
-        return FeatureRequest(handle, feature, weights, self.dtype, self._trains(handle))
+        return executor.pooled_feature(flat, self.padding_idx, self.mode, starts, weights), weights
 
     def outside(self, error: IdError, value: Any) -> IdError:
         """Return the error of a lookup, with the position of the id in the arguments of `forward`."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, IdError, IdTypeError, counted, not_one_of
 from embedrock.initializers import Initializer
 from embedrock.optimizers import Rule
-from embedrock.storage.table_lock import TableLock
 from embedrock.table.group import Group
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, are_plain
@@ -128,13 +127,13 @@ class Share:
 
     Attributes:
         each_once: each layer once.
-        layout: of the layers, if the CPU has their rows.
+        layout: of the layers.
     """
 
     def __init__(self, now: int, joins: Any, layers: dict[str, Any]) -> None:
-        self.joins, self.layers, self.features = joins, layers, tuple(layers)
+        self.layers, self.features = layers, tuple(layers)
         self.each_once = tuple(dict.fromkeys(layers.values()))
-        self.layout = LayerLayout(now, joins, tuple(layers.values())) if isinstance(joins, TableLock) else None
+        self.layout = LayerLayout(now, joins, tuple(layers.values()))
 
 
 class Route(NamedTuple):
@@ -159,13 +158,14 @@ class Route(NamedTuple):
     @property
     def may_be_kept(self) -> bool:
         """Return whether a later lookup can tell that something has changed."""
-        return not (any(self.hooks) or any(share.layout is None for share in self.shares) or are_there_groups())
+        are_on_host = all(share.layout.table_lock is not None for share in self.shares)
+        return are_on_host and not any(self.hooks) and not are_there_groups()
 
     def is_current(self, container: dict[str, Any]) -> bool:
         is_same = self.generation == generation.now and self.container == container
         if not is_same or any(self.hooks) or are_there_groups():
             return False
-        return all(share.layout is not None and share.layout.has_its_handles() for share in self.shares)
+        return all(share.layout.has_its_handles() for share in self.shares)
 
 
 class Collection(nn.Module):
@@ -334,11 +334,7 @@ class Collection(nn.Module):
     def _looked_up(self, share: Share, given: Mapping[str, Any], side_by_side: bool = False) -> Sequence[Tensor]:
         """Return the output of each feature of a share; one of all if that is wished and possible."""
         try:
-            if share.layout is not None:
-                return self._read(share, share.layout, given, side_by_side)
-            layers = share.layers
-            requests = self._call_for_each(lambda each: layers[each].gpu_request(given[each]), share.features)
-            return look_up_on_gpu(share.joins, requests)
+            return self._read(share, given, side_by_side)
         except IdError as error:
             for feature, layer in share.layers.items():
                 placed = layer.outside(error, given[feature])
@@ -346,18 +342,21 @@ class Collection(nn.Module):
                     raise IdError(f"feature {feature!r}: {placed}") from None
             raise
 
-    def _read(
-        self, share: Share, layout: LayerLayout, given: Mapping[str, Any], side_by_side: bool
-    ) -> Sequence[Tensor]:
-        trained, values = layout.trained(share.each_once), [given[feature] for feature in share.features]
-        arrays = layout.plain(values)
-        if arrays is not None:
+    def _read(self, share: Share, given: Mapping[str, Any], side_by_side: bool) -> Sequence[Tensor]:
+        layout, layers, values = share.layout, share.layers, [given[feature] for feature in share.features]
+        trained, is_on_host = layout.trained(share.each_once), layout.table_lock is not None
+        if is_on_host and (arrays := layout.plain(values)) is not None:
             return looked_up(HostLookup(layout, trained, arrays, side_by_side))
-        layers = share.layers
-        inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), share.features)
-        ids, bounds, weights = map(list, zip(*inputs, strict=True))
-        outputs = looked_up(HostLookup(layout, trained, ids, side_by_side, bounds, weights))
-        return outputs if side_by_side else list(map(self.layer_type.shaped, outputs, values))
+        if not is_on_host:
+            inputs = self._call_for_each(lambda each: layers[each].gpu_input(given[each]), share.features)
+            outputs = look_up_on_gpu(layout, trained, *zip(*inputs, strict=True))
+        else:
+            inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), share.features)
+            ids, bounds, weights = map(list, zip(*inputs, strict=True))
+            outputs = looked_up(HostLookup(layout, trained, ids, side_by_side, bounds, weights))
+        if len(outputs) < len(values):
+            return outputs
+        return list(map(self.layer_type.shaped, outputs, values))
 
     @staticmethod
     def _call_for_each(call: Callable[[str], Result], features: Iterable[str]) -> list[Result]:

@@ -22,7 +22,6 @@ from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
     ExecutorLookup,
-    FeatureRequest,
     HostInput,
     HostLookup,
     LayerLayout,
@@ -264,11 +263,9 @@ class Embedding(RowLayer):
                 return jagged_like(ids, self(ids.values()))
             except IdError as error:
                 raise self.outside(error, ids) from None
-        layout = self._cpu_layout()
-        trained = self._trained(layout)
-        if not trained:
-            return self._without_gradients(layout, input)
-        return looked_up(self._planned_lookup(layout, trained, input))[0]
+        layout = self._layout()
+        trained = layout.trained((self,))
+        return looked_up(self._planned_lookup(layout, input, trained))[0] if trained else self._read(layout, input)
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
@@ -278,34 +275,34 @@ class Embedding(RowLayer):
         return self._by_operator(input)
 
     def looked_up(
-        self, trained: list[Handle], ids: Tensor, offsets: None, weights: None, weights_train: bool
+        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, *of_bags: Any
     ) -> tuple[Tensor, LookupState | None]:
         """Return the output of an operator, and its lookup if that trains."""
-        layout = self._cpu_layout()
         if not trained:
-            return self._without_gradients(layout, ids), None
-        lookup = self._planned_lookup(layout, trained, ids)
+            return self._read(layout, ids), None
+        lookup = self._planned_lookup(layout, ids, trained)
         return lookup.read(for_weights=False)[0], lookup
 
-    def _planned_lookup(self, layout: LayerLayout | None, trained: list[Handle], ids: Tensor) -> LookupState:
-        if layout is not None:
+    def _planned_lookup(self, layout: LayerLayout, ids: Tensor, trained: list[Handle]) -> LookupState:
+        if layout.table_lock is not None:
             return HostLookup(layout, trained, layout.plain((ids,)) or [self.host_input(ids).ids])
-        handle, executor = trained[0], trained[0].executor()
-        plan = self._planned(executor, self._checked(handle, ids, True), True)
-        return ExecutorLookup(self, executor, plan, trained)
+        executor = layout.handles[0].executor()
+        plan = self._planned(executor, self._checked(layout.handles[0], ids, bool(trained)), bool(trained))
+        return ExecutorLookup(layout, trained, executor, plan)
 
-    def _without_gradients(self, layout: LayerLayout | None, ids: Tensor) -> Tensor:
-        if layout is not None:
-            array, *_ = layout.plain((ids,)) or self.host_input(ids)
-            with span("read"):
-                rows = torch.from_numpy(self._table.lookup(array))
-            return rows if layout.are_as_read else rows.to(layout.handles[0].device, self.dtype)
-        handle = self.handle
-        executor, ids = handle.executor(), self._checked(handle, ids, False)
+    def _read(self, layout: LayerLayout, ids: Tensor) -> Tensor:
+        """Return rows that do not train, if possible without a plan."""
         if self.max_norm is not None:
-            return executor.read(self._planned(executor, ids, trains=False)).to(handle.device, self.dtype)
+            return self._planned_lookup(layout, ids, []).read(for_weights=False)[0]
+        handle = layout.handles[0]
+        given = ids if layout.table_lock is not None else self._checked(handle, ids, False)
         with span("read"):
-            return executor.lookup(ids).to(handle.device, self.dtype)
+            if layout.table_lock is None:
+                rows = handle.executor().lookup(given)
+            else:
+                array, *_ = layout.plain((ids,)) or self.host_input(ids)
+                rows = torch.from_numpy(self._table.lookup(array))
+        return rows if layout.are_as_read else rows.to(handle.device, self.dtype)
 
     def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
         try:
@@ -345,12 +342,10 @@ class Embedding(RowLayer):
         """Return the input of a lookup on the CPU together with other layers."""
         return HostInput(host_ids(flat_ids(ids), self.handle.label))
 
-    def gpu_request(self, ids: Tensor) -> FeatureRequest:
-        """Return the request of a lookup on a GPU together with other layers."""
-        handle = self._usable_handle()
-        executor: Any = handle.executor()
-        feature = executor.feature(check_ids(flat_ids(ids), handle.label), self.padding_idx)
-        return FeatureRequest(handle, feature, None, self.dtype, self._trains(handle))
+    def gpu_input(self, ids: Tensor) -> tuple[Any, None]:
+        """Return the feature and the weights of a lookup on a GPU together with other layers."""
+        executor: Any = self.handle.executor()
+        return executor.feature(check_ids(flat_ids(ids), self.handle.label), self.padding_idx), None
 
     def outside(self, error: IdError, ids: Tensor) -> IdError:
         """Return the error of a lookup of ids, dense or jagged, with the position of the id."""

@@ -38,14 +38,14 @@ def number_of(layer: Any) -> Tensor:
     return torch.from_numpy(np.array(number))
 
 
-def _layer(number: Tensor, handle: Tensor, trains: bool) -> tuple[Any, Handle]:
-    """Return the layer with a number, and its handle. A running graph may use both."""
+def _layer(number: Tensor) -> Any:
+    """Return the layer with a number. A running graph may use it."""
     layer = _layers.get(int(number))
     if layer is None:
         raise UnsupportedError(
             "this graph names an embedding layer that is gone. Compile the model that is there: torch.compile(model)."
         )
-    return layer, layer.enter_graph(handle, trains)
+    return layer
 
 
 def _own(ids: Tensor, handle: Handle) -> Tensor:
@@ -122,10 +122,12 @@ def lookup(
         dim, dtype: of the output.
         trains, weights_train: the rows or the weights train.
     """
-    layer, own = _layer(number, handle, trains)
+    layer = _layer(number)
+    layout = layer.enter_graph(handle, trains)
+    (own,) = layout.handles
     if weights is not None and (trains or weights_train):
         weights = weights.clone()  # a graph may overwrite its inputs
-    out, found = layer.looked_up([own] if trains else [], _own(ids, own), offsets, weights, weights_train)
+    out, found = layer.looked_up(layout, [own] if trains else [], _own(ids, own), offsets, weights, weights_train)
     return out, _ticket_for(found if trains or weights_train else None)
 
 
@@ -174,7 +176,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative()
+    if torch.is_grad_enabled():
+        refuse_second_derivative()
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     of_handle = lookup_backward(grads, *saved) if needs[0] else None
     of_weights = weights_backward(grads, *saved) if needs[3] else None

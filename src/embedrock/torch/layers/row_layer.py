@@ -18,7 +18,6 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
-from embedrock.storage.table_lock import TableLock
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers import operators, row_state
 from embedrock.torch.layers.arguments import (
@@ -34,7 +33,7 @@ from embedrock.torch.layers.arguments import (
 from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import LayerLayout, needs_gradient, refuse_tracing, renormalize
+from embedrock.torch.training.lookup import LayerLayout, needs_gradient, renormalize
 from embedrock.torch.training.sharing import ShardingOptions
 
 IMPORT_ROWS = 65_536
@@ -250,38 +249,11 @@ class RowLayer(nn.Module):
         handle = self._parameters.get("handle")
         return self.handle if handle is None else handle
 
-    def _usable_handle(self) -> Handle:
-        handle = self._own_handle()
-        if torch._C._is_tracing():
-            refuse_tracing()
-        if not isinstance(handle, Handle):
-            raise UnsupportedError(REPLACED)
-        handle.check_untouched()
-        return handle
-
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls this
         raise UnsupportedError(
             f"{self.handle.label} cannot be compiled by torch.jit.script: its rows are not in the model. Script "
             "ert.freeze(model), which has plain layers."
         )
-
-    def _trains(self, handle: Handle) -> bool:
-        """Return whether row gradients follow a forward. Check that an optimizer will apply them."""
-        if not (handle.requires_grad and torch.is_grad_enabled()):
-            return False
-        self._check_applied(handle)
-        return True
-
-    def _trained(self, layout: LayerLayout | None) -> list[Handle]:
-        """Return the handle if its rows train, after all checks of a lookup."""
-        if layout is not None:
-            return layout.trained((self,))
-        handle = self._usable_handle()
-        return [handle] if self._trains(handle) else []
-
-    def _check_applied(self, handle: Handle) -> None:
-        if self.training:
-            handle.unapplied.check(handle.label)
 
     def joined_by(self) -> Any:
         """Return a key that layers share if one call can look them up together; None: no layer joins this one."""
@@ -290,13 +262,15 @@ class RowLayer(nn.Module):
             return None
         return handle.executor().joins
 
-    def _cpu_layout(self) -> LayerLayout | None:
-        """Return the layout of lookups if the CPU has all rows, and reads them as they are; else None."""
+    def _layout(self) -> LayerLayout:
+        """Return what the layer's lookups have in common."""
         known = self._known_layout
         if known is not None and known.is_current(self._parameters):
             return known
-        now, joins = generation.now, self.joined_by()
-        known = LayerLayout(now, joins, (self,)) if isinstance(joins, TableLock) else None
+        now = generation.now
+        if not isinstance(self._own_handle(), Handle):
+            raise UnsupportedError(REPLACED)
+        known = LayerLayout(now, self.joined_by(), (self,))
         self.__dict__["_known_layout"] = known  # an attribute that is set otherwise begins a generation
         return known
 
@@ -319,19 +293,20 @@ class RowLayer(nn.Module):
         own = self._number, operators.new_call(), self.embedding_dim, self.dtype
         return operators.lookup(self.handle, ids, offsets, weights, last_is_end, *own, *trains)[0]
 
-    def enter_graph(self, handle: Tensor, trains: bool) -> Handle:
-        """Check at each run of a graph what `forward` checks. Return the handle.
+    def enter_graph(self, handle: Tensor, trains: bool) -> LayerLayout:
+        """Check at each run of a graph what `forward` checks. Return the layout.
 
         Args:
             handle: the handle that the graph received.
             trains: the rows trained when the graph was made.
         """
-        own = self._usable_handle()
-        if handle.data_ptr() != own.data_ptr():
+        layout = self._layout()
+        layout.check()
+        if handle.data_ptr() != layout.handles[0].data_ptr():
             raise UnsupportedError(REPLACED)
         if trains:
-            self._check_applied(own)
-        return own
+            layout.to_train((self,))
+        return layout
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)

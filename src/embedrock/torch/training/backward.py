@@ -20,7 +20,6 @@ from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.handle_gradient import Pending, number_of
 from embedrock.torch.training.ranks import are_there_groups
-from embedrock.torch.training.unapplied import received_each
 
 Block = tuple[RowGradients, list[Any]]  # gradients of tables, and their handles
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -69,13 +68,14 @@ class BackwardPass:
     @staticmethod
     def running() -> BackwardPass | None:
         """Return the backward of this thread; None if it has no row gradients yet."""
-        return _run_of(torch._C._current_graph_task_id()) if _running else None
+        known = _running.get(torch._C._current_graph_task_id()) if _running else None
+        return None if known is None else known()
 
     @staticmethod
     def current() -> BackwardPass:
         """Return the backward of this thread, made if missing."""
         task = torch._C._current_graph_task_id()
-        run = _run_of(task)
+        run = _running[task]() if task in _running else None
         if run is None:
             run = BackwardPass()
             _running[task] = weakref.ref(run, functools.partial(_running.pop, task))
@@ -95,48 +95,49 @@ class BackwardPass:
 
     def arrive(self) -> None:
         """Make what was brought pending."""
-        brought = self.brought if len(self.brought) < 2 else _merged(self)
+        brought = self.brought if len(self.brought) < 2 else each_once(self.brought)
         self.brought = []
         for grads, handles in brought:
-            for number in _made_pending(grads, handles):
-                handles[number].add_rows(grads.of(number))
-            received_each(handles)
+            for handle, number in _taken(grads, handles):
+                handle.add_rows(grads.of(number))
 
     def _end(self) -> None:
-        self.arrive()
-        self.gradients.clear()
+        if self.brought:
+            self.arrive()
+        self.gradients = {}
 
 
 _running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` takes five times as long
 
 
-def _run_of(task: int) -> BackwardPass | None:
-    known = _running.get(task)
-    return None if known is None else known()
-
-
-def _merged(run: BackwardPass) -> list[Block]:
-    """Return what was brought, with each handle in one block."""
-    handles = [handle for _, several in run.brought for handle in several if handle is not None]
+def each_once(blocks: list[Block]) -> list[Block]:
+    """Return blocks that have each handle in one. Gradients of a handle in several are summed in their order."""
+    handles = [handle for _, several in blocks for handle in several if handle is not None]
     if len(set(map(id, handles))) == len(handles):
-        return run.brought
-    found = [(run.take(handle), [handle]) for handle in handles]
-    return [(grads, own) for grads, own in found if grads is not None]
+        return blocks
+    parts: dict[int, tuple[Any, list[RowGradients]]] = {}
+    for grads, several in blocks:
+        for number, handle in enumerate(several):
+            if handle is not None:
+                parts.setdefault(id(handle), (handle, []))[1].append(grads.of(number))
+    return [(RowGradients.sum_of(own), [handle]) for handle, own in parts.values()]
 
 
-def _made_pending(grads: RowGradients, handles: Sequence[Any]) -> list[int]:
-    """Make gradients pending that no code looks at. Return the numbers of handles whose gradients must be added."""
-    others: list[int] = []
+def _taken(grads: RowGradients, handles: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Make gradients pending that no code looks at. Return the other handles, whose gradients must be added."""
+    others: list[tuple[Any, int]] = []
     with Pending.arriving:
         for number, handle in enumerate(handles):
             if handle is None or not handle.requires_grad:
                 continue
-            pending = handle.pending
-            if pending.joint is None and number_of(handle) is None:
-                pending.joint, pending.number, pending.seen = grads, number, None
-                handle.is_applied = False
-            else:
-                others.append(number)
+            pending, check = handle.pending, handle.unapplied
+            if pending.joint is not None or number_of(handle) is not None:
+                others.append((handle, number))
+                continue
+            pending.joint, pending.number, pending.seen = grads, number, None
+            handle.is_applied = False
+            if not (check.is_settled and check.holder is not None and check.holder() is not None):
+                check.received_unseen(handle)
     return others
 
 
@@ -159,18 +160,13 @@ with torch.inference_mode(False):
 _node_of_anchor = accumulator(ANCHOR)
 
 
-def gradient_of_anchor() -> Tensor | None:
-    """Return None, or a 0 for compiled autograd."""
-    return ANCHOR.detach() if compiled_autograd.in_compiled_autograd_region else None
-
-
 def bring(blocks: list[Block], handles: Sequence[Any], ctx: Any) -> list[Tensor | None]:
     """Bring the row gradients of one lookup, during a backward.
 
     They become pending when the backward ends. Autograd accumulates those that other code must see before.
 
     Args:
-        blocks: see `BackwardPass.brought`. A handle is in one block.
+        blocks: see `BackwardPass.brought`.
         handles: inputs of the lookup, after `ANCHOR`.
         ctx: autograd's context of the lookup.
 
@@ -178,18 +174,16 @@ def bring(blocks: list[Block], handles: Sequence[Any], ctx: Any) -> list[Tensor 
         What autograd adds for each handle: None, or see `Handle.receive`.
     """
     run = BackwardPass.current()
-    run.brought += blocks
+    run.brought += blocks if len(blocks) < 2 else each_once(blocks)
     is_plain = torch._C._will_engine_execute_node(_node_of_anchor) and not run.gradients
-    if not is_plain or are_there_groups() or compiled_autograd.in_compiled_autograd_region:
-        eager = set(map(id, handles))
-    else:
-        eager = {id(handle) for handle in handles if handle.is_watched}
-    if not eager:
-        return [None] * len(handles)
-    found: list[Tensor | None] = []
-    for handle, (node, _) in zip(handles, ctx.next_functions[1:], strict=False):
-        grads = run.take(handle) if id(handle) in eager else None
-        found.append(None if grads is None else handle.receive(HostGradients.of(grads), node, run))
+    is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region
+    found: list[Tensor | None] = [None] * len(handles)
+    for number, handle in enumerate(handles):
+        if not is_plain or handle.is_watched:
+            grads = run.take(handle)
+            if grads is not None:
+                node = ctx.next_functions[number + 1][0]
+                found[number] = handle.receive(HostGradients.of(grads), node, run)
     return found
 
 

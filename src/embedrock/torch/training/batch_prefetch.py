@@ -98,11 +98,12 @@ class PrefetchedBatch:
             raise self.others_ended
         if self._received is None:
             return ()
-        messages, members = self._received(), list(self.plans)
-        self._ask = IdRequest.of(self.number, members, list(self.plans.values()), messages, self._gradients)
+        members, plans = list(self.plans), list(self.plans.values())
+        asked = stages.asked_by_rank(self._received(), plans, self._rank_group.ranks.rank)
+        self._ask = IdRequest(self.number, members, plans, asked, self._gradients)
         pins: list[Pin] = []
         try:
-            for sharing, ids in zip(members, zip(*self._ask.asked, strict=True), strict=True):
+            for sharing, ids in zip(members, zip(*asked, strict=True), strict=True):
                 if sharing.table.is_on_disk:
                     pins.append(sharing.table.bring(np.concatenate(ids)))
         except CacheTooSmallError as error:  # every rank must get the error

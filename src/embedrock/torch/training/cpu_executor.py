@@ -14,7 +14,7 @@ from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import Bags
-from embedrock.distributed.exchange import Exchange, ExchangeVerdict
+from embedrock.distributed.exchange import Exchange
 from embedrock.distributed.owners import Placement, Replica
 from embedrock.distributed.stages import GradientBlock
 from embedrock.frontend.executor import ArrayExecutor
@@ -142,7 +142,10 @@ def host_floats(grads: Tensor) -> np.ndarray:
 
 def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
     """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
-    if {(own.dtype, own.is_cpu) for own in grads if own is not None} <= {(torch.float32, True)}:
+    for own in grads:
+        if own is not None and not (own.dtype is torch.float32 and own.is_cpu):
+            break
+    else:
         try:
             return [None if own is None else own.numpy() for own in grads]
         except RuntimeError:  # a negating view
@@ -175,8 +178,8 @@ class SharedGradients(HostGradients):
     placement: Placement
 
     @staticmethod
-    def of_ranks(verdict: ExchangeVerdict, exchange: Exchange, placement: Placement) -> SharedGradients:
-        rows, square = verdict
+    def of_ranks(rows: RowGradients, square: float, exchange: Exchange, placement: Placement) -> SharedGradients:
+        """Take sums, and their square norm over all ranks."""
         norm = math.sqrt(square) / placement.ranks if math.isfinite(square) else math.inf
         return SharedGradients(rows, _shown(norm), 1.0 / placement.ranks, math.isfinite(square), exchange, placement)
 
@@ -209,8 +212,7 @@ class SharedGradients(HostGradients):
         mean = self.rows.scaled(self.factor)
         clamped = mean.with_values(np.clip(mean.values, low, high) * np.float32(ranks))
         squares = self.exchange.numbers("a clamp", clamped.square_norm)
-        verdict = ExchangeVerdict(clamped, self.placement.total(squares))
-        return SharedGradients.of_ranks(verdict, self.exchange, self.placement)
+        return SharedGradients.of_ranks(clamped, self.placement.total(squares), self.exchange, self.placement)
 
 
 def _snapped(factor: float) -> float:

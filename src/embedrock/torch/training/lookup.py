@@ -10,18 +10,18 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.storage.table_lock import TableLock
-from embedrock.system.spans import span, spanned
+from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
 from embedrock.table.table import Table
-from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring, gradient_of_anchor
+from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
@@ -95,22 +95,12 @@ def _other_fault(ids: Any) -> tuple[str, str]:
     return name, f"Make a tensor of it: {made}."
 
 
-def refuse_tracing() -> NoReturn:
-    """Raise `UnsupportedError`: PyTorch traces a lookup."""
-    raise UnsupportedError(
-        "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
-        "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
-    )
-
-
-def refuse_second_derivative() -> None:
+def refuse_second_derivative() -> NoReturn:
     """Raise `UnsupportedError` in a backward that records its own graph."""
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph "
-            "of the other parameters only: "
-            "torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
-        )
+    raise UnsupportedError(
+        "gradients of embedding rows cannot be differentiated again (create_graph=True). Ask for the graph of the "
+        "other parameters only: torch.autograd.grad(loss, ert.dense_parameters(model), create_graph=True)."
+    )
 
 
 def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
@@ -124,13 +114,13 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
 
 
 class LayerLayout:
-    """What lookups of features by layers have in common if the CPU has their rows. It holds for one `generation`.
+    """What lookups of features by layers have in common. It holds for one `generation`.
 
     It has no reference to the layers, so that one of them may keep it.
 
     Args:
         now: the generation.
-        table_lock: of all tables.
+        joins: of the layers: see `RowLayer.joined_by`.
         layers: layers of the features.
 
     Attributes:
@@ -138,19 +128,24 @@ class LayerLayout:
         owners: parameters of each layer, with its handle.
         distinct: each handle once.
         forms: tables, modes and paddings of the features.
+        dtypes: of the outputs.
+        table_lock: of the tables, if the CPU reads them together, as they are; else None.
         routes: see `batches.plan`.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
         most_dims: most dimensions of a feature's ids.
     """
 
-    def __init__(self, now: int, table_lock: TableLock, layers: Sequence[Any]) -> None:
-        self.generation, self.table_lock, self.handles = now, table_lock, [layer.handle for layer in layers]
+    def __init__(self, now: int, joins: Any, layers: Sequence[Any]) -> None:
+        self.generation, self.joins = now, joins
+        self.handles: list[Handle] = [layer.handle for layer in layers]
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
         tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
         self.forms = tables, modes, [layer.padding_idx for layer in layers]
-        self.dtypes, self.routes = [layer.dtype for layer in layers], dict[tuple[Any, ...], Any]()
+        self.dtypes, self.by_frequency = [layer.dtype for layer in layers], layers[0].scale_grad_by_freq
+        self.table_lock = joins if isinstance(joins, TableLock) else None
+        self.routes = dict[tuple[Any, ...], Any]()
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
@@ -172,13 +167,22 @@ class LayerLayout:
             return False
         return True
 
-    def trained(self, layers: Iterable[Any]) -> list[Handle]:
-        """Return each handle whose rows train, after the checks of `RowLayer.forward`. `layers` has each once."""
+    def check(self) -> None:
+        """Raise the errors of lookups that must not be made: see `RowLayer.forward`."""
         if torch._C._is_tracing():
-            refuse_tracing()
+            raise UnsupportedError(
+                "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
+                "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
+            )
         check_untouched(self.distinct)
-        if not torch.is_grad_enabled():
-            return []
+
+    def trained(self, layers: Iterable[Any]) -> list[Handle]:
+        """Return each handle whose rows train, after all checks. `layers` has each layer once."""
+        self.check()
+        return self.to_train(layers) if torch.is_grad_enabled() else []
+
+    def to_train(self, layers: Iterable[Any]) -> list[Handle]:
+        """Return each handle whose rows may train. Check that an optimizer applied their last gradients."""
         for handle in self.distinct:
             if handle.unapplied.passed_by and handle.requires_grad and _are_training(layers, handle):
                 handle.unapplied.check(handle.label)
@@ -214,36 +218,20 @@ class HostInput(NamedTuple):
     weights: Tensor | None = None
 
 
-class FeatureRequest(NamedTuple):
-    """Request of a layer to a lookup on a GPU, for one feature.
-
-    Attributes:
-        handle: handle of the rows.
-        feature: ids of the table, in the form that the executor takes.
-        weights: weights (n,) of the positions of bags, which may get gradients. `feature` has their values.
-        dtype: dtype of the output.
-        trains: gradients of the rows come back.
-    """
-
-    handle: Handle
-    feature: Any
-    weights: Tensor | None
-    dtype: torch.dtype
-    trains: bool
-
-
 class LookupState(ABC):
     """Lookup of features: it reads rows or bags, and receives their gradients.
 
-    Attributes:
-        handles: of the features.
+    Args:
+        layout: of the layers.
         trained: each handle once whose rows train.
         weights: of the features' positions; empty if no feature has some.
+
+    Attributes:
+        handles: of the features.
     """
 
-    handles: Sequence[Handle]
-    trained: Sequence[Handle]
-    weights: Sequence[Tensor | None]
+    def __init__(self, layout: LayerLayout, trained: Sequence[Handle], weights: Sequence[Tensor | None]) -> None:
+        self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
 
     @abstractmethod
     def read(self, for_weights: bool) -> Sequence[Tensor]:
@@ -296,26 +284,23 @@ class ExecutorLookup(LookupState):
     """Lookup of one feature by the verbs of its rows' executor.
 
     Args:
-        layer: layer of the feature.
         executor: executor of the rows.
         plan: plan of the batch.
-        trained: its handle, if its rows train.
-        weights: weights (n,) of the positions of bags; None for ones.
         bags: bags of the batch; None: the rows themselves.
+        layout, trained, weights: see `LookupState`.
     """
 
     def __init__(
         self,
-        layer: Any,
+        layout: LayerLayout,
+        trained: Sequence[Handle],
         executor: Executor,
         plan: Any,
-        trained: Sequence[Handle],
         weights: Tensor | None = None,
         bags: Any = None,
     ) -> None:
-        self.handles, self.trained, self.weights = (layer.handle,), trained, (weights,)
+        super().__init__(layout, trained, (weights,))
         self._executor, self._plan, self._bags = executor, plan, bags
-        self._dtype, self._padding, self._by_frequency = layer.dtype, layer.padding_idx, layer.scale_grad_by_freq
         self._trace = self._rows = None
 
     @spanned("read")
@@ -326,13 +311,14 @@ class ExecutorLookup(LookupState):
             rows = self._executor.read_rows(self._plan)
             out, self._trace = self._executor.pool(rows, self.weights[0], self._bags)
             self._rows = rows if for_weights else None
-        return (out.to(self.handles[0].device, self._dtype),)
+        return (out.to(self.handles[0].device, self.layout.dtypes[0]),)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+        by_frequency = self.layout.by_frequency
         if self._bags is None:
-            summed = self._executor.sum(self._plan, grads[0], self._padding, self._by_frequency)
+            summed = self._executor.sum(self._plan, grads[0], self.layout.forms[2][0], by_frequency)
         else:
-            summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, self._by_frequency)
+            summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, by_frequency)
         return {self.handles[0]: summed}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
@@ -340,25 +326,43 @@ class ExecutorLookup(LookupState):
 
 
 class DeviceLookupState(LookupState):
-    """Lookup of features of tables of one family on a GPU."""
+    """Lookup of features of tables of one family on a GPU.
 
-    def __init__(self, requests: Sequence[FeatureRequest]) -> None:
+    Args:
+        features: features of the layout, `DeviceFeature`s.
+        numbers: of the features to look up.
+        layout, trained, weights: of all features: see `LookupState`.
+    """
+
+    def __init__(
+        self,
+        layout: LayerLayout,
+        trained: Sequence[Handle],
+        weights: Sequence[Tensor | None],
+        features: Sequence[Any],
+        numbers: Sequence[int],
+    ) -> None:
         from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
 
-        self._requests = requests
-        self.handles, self.weights = [one.handle for one in requests], [one.weights for one in requests]
-        self.trained = list({id(one.handle): one.handle for one in requests if one.trains}.values())
-        self._found: Any = DeviceLookup([one.feature for one in requests], any(one.trains for one in requests))
+        super().__init__(layout, trained, [weights[number] for number in numbers])
+        self.handles = [layout.handles[number] for number in numbers]
+        self._features = [features[number] for number in numbers]
+        own = set(map(id, self.handles))
+        self.trained = [handle for handle in trained if id(handle) in own]
+        self._dtypes = [layout.dtypes[number] for number in numbers]
+        self._found: Any = DeviceLookup(self._features, bool(self.trained))
 
+    @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
-        with span("read"):
-            found = self._found.read(for_weights)
-        pairs = zip(self._requests, found, strict=True)
-        return [torch.as_tensor(out, dtype=one.dtype, device=one.handle.device) for one, out in pairs]
+        found = self._found.read(for_weights)
+        forms = zip(found, self._dtypes, self.handles, strict=True)
+        return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        found = self._found.sum([part if one.trains else None for one, part in zip(self._requests, grads, strict=True)])
-        return {one.handle: found[one.feature.executor] for one in self._requests if one.feature.executor in found}
+        pairs = zip(grads, self.row_trains(), strict=True)
+        found = self._found.sum([own if trains else None for own, trains in pairs])
+        of = zip(self.handles, self._features, strict=True)
+        return {handle: found[feature.executor] for handle, feature in of if feature.executor in found}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return self._found.weight_grads(grads)
@@ -368,9 +372,8 @@ class HostLookup(LookupState):
     """Lookup of features of tables with one lock, whose rows the CPU has.
 
     Args:
-        layout: of the layers.
-        trained: each handle once whose rows train.
         ids, bounds, weights: of the features: see `HostInput`.
+        layout, trained: see `LookupState`.
 
     Attributes:
         side_by_side: the output is one tensor of all bags, if possible.
@@ -387,18 +390,19 @@ class HostLookup(LookupState):
         bounds: Sequence[np.ndarray | None] | None = None,
         weights: Sequence[Tensor | None] = (),
     ) -> None:
-        self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
+        super().__init__(layout, trained, weights)
         values = [host_weights(own) for own in weights] if weights else layout.none
         tables, modes, paddings = layout.forms
         features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
+        assert layout.table_lock is not None
         self._batch = batches.plan(features, layout.routes, layout.table_lock)
         is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
 
+    @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         layout = self.layout
-        with span("read"):
-            self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
+        self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
         if self.side_by_side:
             whole = torch.from_numpy(found.arrays[0])
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
@@ -428,8 +432,6 @@ class HostLookup(LookupState):
             if type(None) in set(map(type, grads)):
                 given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
-        if len(blocks) > 1:
-            blocks = _each_once(blocks)
         return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
@@ -441,24 +443,14 @@ class HostLookup(LookupState):
         return batches.weight_gradients(self._found, grads)
 
 
-def _each_once(blocks: list[batches.Block]) -> list[batches.Block]:
-    """Return the gradients of tables that have each table in one block."""
-    tables = [table for several, _ in blocks for table in several]
-    if len(set(tables)) == len(tables):
-        return blocks
-    parts: dict[Table, list[RowGradients]] = {}
-    for several, grads in blocks:
-        for number, table in enumerate(several):
-            parts.setdefault(table, []).append(grads.of(number))
-    return [([table], RowGradients.sum_of(own)) for table, own in parts.items()]
-
-
-def look_up_on_gpu(family: Any, requests: Sequence[FeatureRequest]) -> list[Tensor]:
-    """Return the outputs of requests to tables of one family on a GPU: see `Executor.joins`."""
+def look_up_on_gpu(
+    layout: LayerLayout, trained: Sequence[Handle], features: Sequence[Any], weights: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return the outputs of features of tables of one family on a GPU: see `Executor.joins`."""
     found: dict[int, Tensor] = {}
-    for share in family.shares([one.feature for one in requests]):
-        found |= zip(share, looked_up(DeviceLookupState([requests[number] for number in share])), strict=True)
-    return [found[number] for number in range(len(requests))]
+    for share in layout.joins.shares(features):
+        found |= zip(share, looked_up(DeviceLookupState(layout, trained, weights, features, share)), strict=True)
+    return [found[number] for number in range(len(features))]
 
 
 def looked_up(reading: LookupState) -> Sequence[Tensor]:
@@ -490,13 +482,19 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     @as_it_is
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
-        reading, count, needs = ctx.reading, len(ctx.handles), ctx.needs_input_grad[3:]
+        reading, needs = ctx.reading, ctx.needs_input_grad
         given = reading.taken(grad_outputs)
-        of_handles = reading.bring(given, ctx) if count else []
-        of_weights = reading.weight_grads(given) if any(needs[count:]) else [None] * (len(needs) - count)
-        return None, None, gradient_of_anchor(), *of_handles, *of_weights
+        of_handles = reading.bring(given, ctx) if ctx.handles else []
+        of_weights: Sequence[Tensor | None] = []
+        if reading.weights:
+            of_weights = [None] * (len(needs) - 3 - len(of_handles))
+            if True in needs[3 + len(of_handles) :]:
+                of_weights = reading.weight_grads(given)
+        of_anchor = ANCHOR.detach() if compiled_autograd.in_compiled_autograd_region else None  # which takes no None
+        return None, None, of_anchor, *of_handles, *of_weights
 
 
 # `apply` without its slow checks: no transform of `torch.func` runs.

@@ -198,9 +198,8 @@ class RankGroup:
         self._arrived[run][sharing.key] = sharing, blocks
 
     def _share(self, arrived: Brought) -> None:
-        for member, verdict in self.exchange.share(arrived, self.members.get):
-            assert isinstance(member, SharedTable)
-            member.handle.show(SharedGradients.of_ranks(verdict, self.exchange, member.placement))
+        for member, grads, square in self.exchange.share(arrived, self.members.get):
+            member.handle.show(SharedGradients.of_ranks(grads, square, self.exchange, member.placement))
 
     # ------------------------------------------------------------ ranks that have left
 
@@ -213,19 +212,6 @@ class RankGroup:
                 handle.forget()
 
         self.exchange.uneven.leave(self._take_part, end)
-
-    def announce_steps(self, due: Mapping[SharedTable, OptimizedRows]) -> None:
-        """Announce steps of tables to ranks that may have left. They make the same steps."""
-
-        def step() -> Op:
-            told = [
-                {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.rule)}
-                for one, part in due.items()
-            ]
-            said = "is at a step of " + ", ".join(one.label for one in due)
-            return {"do": "step", "said": said, "mark": f"step {[part['key'] for part in told]}", "parts": told}
-
-        self.exchange.uneven.announce(step)
 
     def _take_part(self, busy: Sequence[Op]) -> None:
         op = busy[0]
@@ -285,7 +271,16 @@ def announce_steps(due: Iterable[OptimizedRows]) -> None:
         if (sharing := part.handle.sharing) is not None:
             groups.setdefault(sharing.rank_group, {})[sharing] = part
     for rank_group, parts in groups.items():
-        rank_group.announce_steps(parts)
+        rank_group.exchange.uneven.announce(partial(_step_of, parts))
+
+
+def _step_of(due: Mapping[SharedTable, OptimizedRows]) -> Op:
+    told = [
+        {"key": one.key, "factor": one.waits, "clip": part.clip_value, "rule": _numbers_of(part.rule)}
+        for one, part in due.items()
+    ]
+    said = "is at a step of " + ", ".join(one.label for one in due)
+    return {"do": "step", "said": said, "mark": f"step {[part['key'] for part in told]}", "parts": told}
 
 
 def _numbers_of(rule: Any) -> dict[str, Any]:

@@ -84,6 +84,11 @@ class UnappliedGradientsCheck:
             if _hook is None:
                 _hook = register_optimizer_step_post_hook(_after_any_step)
 
+    def received_unseen(self, handle: Any) -> None:
+        """Record that gradients of the handle are pending, if they are finite. No code has seen them."""
+        if math.isfinite(handle.pending.shown):
+            self.received()
+
     def stepped(self) -> None:
         """Record a step of the handle's optimizer."""
         self._stepped = self.is_settled = True
@@ -145,17 +150,6 @@ class UnappliedGradientsCheck:
             f"call step() of your {name} beside the other's (if the other trains another network, make yours of the "
             f"whole model, `{name}(model)`, which tells them apart)"
         )
-
-
-def received_each(handles: Iterable[Any]) -> None:
-    """Call `received` of all handles whose gradients are pending and finite, if they may lack an optimizer."""
-    for handle in handles:
-        if handle is None or handle.pending.joint is None:
-            continue
-        check = handle.unapplied
-        is_stepped = check.is_settled and check.holder is not None and check.holder() is not None
-        if not is_stepped and math.isfinite(handle.pending.shown):
-            check.received()
 
 
 _ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of rows
