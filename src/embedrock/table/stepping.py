@@ -61,7 +61,8 @@ class StepRequest(NamedTuple):
         """Raise an error if a table cannot be stepped so. Caller holds the table lock."""
         first = self.tables[0]
         first.check_commit()
-        checks.check_gradients(self.grads, first.spec.dim, first.subject)
+        if not self.grads.has_width(first.spec.dim):
+            raise checks.wrong_width(self.grads, first.spec.dim, first.subject)
         rule = fits = self.rule
         for rows in self.tables:
             if rows.backend is None:
@@ -481,6 +482,10 @@ class HostStep(CheckedStep):
                 pool.note()
 
 
+ALL = slice(None)
+NO_ROWS = np.empty((0, 0), np.float32)
+
+
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
@@ -639,21 +644,29 @@ class PoolStep:
     """
 
     __slots__ = (
-        "_grads", "_is_step", "_of_others", "_runs", "_slots", "catches_up", "decision", "fresh", "keys", "left", "new",
-        "plan", "pool", "requests", "tables",
+        "_grads", "_is_step", "_keys", "_of_others", "_runs", "_slots", "catches_up", "decision", "fresh", "left",
+        "new", "plan", "pool", "requests", "tables",
     )  # fmt: skip
 
     def __init__(self, pool: Backend, requests: Sequence[StepRequest], is_step: bool) -> None:
-        self.pool, self._is_step = pool, is_step
+        self.pool, self._is_step, self._keys = pool, is_step, None
         self.decision: AdmissionDecision | None = None
-        self.left, self.catches_up = NOBODY, False
+        self.left, self.catches_up, self.fresh = NOBODY, False, NO_ROWS
         self.new: list[NewRows] = []
         self.take(requests)
-        self.plan = self._grads.plan
-        self.keys = keys_of(self.tables, self.plan)
-        if not (is_reading(self.tables, self.plan) or (pool.is_shared and pool.goes_on_with(self.keys))):
+        self.plan = plan = self._grads.plan
+        is_known = is_reading(self.tables, plan)
+        if not (is_known or (pool.evicts and pool.is_shared and pool.goes_on_with(self.keys))):
             pool.begin_batch()
-        self._found(present_slots(pool, self.tables, self.plan, self.keys))
+        if plan.missing or plan.epoch != pool.epoch:
+            self._found(present_slots(pool, self.tables, plan, self.keys))
+
+    @property
+    def keys(self) -> np.ndarray:
+        """The pool's keys of the rows."""
+        if self._keys is None:
+            self._keys = keys_of(self.tables, self.plan)
+        return self._keys
 
     def take(self, requests: Sequence[StepRequest]) -> None:
         """Take the gradients of requests of the same batch."""
@@ -673,7 +686,7 @@ class PoolStep:
     def _cut(self, request: StepRequest, own: slice) -> PoolStep:
         part, plan = copy.copy(self), request.grads.plan
         part.take([request])
-        part.plan, part.keys = plan.with_slots(self.plan.slots[own], self.plan.epoch), self.keys[own]
+        part.plan, part._keys = plan.with_slots(self.plan.slots[own], self.plan.epoch), self.keys[own]
         done = int(np.count_nonzero(self.plan.slots[: own.start] < 0))
         part.new = [NewRows(request.tables[0].tier, part.plan.missing)] if part.plan.missing else []
         part.fresh = self.fresh[done : done + part.plan.missing]
@@ -685,13 +698,13 @@ class PoolStep:
             self._count_new()
 
     def _count_new(self) -> None:
-        self.new, fresh = [], []
+        self.new, self.fresh = [], NO_ROWS
         if self.plan.missing:
-            missing = (self.plan.slots < 0).nonzero()[0]
+            missing, fresh = (self.plan.slots < 0).nonzero()[0], []
             for rows, ids in missing_ids(self.tables, self.plan, missing):
                 fresh.append(rows.first_values(ids))
                 self.new.append(NewRows(rows.tier, len(ids)))
-        self.fresh = np.concatenate(fresh) if fresh else np.empty((0, self.pool.spec.dim), np.float32)
+            self.fresh = np.concatenate(fresh)
 
     # ---------------------------------------------------------------- rows that come and go
 
@@ -703,8 +716,7 @@ class PoolStep:
         self.decision = rows.lifecycle.vote(plan.ids, plan.slots < 0, rows.tier.count, self._is_step)
         self.left = rows.lifecycle.victims(self.decision)
         if self.decision.rows is not None:
-            plan = plan.of_rows(np.flatnonzero(self.decision.rows))
-            self.keys = keys_of(self.tables, plan)
+            plan, self._keys = plan.of_rows(np.flatnonzero(self.decision.rows)), None
         self.plan = plan
         self._count_new()
 
@@ -810,7 +822,8 @@ class PoolStep:
             self._slots = self.pool.admit(self.keys, slots, self.fresh, first_state)
             for part, count in self.new:
                 part.admitted(count)
-        self.pool.mark_dirty(self._slots)
+        if self.pool.evicts:
+            self.pool.mark_dirty(self._slots)
         for rows in self.tables:
             rows.last_read = None
 
@@ -824,7 +837,7 @@ class PoolStep:
         """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
         made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
         for run in self._runs:
-            rows, own = self.tables[run.first], slice(run.start, run.stop)
+            rows, own = self.tables[run.first], slice(run.start, run.stop) if len(self._runs) > 1 else ALL
             refreshed = () if rows.history is None else self._taken(rows, own)
             self.catches_up |= rows.history is not None and not refreshed
             numbers = rows.count(run.draft)
