@@ -154,8 +154,10 @@ class LayerLayout:
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
-        is_same = self.generation == generation.now and self.owners[0][0] is parameters
-        return is_same and not are_there_groups() and self.has_its_handles()
+        if self.generation != generation.now or self.owners[0][0] is not parameters or not self.has_its_handles():
+            return False
+        # A process group may share the rows from now on.
+        return self.joins is None or not are_there_groups() or self.handles[0].executor().joins is self.joins
 
     def has_its_handles(self) -> bool:
         """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
