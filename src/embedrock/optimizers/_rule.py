@@ -48,19 +48,24 @@ class StepHistory(ABC):
         blank: the columns of a step if they are not saved: constants that have no effect.
         fades: number of factors by which a row fades in a step that does not touch it.
         steps: number of remembered steps: no row has a later last step.
+        content: the same object in histories of the same steps.
+        drafted: constants of the next step, with the contents that histories have after it; the same object for tables
+            that one rule steps together.
     """
 
     moves_weights: ClassVar[bool] = True
     blank: ClassVar[tuple[float, ...]]
     fades: ClassVar[int]
     steps: int
+    content: Any
+    drafted: Any
 
     def __init__(self, kind: type[Rule], kept: tuple[int, int] | None = None) -> None:
         self._kind, self._kept = kind, kept or (len(self.blank), self.fades)
         self._clear()
 
     def _clear(self) -> None:
-        self.steps = 0
+        self.steps, self.content, self.drafted = 0, type(self), None
         self._table = np.empty((0, len(self.blank)), np.float32)
         self._log_fade = np.zeros((1, self.fades))  # logarithms of the factors' products up to each step
 
@@ -83,6 +88,7 @@ class StepHistory(ABC):
     def append(self) -> None:
         """Record one more step, by the rule of the last `draft`."""
         self._bound(self._table[self.steps : self.steps + 1])
+        self.content = self.drafted[3].setdefault(self.content, object())
         self.steps += 1
 
     @abstractmethod
@@ -94,9 +100,10 @@ class StepHistory(ABC):
         step, known = self.steps + 1, rule.last_numbers
         if known is None or known[0] != step:
             numbers, factors = rule.dense_numbers(step)
-            known = step, numbers, np.array([_log(factor) for factor in factors])
+            known = step, numbers, np.array([_log(factor) for factor in factors]), {}
             vars(rule)["last_numbers"] = known  # for other tables
-        return known[1:]
+        self.drafted = known
+        return known[1:3]
 
     def first_scale(self) -> float:
         """Return the product of the factors that scaled initial values of rows that were never stepped."""
@@ -120,7 +127,7 @@ class StepHistory(ABC):
                     f"floats after {counted(steps, 'step')}: got {got}."
                 )
         self._clear()
-        self.steps = steps
+        self.steps, self.content = steps, object()
         self._table = np.tile(np.array(self.blank, np.float32), (steps, 1))
         self._table[:, :columns] = state["table"]
         self._log_fade = np.zeros((steps + 1, self.fades))
@@ -146,7 +153,7 @@ class Rule(ABC):
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     HISTORY: ClassVar[type[StepHistory] | None] = None  # with the argument `dense`, if the rule has it
     FADE: ClassVar[str]  # hyperparameter by which untouched rows fade then
-    last_numbers: ClassVar[tuple[int, Sequence[float], np.ndarray] | None] = None  # of a `StepHistory`, with their step
+    last_numbers: ClassVar[tuple[Any, ...] | None] = None  # constants of a `StepHistory`, and their step
     lr: float
 
     @property

@@ -610,9 +610,12 @@ class StepRun:
     draft: Any
     scratch: Any
 
-    def takes(self, draft: Any) -> bool:
-        """Return whether a table with such constants may be the next one."""
-        return type(draft) is type(self.draft) and draft == self.draft
+    def takes(self, rows: TableState, draft: Any) -> bool:
+        """Return whether a table, with its drafted step, may be the next one."""
+        own, other = self.tables[0].history, rows.history
+        if own is None or other is None:  # equal types of constants tell whether both are
+            return draft is self.draft or (type(draft) is type(self.draft) and draft == self.draft)
+        return own.content is other.content and own.drafted is other.drafted
 
 
 class PoolStep:
@@ -784,10 +787,10 @@ class PoolStep:
         for each in self.requests:
             for rows in each.tables:
                 start, stop, key = bounds[number], bounds[number + 1], (id(each.rule), rows.steps)
-                is_alone = rows.history is not None or not is_exact  # histories and rounding are per table
-                draft = rows.draft(each.rule) if is_alone or key not in known else known[key]
+                is_known = rows.history is None and key in known
+                draft = known[key] if is_known else rows.draft(each.rule)
                 known[key], number = draft, number + 1
-                if last is not None and not is_alone and (draft is last.draft or last.takes(draft)):
+                if last is not None and is_exact and last.takes(rows, draft):  # rounding is per table
                     last.tables.append(rows)
                     last.stop = stop
                 else:
@@ -820,14 +823,17 @@ class PoolStep:
         """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
         made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
         for run in self._runs:
-            rows, own = run.tables[0], slice(run.start, run.stop)
-            refreshed = () if rows.history is None else self._taken(rows, own)
-            self.catches_up |= rows.history is not None and not refreshed
+            rows, own, refreshed = run.tables[0], slice(run.start, run.stop), list[Any]()
+            if rows.history is not None:
+                refreshed = [part for each in run.tables for part in self._taken(each)]
+                self.catches_up |= not refreshed
             numbers = rows.count(run.draft)
-            for each in run.tables[1:]:  # without histories: see `TableState.count`
+            for each in run.tables[1:]:  # see `TableState.count`
                 each.steps += 1
                 each.version.now += 1
                 each.version.of_rows += 1
+                if each.history is not None:
+                    each.history.append()
             of_rows = self.plan.ids[own], self._slots[own], values[own], numbers, rows.steps
             made.append(functools.partial(rows.tier.records.step, *of_rows, run.scratch, refreshed))
         rows = self.tables[0]
@@ -835,6 +841,6 @@ class PoolStep:
             shared.step(self._of_others, numbers, rows.steps)
         return made
 
-    def _taken(self, rows: TableState, own: slice) -> Sequence[Any]:
+    def _taken(self, rows: TableState) -> Sequence[Any]:
         """Return rows that a read caught up, and that the step takes over: see `CaughtUpReads.take`."""
-        return rows.reads.take(self._grads.plan, self.plan.slots[own], rows.version.now)
+        return rows.reads.take(self._grads.plan, self.plan.slots)
