@@ -49,8 +49,6 @@ class StepHistory(ABC):
         fades: number of factors by which a row fades in a step that does not touch it.
         steps: number of remembered steps: no row has a later last step.
         content: the same object in histories of the same steps.
-        drafted: constants of the next step, with the contents that histories have after it; the same object for tables
-            that one rule steps together.
     """
 
     moves_weights: ClassVar[bool] = True
@@ -58,14 +56,13 @@ class StepHistory(ABC):
     fades: ClassVar[int]
     steps: int
     content: Any
-    drafted: Any
 
     def __init__(self, kind: type[Rule], kept: tuple[int, int] | None = None) -> None:
         self._kind, self._kept = kind, kept or (len(self.blank), self.fades)
         self._clear()
 
     def _clear(self) -> None:
-        self.steps, self.content, self.drafted = 0, type(self), None
+        self.steps, self.content = 0, type(self)
         self._table = np.empty((0, len(self.blank)), np.float32)
         self._log_fade = np.zeros((1, self.fades))  # logarithms of the factors' products up to each step
 
@@ -78,18 +75,19 @@ class StepHistory(ABC):
             log_fade = np.concatenate([self._log_fade, np.zeros((room, self.fades))])
             self._table, self._log_fade = table, log_fade
 
-    def draft(self, rule: Rule) -> None:
-        """Do all of `append` that can fail, for one more step by a rule. Nothing changes."""
+    def draft(self, rule: Rule) -> Any:
+        """Do all of `append` that can fail, for one more step by a rule. Nothing changes. Return the `content` then."""
         self.make_room()
         step = self.steps
         self._table[step], log_fade = self._numbers_of(rule)
         self._log_fade[step + 1] = self._log_fade[step] + log_fade
+        self._drafted = rule.last_numbers[3].setdefault(self.content, object())
+        return self._drafted
 
     def append(self) -> None:
         """Record one more step, by the rule of the last `draft`."""
         self._bound(self._table[self.steps : self.steps + 1])
-        self.content = self.drafted[3].setdefault(self.content, object())
-        self.steps += 1
+        self.content, self.steps = self._drafted, self.steps + 1
 
     @abstractmethod
     def numbers(self) -> Any:
@@ -102,7 +100,6 @@ class StepHistory(ABC):
             numbers, factors = rule.dense_numbers(step)
             known = step, numbers, np.array([_log(factor) for factor in factors]), {}
             vars(rule)["last_numbers"] = known  # for other tables
-        self.drafted = known
         return known[1:3]
 
     def first_scale(self) -> float:
@@ -153,7 +150,9 @@ class Rule(ABC):
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     HISTORY: ClassVar[type[StepHistory] | None] = None  # with the argument `dense`, if the rule has it
     FADE: ClassVar[str]  # hyperparameter by which untouched rows fade then
-    last_numbers: ClassVar[tuple[Any, ...] | None] = None  # constants of a `StepHistory`, and their step
+    last_numbers: ClassVar[Any] = (
+        None  # step, its constants and log fades, and `StepHistory.content` after it by before
+    )
     lr: float
 
     @property

@@ -7,6 +7,7 @@ without a copy if it begins at a multiple of 64 bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from typing import Any
@@ -22,12 +23,16 @@ KEPT_BYTES = 1 << 26  # bytes of all kept memory, in use or not
 ALIGNMENT = 64
 
 
-def _references(kept: list[tuple[np.ndarray, int]], number: int) -> int:
-    return sys.getrefcount(kept[number][0])
+def _spare(kept: list[tuple[np.ndarray, int]], size: int, free: int) -> int:
+    """Return the index of memory of a size with at most `free` references; -1: there is none."""
+    for k, (memory, _) in enumerate(kept):
+        if memory.nbytes == size and sys.getrefcount(memory) <= free:
+            return k
+    return -1
 
 
 # Reference count of memory that no array uses. The caller's own references depend on the version of Python.
-_FREE = _references([(np.empty(1, np.uint8), 0)], 0)
+_FREE = next(free for free in itertools.count(1) if _spare([(np.empty(1, np.uint8), 0)], 1, free) == 0)
 
 
 class Buffers:
@@ -50,9 +55,13 @@ class Buffers:
         nbytes = made.itemsize * math.prod(shape)
         if not LEAST_BYTES <= nbytes <= MOST_BYTES:
             return np.empty(shape, made)
+        step = 1 << (nbytes.bit_length() - 4)  # an eighth more at most, so that similar batches share memory
+        size = -(-nbytes // step) * step + ALIGNMENT
         with self._lock:
-            memory, start = self._take(_size_class(nbytes))
-            return memory[start : start + nbytes].view(made).reshape(shape)
+            k = _spare(self._kept, size, _FREE)
+            memory, start = self._add(size) if k < 0 else self._kept.pop(k)
+            self._kept.append((memory, start))
+        return np.ndarray(shape, made, memory, start)
 
     def copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return a copy of an array in memory of the pool."""
@@ -60,23 +69,12 @@ class Buffers:
         made[...] = array
         return made
 
-    def _take(self, size: int) -> tuple[np.ndarray, int]:
-        for k in range(len(self._kept)):
-            if self._kept[k][0].nbytes == size and _references(self._kept, k) == _FREE:
-                self._kept.append(self._kept.pop(k))
-                return self._kept[-1]
+    def _add(self, size: int) -> tuple[np.ndarray, int]:
         memory = np.empty(size, np.uint8)
-        self._kept.append((memory, -memory.ctypes.data % ALIGNMENT))
         self._bytes += size
         while self._bytes > KEPT_BYTES:
             self._bytes -= self._kept.pop(0)[0].nbytes  # arrays that use it keep it alive
-        return self._kept[-1]
-
-
-def _size_class(nbytes: int) -> int:
-    """Return the bytes to allocate for `nbytes`: at most an eighth more, so that similar batches share memory."""
-    step = 1 << (nbytes.bit_length() - 4)
-    return -(-nbytes // step) * step + ALIGNMENT
+        return memory, -memory.ctypes.data % ALIGNMENT
 
 
 buffers = Buffers()

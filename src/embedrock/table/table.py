@@ -368,7 +368,8 @@ class Table(StoredVerbs):
         """
         rows = self._checked_rows()
         rows.check_commit()
-        checks.check_gradients(grads, self.dim, self.subject)
+        if not grads.has_width(rows.spec.dim):
+            raise checks.wrong_width(grads, rows.spec.dim, rows.subject)
         prepare(rows, grads.plan)
 
     @whole
