@@ -1,4 +1,4 @@
-"""Batches of several tables of a group: tables of the same record layout are planned, read and summed at once."""
+"""Batches of tables with one lock: those of one record layout are planned, read and summed at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BatchFeature(NamedTuple):
     """One feature of a batch: ids of a table, alone or in bags.
 
     Attributes:
-        table: a member of the group.
+        table: of the batch.
         ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size, or (bags,) if that is 1.
         offsets: int64 (bags + 1,), from 0 to n: the bounds of the bags of ids (n,).
         weights: float32, one per id: factors of the rows in sums of bags.
@@ -259,7 +259,7 @@ class PoolPlan:
 
 @dataclass(eq=False)
 class GroupPlan:
-    """The plan of one batch of several tables of a group.
+    """The plan of a batch of tables with one lock: of a group, or a table alone.
 
     Attributes:
         features: of the batch.
