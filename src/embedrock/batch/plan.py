@@ -203,9 +203,10 @@ def plan_tables(
     """
     n = int(positions[-1])
     shape = (n,) if shape is None else shape
-    if n < 2 * WORKER_IDS:
+    if n > MAX_IDS:
+        check_count(n, shape)
+    if n < 2 * WORKER_IDS and n <= SMALL_BATCH:
         return _planned_at_once(sources, tables, positions, index, epoch, shape)
-    check_count(n, shape)
     fits = n <= SMALL_BATCH or int((positions[1:] - positions[:-1]).max()) <= SMALL_BATCH
     if fits and (len(tables) == 1 or kernels.cpu.threads.get_threads() == 1):
         return _planned_at_once(sources, tables, positions, index, epoch, shape)

@@ -116,11 +116,12 @@ class PoolLayout:
 
     @property
     def is_current(self) -> bool:
-        """Return whether the tables still have these backends."""
+        """Return whether the tables still have these backends, and can be used."""
         for rows, part in zip(self.rows, self.parts, strict=True):
-            if rows.process != forks.process or part() is not rows.backend:
-                return [rows.tier for rows in self.rows] == [part() for part in self.parts]
-        return self.rows[0].tier is not None  # or it raises why no table can be used
+            backend = rows.backend
+            if backend is None or part() is not backend or rows.process != forks.process:
+                return [rows.tier for rows in self.rows] == [part() for part in self.parts]  # or it raises why not
+        return self.rows[0].table_lock.failure is None or self.rows[0].tier is None
 
     def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""
@@ -172,6 +173,7 @@ class FeatureLayout:
         offsets: int64 (bags + 1,), bounds of each bag's positions.
         items: `bags`; without bags, `positions`.
         are_alone: each item is one position.
+        places: of its rows in an array at address 0: see `PoolPlan.places`.
     """
 
     shapes: list[tuple[int, ...]]
@@ -182,6 +184,13 @@ class FeatureLayout:
     offsets: np.ndarray
     items: np.ndarray
     are_alone: bool
+    places: dict[tuple[bool, int], np.ndarray] = field(default_factory=dict)
+
+    @forks.cached_property
+    def bags_of_each(self) -> int | None:
+        """Number of bags of each feature; None if numbers differ, and without bags."""
+        counts = set(np.diff(self.bags).tolist())
+        return counts.pop() if len(counts) == 1 else None
 
     @forks.cached_property
     def lines(self) -> Lines | None:
@@ -227,13 +236,16 @@ class PoolPlan:
             array: float32, of its features one after the other, or of all features of the batch side by side.
             side_by_side: says which.
         """
-        places, stride = np.empty((len(self.route.numbers), 2), np.int64), array.strides[0]
-        first = self.route.columns * array.itemsize if side_by_side else self.layout.items[:-1] * stride
-        places[:, 0] = first + address_of(array)
-        places[:, 1] = stride
+        stride, layout = array.strides[0], self.layout
+        known = layout.places.get((side_by_side, stride))
+        if known is None:
+            begins = self.route.columns * array.itemsize if side_by_side else layout.items[:-1] * stride
+            known = layout.places[side_by_side, stride] = np.stack([begins, np.full_like(begins, stride)], axis=1)
+        places = known.copy()
+        places[:, 0] += address_of(array)
         return places
 
-    @forks.cached_property
+    @property
     def bags(self) -> Bags:
         """All items, as `pooling.sum_bags` takes them."""
         layout, route = self.layout, self.route
@@ -338,7 +350,7 @@ def plan(features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tabl
 def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
     key = tuple([(feature.table, feature.mode, feature.padding) for feature in given])
     found = routes.get(key)
-    if found is None or not all(route.is_current for route in found):
+    if found is None or not _are_current(found):
         if len(routes) >= MOST_ROUTES:
             routes.clear()
         found = routes[key] = _routes(given)
@@ -348,6 +360,10 @@ def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tab
             if rows.owns is not None:
                 _check_owned(rows, given)
     return GroupPlan(given, [_share(route, given) for route in found], routes, table_lock)
+
+
+def _are_current(layouts: Sequence[PoolLayout]) -> bool:
+    return False not in [layout.is_current for layout in layouts]
 
 
 def _check(tables: Iterable[TableState]) -> None:
@@ -528,7 +544,7 @@ def read(
 
 
 def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.ndarray | None) -> PoolLookup:
-    if not all(share.route.is_current for share in batch.shares):
+    if not _are_current([share.route for share in batch.shares]):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
         _check(share.route.rows)
@@ -569,10 +585,8 @@ def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarr
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
     """Return whether `read` can give all outputs side by side: bags, equally many for each feature."""
-    if any(share.route.kind == "rows" for share in batch.shares):
-        return False
-    sizes = [bags[1:] - bags[:-1] for bags in [share.layout.bags for share in batch.shares]]
-    return len({count for each in sizes for count in each.tolist()}) == 1
+    counts = {share.layout.bags_of_each for share in batch.shares}
+    return len(counts) == 1 and None not in counts
 
 
 # -------------------------------------------------------------------- gradients

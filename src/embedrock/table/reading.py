@@ -79,12 +79,15 @@ def located(tables: Tables, plan: Plan) -> Plan:
     Raises:
         CacheTooSmallError: they do not fit the cache.
     """
-    pool, keys = pool_of(tables), keys_of(tables, plan)
+    pool = pool_of(tables)
     if not is_reading(tables, plan):
         ids = weakref.ref(plan.ids)
         for rows, own in own_parts(tables, plan):
             rows.last_read = ((ids, own),)
         pool.begin_batch()  # may begin an epoch
+    if plan.epoch == pool.epoch and not plan.missing and not pool.evicts:
+        return plan  # as nearly always
+    keys = keys_of(tables, plan)
     slots = pool.bring(keys, present_slots(pool, tables, plan, keys))
     return plan.with_slots(slots, pool.epoch)
 
