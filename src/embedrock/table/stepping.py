@@ -836,7 +836,7 @@ class PoolStep:
         if self.pool.evicts:
             self.pool.mark_dirty(self._slots)
         for rows in self.tables:
-            rows.last_read = None
+            rows.last_read = ()
 
     def undo_steps(self) -> None:
         if self.new:
