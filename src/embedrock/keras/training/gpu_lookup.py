@@ -1,4 +1,4 @@
-"""`GpuLookup`: a lookup of a table's rows on TensorFlow's GPU."""
+"""`GpuLookup`: the host part of a lookup whose rows a GPU has."""
 
 from __future__ import annotations
 
