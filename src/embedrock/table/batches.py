@@ -185,6 +185,12 @@ class FeatureLayout:
     places: dict[tuple[bool, int], np.ndarray] = field(default_factory=dict)
 
     @forks.cached_property
+    def bags_of_each(self) -> int | None:
+        """Number of bags of each feature; None if numbers differ, and without bags."""
+        counts = set(np.diff(self.bags).tolist())
+        return counts.pop() if len(counts) == 1 else None
+
+    @forks.cached_property
     def lines(self) -> Lines | None:
         """The lines of the outputs, feature after feature; None if rows of ids have several forms."""
         if len(self.bags):
@@ -569,10 +575,8 @@ def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarr
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
     """Return whether `read` can give all outputs side by side: bags, equally many for each feature."""
-    if any(share.route.kind == "rows" for share in batch.shares):
-        return False
-    sizes = [bags[1:] - bags[:-1] for bags in [share.layout.bags for share in batch.shares]]
-    return len({count for each in sizes for count in each.tolist()}) == 1
+    counts = {share.layout.bags_of_each for share in batch.shares}
+    return len(counts) == 1 and None not in counts
 
 
 # -------------------------------------------------------------------- gradients

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -139,12 +140,20 @@ def _values(tables: Tables, here: Plan, keeps: bool) -> np.ndarray:
     """
     records, values = pool_of(tables).records, buffers.empty((len(here.ids), tables[0].spec.dim), np.float32)
     gather(PooledSource(records.weights, *_with_fresh(tables, here)), counting(len(values)), values)
-    for rows, own in own_parts(tables, here):
+    for _, run in itertools.groupby(own_parts(tables, here), lambda part: history_of(part[0])):
+        alike = list(run)
+        rows, own = alike[0][0], slice(alike[0][1].start, alike[-1][1].stop)
         state = _refresh(rows, records, here.slots[own], values[own])
         # A step rounds 16-bit weights itself.
         if state is not None and keeps and rows.spec.dtype == "float32":
-            rows.reads.keep(here, CaughtUpRows(rows.version.now, here.slots[own] >= 0, values[own], state))
+            versions = [(each.version, each.version.now) for each, _ in alike]
+            rows.reads.keep(here, CaughtUpRows(versions, own, here.slots[own] >= 0, values[own], state))
     return values
+
+
+def history_of(rows: TableState) -> Any:
+    """Return what is the same for tables whose rows catch up by the same steps."""
+    return rows if rows.history is None else rows.history.content
 
 
 def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:

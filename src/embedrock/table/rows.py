@@ -466,11 +466,10 @@ class TableState:
             self.lifecycle.tell()
 
     def draft(self, rule: Rule) -> Any:
-        """Do all work of counting a step that can fail. Return the kernel's arguments; None if the history has them."""
+        """Do all work of counting a step that can fail. Return the kernel's arguments, or the history's content."""
         if self.history is None:
             return rule.numbers(self.steps + 1)
-        self.history.draft(rule)
-        return None
+        return self.history.draft(rule)
 
     def count(self, draft: Any) -> Any:
         """Count a drafted step, and return its kernel's arguments."""

@@ -74,6 +74,15 @@ class StepRequest(NamedTuple):
                 raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
             fits = own
 
+    @staticmethod
+    def by_rule(tables: Sequence[TableState], rules: Sequence[Rule], grads: RowGradients) -> list[StepRequest]:
+        """Return the requests of tables that were summed together: one, if their rules are equal."""
+        for rule in rules:
+            if rule is not rules[0] and rule != rules[0]:
+                parts = enumerate(zip(tables, rules, strict=True))
+                return [StepRequest((rows,), rule, grads.of(number)) for number, (rows, rule) in parts]
+        return [StepRequest(tables, rules[0], grads)]
+
     def split(self) -> list[StepRequest]:
         """Return a request for each table."""
         if len(self.tables) == 1:
@@ -801,9 +810,11 @@ class PoolStep:
             known: dict[int, Any] = {}  # tables of one rule have the same constants in their n-th step
             for rows in each.tables:
                 start, stop, steps = bounds[number], bounds[number + 1], rows.steps
-                is_alone = rows.history is not None or not is_exact  # histories and rounding are per table
-                known[steps] = draft = known[steps] if steps in known and not is_alone else rows.draft(each.rule)
-                if last is not None and not is_alone and (draft is last.draft or last.takes(draft)):
+                is_known = rows.history is None and steps in known
+                known[steps] = draft = known[steps] if is_known else rows.draft(each.rule)
+                if (
+                    last is not None and is_exact and (draft is last.draft or last.takes(draft))
+                ):  # rounding is per table
                     last.end, last.stop = number + 1, stop
                 else:
                     scratch = None if is_exact else rows.tier.records.scratch(stop - start)
@@ -838,13 +849,17 @@ class PoolStep:
         made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
         for run in self._runs:
             rows, own = self.tables[run.first], slice(run.start, run.stop) if len(self._runs) > 1 else ALL
-            refreshed = () if rows.history is None else self._taken(rows, own)
-            self.catches_up |= rows.history is not None and not refreshed
+            refreshed: list[Any] = []
+            if rows.history is not None:
+                refreshed = [part for each in self.tables[run.first : run.end] for part in self._taken(each)]
+                self.catches_up |= not refreshed
             numbers = rows.count(run.draft)
-            for each in self.tables[run.first + 1 : run.end]:  # without histories: see `TableState.count`
+            for each in self.tables[run.first + 1 : run.end]:  # see `TableState.count`
                 each.steps += 1
                 each.version.now += 1
                 each.version.of_rows += 1
+                if each.history is not None:
+                    each.history.append()
             of_rows = self.plan.ids[own], self._slots[own], values[own], numbers, rows.steps
             made.append(functools.partial(rows.tier.records.step, *of_rows, run.scratch, refreshed))
         rows = self.tables[0]
@@ -852,6 +867,6 @@ class PoolStep:
             shared.step(self._of_others, numbers, rows.steps)
         return made
 
-    def _taken(self, rows: TableState, own: slice) -> Sequence[Any]:
+    def _taken(self, rows: TableState) -> Sequence[Any]:
         """Return rows that a read caught up, and that the step takes over: see `CaughtUpReads.take`."""
-        return rows.reads.take(self._grads.plan, self.plan.slots[own], rows.version.now)
+        return rows.reads.take(self._grads.plan, self.plan.slots)
