@@ -15,7 +15,8 @@ from benchmarks.create import CREATE
 from benchmarks.disk import DISK
 from benchmarks.gpu_run import GPU
 from benchmarks.keras_fit import KERAS
-from benchmarks.report import machine_facts, write_json
+from benchmarks.processes import ChildError
+from benchmarks.report import Report, machine_facts, write_json
 from benchmarks.shards import SHARDS
 from benchmarks.step import IDS, LOOKUP, STEP, TABLE_SIZES, UPDATE
 from benchmarks.stream import STREAM
@@ -74,7 +75,11 @@ def _add(commands: Any, benchmark: Benchmark) -> None:
 
 def _run(task: Task) -> int:
     machine = machine_facts()
-    report = task.benchmark.measure(task)
+    try:
+        report = task.benchmark.measure(task)
+    except ChildError as error:
+        print(f"{task.benchmark.name}: failed: {error.kind}: {error}", flush=True)
+        report = Report(failures=[(task.benchmark.name, error.details)])
     if task.arguments.json is not None:
         options = asdict(task.options) | {"environment": task.options.environment()}
         options.pop("folder", None)  # of this machine

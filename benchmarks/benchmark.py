@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.implementations import Implementation
 from benchmarks.options import BenchmarkOptions
@@ -17,9 +17,20 @@ from benchmarks.runner import Entry
 from benchmarks.targets import Target
 from benchmarks.workload import MAX_ROWS, Workload
 from embedrock.cli.terminal.arguments import count, folder, number, size
+from embedrock.cli.terminal.tables import Field
 
 SIZES = ("dim", "batch", "features", "zipf", "batches", "seed")  # options: fields of `Workload`, but for the rows
 ROUNDS = ("threads", "rounds", "steps", "seconds", "timeout_s", "together", "beside")  # and of `BenchmarkOptions`
+
+
+class Option(NamedTuple):
+    """An option of one benchmark, which `Task.arguments` has as `name`."""
+
+    flag: str
+    name: str
+    read: Callable[[str], Any]
+    default: Any
+    text: str
 
 
 @dataclass(frozen=True)
@@ -29,24 +40,26 @@ class Benchmark:
     Args:
         name: of its command.
         help: one line about it.
-        measure: measures, prints, and returns the outcome.
-        arguments: names of its options, see `OPTIONS`: fields of its workloads and of `options`.
         implementations: who may take part.
         targets: numbers that it should reach.
-        workloads: one after another, unless the user changes them: `Workload`, or `ManyTables`.
+        workloads: one after another, unless the user changes them; with an option "sizes", of each number of rows.
         options: how long it measures, unless the user changes it.
-        add_options: adds options of its own.
+        arguments: names of its options, see `OPTIONS`: fields of its workloads and of `options`.
+        measure: measures, prints, and returns the outcome.
+        own: options of its own.
+        fields: further columns of its table.
     """
 
     name: str
     help: str
-    measure: Callable[[Task], Report]
-    arguments: tuple[str, ...]
     implementations: tuple[Implementation, ...] = ()
     targets: tuple[Target, ...] = ()
     workloads: tuple[Any, ...] = (Workload(),)
     options: BenchmarkOptions = field(default_factory=BenchmarkOptions)
-    add_options: Callable[[ArgumentParser], object] = lambda parser: None
+    arguments: tuple[str, ...] = ("rows", *SIZES, *ROUNDS)
+    measure: Callable[[Task], Report] = lambda task: compare_implementations(task)
+    own: tuple[Option, ...] = ()
+    fields: Sequence[Field] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,9 @@ class Task:
 
     @property
     def workloads(self) -> list[Any]:
-        return list(dict.fromkeys(self._given(workload) for workload in self.benchmark.workloads))
+        given = [self._given(workload) for workload in self.benchmark.workloads]
+        sizes = getattr(self.arguments, "sizes", ())
+        return [replace(one, rows=rows) for one in given for rows in sizes] or list(dict.fromkeys(given))
 
     @property
     def workload(self) -> Any:
@@ -79,11 +94,11 @@ class Task:
 
 def compare_implementations(task: Task) -> Report:
     """Measure implementations on each workload, print a table for each, and return the outcome."""
-    report = Report()
+    report, benchmark = Report(), task.benchmark
     for workload in task.workloads:
         print(workload.describe())
         entries = [Entry(one, workload) for one in task.implementations]
-        report.add(compare(entries, task.benchmark.targets, task.options))
+        report.add(compare(entries, benchmark.targets, task.options, benchmark.fields))
     return report
 
 
@@ -133,6 +148,7 @@ OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "warmup": (count, "untimed steps before, which fill the cache"),
     "together": (bool, "all implementations of a group take turns in one process"),
     "beside": (folder, "a checkout, with whose Embedrock ours are measured, too, as NAME-before"),
+    "toy": (bool, "at toy size on CPU tensors, under Triton's interpreter, as with TRITON_INTERPRET=1"),
     "budget_s": (_seconds, "seconds after which nothing more begins"),
 }
 
@@ -156,17 +172,12 @@ def add_options(parser: ArgumentParser, benchmark: Benchmark) -> None:
             metavar="A,B,...",
             help="names or patterns such as 'ours-*' (default: all); ratios are over the first one's time",
         )
-    benchmark.add_options(parser)
+    for flag, name, read, default, text in benchmark.own:
+        told = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        help_text = f"{text} (default: {told})"
+        parser.add_argument(flag, dest=name, type=read, default=default, metavar="N", help=help_text)
 
 
-def add_several_rows(parser: ArgumentParser, sizes: Sequence[int], option: str = "--rows") -> None:
-    """Add an option for several numbers of rows."""
-    text = f"numbers of rows (default: {','.join(map(str, sizes))})"
-    parser.add_argument(
-        option,
-        dest="sizes",
-        type=lambda text: [rows(part) for part in text.split(",")],
-        default=list(sizes),
-        metavar="N,N,...",
-        help=text,
-    )
+def several_rows(text: str) -> list[int]:
+    """Read several numbers of rows, each once."""
+    return list(dict.fromkeys(map(rows, text.split(","))))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
-from benchmarks.benchmark import Benchmark, Task, add_several_rows
+from benchmarks.benchmark import Benchmark, Option, Task, several_rows
 from benchmarks.disk import ARGUMENTS, ARRAYS, TABLE, WORKLOAD, Job, scratch_folder, train
 from benchmarks.implementations import LEARNING_RATE
 from benchmarks.options import DiskOptions
-from benchmarks.processes import ChildError
 from benchmarks.report import Report, format_line, medians
 from benchmarks.targets import Line, Target, each
 from benchmarks.workload import SCATTER, Workload
@@ -114,11 +112,7 @@ def _fresh_peak() -> int:
 
 def measure(task: Task) -> Report:
     """Measure commits of several sizes, print them, and return the outcome."""
-    report = Report()
-    try:
-        report.results += _commits(task.arguments.sizes, task.workload, task.options)
-    except ChildError as error:
-        report.fail("commit", error)
+    report = Report(_commits(task.arguments.commits, task.workload, task.options))
     print("\n".join([*map(format_line, report.results), "", task.options.limit_note(), ""]))
     report.compare_with(_targets(report.results))
     return report
@@ -141,12 +135,8 @@ def _commit(child: Any, folder: Path, count: int, size: int, times: int) -> dict
     for _ in range(times):
         turns.append(child.call("commit", count))
         rates.append(write_rate(folder / "sequential", size))
-    return {
-        "name": f"commit of {count:,} rows",
-        **medians(turns),
-        "disk_bytes_per_s": mean(rates),
-        "turns": turns,
-    }
+    name = f"commit of {count:,} rows"
+    return {"name": name, **medians(turns), "disk_bytes_per_s": mean(rates), "turns": turns}
 
 
 def _targets(lines: Sequence[Line]) -> list[Target]:
@@ -167,9 +157,9 @@ def _targets(lines: Sequence[Line]) -> list[Target]:
 COMMIT = Benchmark(
     "commit",
     "commits, and training beside them",
-    measure,
-    ARGUMENTS,
+    arguments=ARGUMENTS,
+    measure=measure,
     workloads=(WORKLOAD,),
     options=DiskOptions(),
-    add_options=partial(add_several_rows, sizes=COMMIT_ROWS, option="--sizes"),
+    own=(Option("--sizes", "commits", several_rows, COMMIT_ROWS, "rows of each commit"),),
 )

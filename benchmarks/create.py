@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser
 from typing import Any
 
 import numpy as np
 
-from benchmarks.benchmark import Benchmark, Task
-from benchmarks.processes import ChildError
+from benchmarks.benchmark import Benchmark, Option, Task
 from benchmarks.report import Report, medians
 from benchmarks.targets import Target, each
 from benchmarks.workload import SCATTER, Workload
@@ -17,10 +15,9 @@ from embedrock.cli.terminal.arguments import count
 from embedrock.system.ram import rss_bytes
 
 ROWS, TOUCHED_ROWS, RUNS = 10**9, 10**6, 5
-CREATE_S = 0.2
 SPARE_BYTES, RECORD_FACTOR = 50_000_000, 1.3
 BATCH, SMALL_BATCH = 65_536, 1024
-MB = 1e6
+CREATE_S, MB = 0.2, 1e6
 
 
 class TableProbe:
@@ -68,13 +65,10 @@ def measure(task: Task) -> Report:
     """Create tables in fresh processes, touch the rows of the first one, and print the targets."""
     workload, runs = task.workload, task.arguments.runs
     created, touched = [], {}
-    try:
-        for _ in range(runs):
-            with task.options.child(TableProbe) as child:
-                created.append(child.call("create", workload.rows, workload.dim))
-                touched = touched or child.call("touch", task.arguments.touch)
-    except ChildError as error:
-        return Report().fail("create", error)
+    for _ in range(runs):
+        with task.options.child(TableProbe) as child:
+            created.append(child.call("create", workload.rows, workload.dim))
+            touched = touched or child.call("touch", task.arguments.touch)
     lines = {"create": medians(created), "touch": touched}
     table = {"rows": workload.rows, "dim": workload.dim, "runs": runs}
     report = Report([{"name": name, **table, **line} for name, line in lines.items()])
@@ -94,16 +88,14 @@ def _targets(touched: dict[str, float]) -> tuple[Target, ...]:
     )
 
 
-def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--touch", type=count, default=TOUCHED_ROWS, metavar="N", help="rows trained after creation")
-    parser.add_argument("--runs", type=count, default=RUNS, metavar="N", help="processes; medians over them")
-
-
 CREATE = Benchmark(
     "create",
     "creation and RAM of a table of a billion rows",
-    measure,
-    ("rows", "dim", "threads", "timeout_s"),
+    measure=measure,
+    arguments=("rows", "dim", "threads", "timeout_s"),
     workloads=(Workload(rows=ROWS),),
-    add_options=_add_options,
+    own=(
+        Option("--touch", "touch", count, TOUCHED_ROWS, "rows trained after creation"),
+        Option("--runs", "runs", count, RUNS, "processes; medians over them"),
+    ),
 )

@@ -378,9 +378,9 @@ _MORE = (
 DISK = Benchmark(
     "disk",
     "training a table larger than RAM, page cache counted",
-    measure_disk,
-    ARGUMENTS,
     IMPLEMENTATIONS,
+    arguments=ARGUMENTS,
+    measure=measure_disk,
     workloads=(WORKLOAD,),
     options=DiskOptions(),
 )

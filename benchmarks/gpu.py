@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.fbgemm import import_fbgemm
 from benchmarks.implementations import (
     LEARNING_RATE,
     Footprint,
     Implementation,
     Timing,
     Unavailable,
+    import_fbgemm,
     import_torch,
 )
 from benchmarks.workload import ManyTables
@@ -226,7 +226,7 @@ class Trainer:
     def _look_ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         import embedrock.torch as ert
 
-        ids_of = {layer: partial(_ids_of_table, k) for k, layer in enumerate(self._parts.layers)}
+        ids_of = {layer: lambda batch, k=k: batch.ids[k] for k, layer in enumerate(self._parts.layers)}
         return ert.prefetch(batches, ids_of, depth=LOOK_AHEAD)
 
     def _step(self, batch: Batch) -> None:
@@ -236,10 +236,6 @@ class Trainer:
         self._backward(rows, batch.labels)
         for optimizer in self._parts.optimizers:
             optimizer.step()
-
-
-def _ids_of_table(index: int, batch: Batch) -> Any:
-    return batch.ids[index]
 
 
 def _model(workload: GpuWorkload, device: Device) -> Backward:
@@ -344,7 +340,10 @@ def our_parts(workload: GpuWorkload, device: Device, near: float | None) -> Part
     optimizer = ert.Adam(collection, lr=LEARNING_RATE)
     for layer in layers:
         _check_placement(layer)
-    return Parts(partial(_together, collection), (optimizer,), tuple(layers))
+    names = list(map(str, range(len(layers))))
+    return Parts(
+        lambda batch: list(collection(dict(zip(names, batch.ids, strict=True))).values()), (optimizer,), tuple(layers)
+    )
 
 
 def _check_placement(layer: Any) -> None:
@@ -365,10 +364,6 @@ def _device_memory(rows: int, dim: int, near_rows: int) -> int:
 
     with er.Table(rows, dim, rule=er.Adam()) as table:  # allocates nothing yet
         return memory_for(table.spec, near_rows)
-
-
-def _together(collection: Any, batch: Batch) -> list[Any]:
-    return list(collection({str(k): ids for k, ids in enumerate(batch.ids)}).values())
 
 
 def nn_parts(workload: GpuWorkload, device: Device, on_host: bool, sparse: bool) -> Parts:
@@ -415,11 +410,7 @@ def fbgemm_parts(workload: GpuWorkload, device: Device, near: float | None) -> P
         **share,
     )
     offsets = torch.arange(workload.lookups + 1, device=device.name)
-    return Parts(partial(_bags, module, offsets, workload.dim), ())
-
-
-def _bags(module: Any, offsets: Any, dim: int, batch: Batch) -> list[Any]:
-    return list(module(import_torch().cat(batch.ids), offsets).split(dim, dim=1))
+    return Parts(lambda batch: list(module(torch.cat(batch.ids), offsets).split(workload.dim, dim=1)), ())
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ Triton's interpreter, and its times mean nothing.
 
 from __future__ import annotations
 
-import argparse
 import time
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from benchmarks import gpu
-from benchmarks.benchmark import Benchmark, Task
+from benchmarks.benchmark import Benchmark, Option, Task
 from benchmarks.gpu import IMPLEMENTATIONS, PREFETCH, Device, GpuImplementation, GpuWorkload
 from benchmarks.implementations import Footprint
 from benchmarks.options import BenchmarkOptions
@@ -78,9 +77,13 @@ def measure(task: Task) -> Report:
         print("TOY SIZE on CPU tensors under Triton's interpreter: times mean nothing", flush=True)
     report = Report(results=[{"name": "device", **facts}])
     free = Footprint(available_bytes(), int(facts["free_bytes"]))
+    room = Footprint(int(HOST_SHARE * free.host), int(DEVICE_SHARE * free.device))
     workloads = {"forum": partial(gpu.forum, not device.is_gpu), "cache": partial(gpu.cache, not device.is_gpu, *free)}
     for name in task.arguments.parts:
-        report.add(_measure_workload(workloads[name](), task.implementations, device, options, free, until))
+        workload = workloads[name]()
+        print(workload.describe(), flush=True)
+        if entries := entries_of(workload, task.implementations, device):
+            report.add(compare(entries, TARGETS[name], options, _MORE, room=room, until=until))
     return report
 
 
@@ -90,20 +93,6 @@ def _find_device(options: GpuOptions) -> tuple[Device, dict[str, Any]]:
             return probe.call("find", options.toy)
     except ChildError as error:
         raise UnsupportedError(str(error)) from error
-
-
-def _measure_workload(
-    workload: GpuWorkload,
-    chosen: Sequence[GpuImplementation],
-    device: Device,
-    options: GpuOptions,
-    free: Footprint,
-    until: float,
-) -> Report:
-    print(workload.describe(), flush=True)
-    room = Footprint(int(HOST_SHARE * free.host), int(DEVICE_SHARE * free.device))
-    entries = entries_of(workload, chosen, device)
-    return compare(entries, TARGETS[workload.name], options, _MORE, room=room, until=until) if entries else Report()
 
 
 def entries_of(workload: GpuWorkload, chosen: Sequence[GpuImplementation], device: Device) -> list[Entry]:
@@ -180,21 +169,14 @@ def _parts(text: str) -> list[str]:
     return chosen
 
 
-def _add_options(parser: ArgumentParser) -> None:
-    text = "at toy size on CPU tensors, under Triton's interpreter (also with TRITON_INTERPRET=1)"
-    parser.add_argument("--toy", action="store_true", default=argparse.SUPPRESS, help=text)
-    names = ", ".join(BASELINES)
-    parser.add_argument("--parts", type=_parts, default=list(BASELINES), metavar="A,B", help=f"of {names}")
-
-
 GPU = Benchmark(
     "gpu",
     "training on a GPU, rows in its memory and in host RAM",
-    measure,
-    ("threads", "rounds", "steps", "timeout_s", "seconds", "budget_s"),
     IMPLEMENTATIONS,
     (*TARGETS["forum"], *TARGETS["cache"]),
     (),
     GpuOptions(),
-    _add_options,
+    ("threads", "rounds", "steps", "timeout_s", "seconds", "budget_s", "toy"),
+    measure,
+    (Option("--parts", "parts", _parts, tuple(BASELINES), "workloads"),),
 )

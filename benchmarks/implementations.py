@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from benchmarks.workload import Workload
@@ -183,3 +184,27 @@ def import_torch() -> Any:
         raise Unavailable(f"PyTorch does not import: {error}. pip install 'embedrock[torch]'") from error
     torch.set_num_threads(int(os.environ["EMBEDROCK_THREADS"]))
     return torch
+
+
+def fbgemm_tables(rows: Sequence[int], dim: int, pooling: str) -> Any:
+    """Return FBGEMM's CPU table-batched embedding with rowwise Adagrad; its optimizer runs inside backward."""
+    training, common, configs = import_fbgemm()
+    place = common.EmbeddingLocation.HOST, training.ComputeDevice.CPU
+    tables = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [(count, dim, *place) for count in rows],
+        optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        pooling_mode=common.PoolingMode[pooling],
+        learning_rate=LEARNING_RATE,
+    )
+    tables.init_embedding_weights_uniform(-FIRST_VALUES, FIRST_VALUES)
+    return tables
+
+
+def import_fbgemm() -> tuple[Any, Any, Any]:
+    """Return FBGEMM's modules of table-batched embeddings: training, common and configurations."""
+    try:
+        training = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        common = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+        return training, common, import_module("fbgemm_gpu.split_embedding_configs")
+    except (ImportError, OSError, RuntimeError) as error:  # the last two: built for another torch
+        raise Unavailable(f"fbgemm_gpu does not import: {error}. pip install 'embedrock[bench]'") from error

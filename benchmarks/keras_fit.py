@@ -12,16 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Task, add_several_rows
+from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Option, several_rows
 from benchmarks.implementations import LEARNING_RATE, Implementation, Timing, Unavailable
 from benchmarks.options import BenchmarkOptions
-from benchmarks.report import Report, compare
-from benchmarks.runner import Entry
 from benchmarks.targets import faster, ratio
 from benchmarks.workload import Workload
 
 SIZES_OF_TABLES = (100_000, 1_000_000, 10_000_000)
-PEAK_ROWS = 10_000_000
 HIDDEN = 64  # units of the first of the two Dense layers
 REPLICAS = 2  # of MirroredStrategy, which share a batch
 KERAS_PROCESS_BYTES = 900 << 20  # with TensorFlow
@@ -95,14 +92,9 @@ def _model(workload: Workload, embedding: Any, optimizer: Any) -> Any:
     """Return a compiled model: an embedding of `Workload.features` ids, and two Dense layers."""
     import keras
 
-    layers = [
-        keras.Input((workload.features,), dtype="int64"),
-        embedding,
-        keras.layers.Flatten(),
-        keras.layers.Dense(HIDDEN, activation="relu"),
-        keras.layers.Dense(1),
-    ]
-    model = keras.Sequential(layers)
+    dense = keras.layers.Dense(HIDDEN, activation="relu"), keras.layers.Dense(1)
+    rows = keras.Input((workload.features,), dtype="int64"), embedding, keras.layers.Flatten()
+    model = keras.Sequential([*rows, *dense])
     model.compile(optimizer=optimizer, loss=keras.losses.BinaryCrossentropy(from_logits=True))
     return model
 
@@ -162,35 +154,22 @@ IMPLEMENTATIONS = (
     _keras("Adagrad", 4),
     _keras("SGD", 3.2),
 )
-TARGETS = (
+_targets = (
     faster("ours-adam", "keras-adam", 3.5, rows=100_000),
     faster("ours-adam", "keras-adam", 12, rows=1_000_000),
     faster("ours-adam", "keras-adam", 80, rows=10_000_000),
     faster("ours-mirrored", "ours-adam", 1.5, at_most=True),
+    ratio("peak RAM of ours-adam over keras-adam", "ours-adam", "keras-adam", "peak_bytes", 0.5, rows=10_000_000),
 )
-PEAK = ratio("peak RAM of ours-adam over that of keras-adam", "ours-adam", "keras-adam", "peak_bytes", 0.5)
-
-
-def measure(task: Task) -> Report:
-    """Measure `fit` on tables of each size, and print a table for each."""
-    report = Report()
-    for rows in dict.fromkeys(task.arguments.sizes):
-        workload = replace(task.workload, rows=rows)
-        print(workload.describe())
-        targets = [*TARGETS, *([PEAK] if rows == PEAK_ROWS else [])]
-        named = [replace(target, what=f"{rows:,} rows: {target.what}") for target in targets]
-        report.add(compare([Entry(one, workload) for one in task.implementations], named, task.options))
-    return report
 
 
 KERAS = Benchmark(
     "keras",
     "training by Keras' fit",
-    measure,
-    (*SIZES, *ROUNDS),
     IMPLEMENTATIONS,
-    (*TARGETS, PEAK),
+    tuple(replace(target, what=f"{{rows:,}} rows: {target.what}") for target in _targets),
     (Workload(features=1),),
     BenchmarkOptions(rounds=5, steps=20),
-    add_options=partial(add_several_rows, sizes=SIZES_OF_TABLES),
+    (*SIZES, *ROUNDS),
+    own=(Option("--rows", "sizes", several_rows, SIZES_OF_TABLES, "numbers of rows"),),
 )

@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks.implementations import FIRST_STEPS
 from benchmarks.options import BenchmarkOptions
-from benchmarks.processes import ChildError
 from benchmarks.runner import Entry, Result, measure
 from benchmarks.targets import Target, TargetResult, compare_with, format_targets
 from embedrock.cli.terminal.tables import Field, format_facts, format_lines, format_number
@@ -46,12 +45,6 @@ class Report:
         self.results += other.results
         self.targets += other.targets
         self.failures += other.failures
-
-    def fail(self, name: str, error: ChildError) -> Report:
-        """Record a failure, print it, and return this report."""
-        print(f"{name}: failed: {error.kind}: {error}", flush=True)
-        self.failures.append((name, error.details))
-        return self
 
     def compare_with(self, targets: Sequence[Target]) -> None:
         """Compare its lines with targets, and print the results."""

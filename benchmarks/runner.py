@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import processes
 from benchmarks.implementations import Footprint, Implementation, Sessions
@@ -80,8 +80,7 @@ class Result:
         say(f"{self.name}: {self.status}: {self.reason}")
 
 
-@dataclass
-class _Guest:
+class _Guest(NamedTuple):
     """A session in a process that it shares, called like a process of its own."""
 
     child: processes.Child
@@ -109,9 +108,8 @@ class _Homes:
             return self._stack.enter_context(options.child(*session))
         if entry.before not in self._shared:
             self._shared[entry.before] = self._stack.enter_context(options.child(Sessions))
-        guest = _Guest(self._shared[entry.before], entry.name)
-        guest.child.call("open", entry.name, *session)
-        return guest
+        self._shared[entry.before].call("open", entry.name, *session)
+        return _Guest(self._shared[entry.before], entry.name)
 
 
 class _Runner:

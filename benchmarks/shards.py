@@ -17,19 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Task
-from benchmarks.implementations import (
-    LEARNING_RATE,
-    PROCESS_BYTES,
-    Implementation,
-    StepSession,
-    Timing,
-    import_torch,
-)
+from benchmarks.benchmark import Benchmark
+from benchmarks.implementations import LEARNING_RATE, PROCESS_BYTES, Implementation, StepSession, Timing, import_torch
 from benchmarks.options import BenchmarkOptions
 from benchmarks.processes import Child
-from benchmarks.report import Report, compare
-from benchmarks.runner import Entry
 from benchmarks.targets import Target, each, faster, ratio
 from benchmarks.workload import Workload
 from embedrock.cli.terminal.tables import Field, format_number
@@ -38,11 +29,6 @@ from embedrock.system.sizes import format_bytes
 START_S = 120.0  # that a process may take to start
 
 Make = Callable[[Workload], tuple[Any, Any]]  # returns a layer and its optimizer
-
-
-def ids_of(workload: Workload, rank: int) -> list[np.ndarray]:
-    """Return the batches of a rank: other ids on each, as popular."""
-    return [(batch + np.int64(rank * 7919)) % workload.rows for batch in workload.ids()]
 
 
 # ---------------------------------------------------------------- a rank
@@ -66,11 +52,15 @@ class Rank:
         self._layer, self._optimizer = make(workload)
         self._net = torch.nn.parallel.DistributedDataParallel(self._layer)
         self._gradient = torch.from_numpy(workload.gradient())
-        shifted = ids_of(workload, rank)
+        shifted = [(batch + rank * 7919) % workload.rows for batch in workload.ids()]  # other ids, as popular
         self._unique = [np.unique(ids).size for ids in shifted]
         self._formula = 0.0
         batches = itertools.cycle([torch.from_numpy(ids) for ids in shifted])
-        self._batches = _prefetched(batches, self._layer, ahead) if ahead else batches
+        if ahead:
+            import embedrock.torch as ert
+
+            batches = iter(ert.prefetch(batches, {self._layer: lambda ids: ids}, depth=ahead))
+        self._batches = batches
 
     def step(self, index: int) -> None:
         """Work through the next batch, whose number is `index`."""
@@ -101,12 +91,6 @@ class Rank:
             return (8 + 4 * dim) * unique * (ranks - 1)
         element = 2 if handle.terms.wire == "bfloat16" else 4
         return (2 * element * dim + 16) * unique * (ranks - 1) / ranks
-
-
-def _prefetched(batches: Any, layer: Any, ahead: int) -> Any:
-    import embedrock.torch as ert
-
-    return iter(ert.prefetch(batches, {layer: lambda ids: ids}, depth=ahead))
 
 
 class RanksSession(StepSession):
@@ -187,13 +171,6 @@ IMPLEMENTATIONS = (
 # ---------------------------------------------------------------- the benchmark
 
 
-def measure(task: Task) -> Report:
-    """Measure a step of all processes, each with a batch of its own; print a table, and return the outcome."""
-    print(f"on each process: {task.workload.describe()}")
-    entries = [Entry(one, task.workload) for one in task.implementations]
-    return compare(entries, task.benchmark.targets, task.options, _MORE)
-
-
 def _off(name: str) -> Target:
     off = each(lambda line: abs(line["sent_bytes"] / line["formula_bytes"] - 1) * 100, "sent_bytes", name=name)
     return Target("bytes of {name} off their formula", off, 2, "%", at_most=True)
@@ -211,9 +188,7 @@ _MORE = (
 
 SHARDS = Benchmark(
     "shards",
-    "a training step of one table over several processes of torch.distributed, on this machine",
-    measure,
-    ("rows", *SIZES, *ROUNDS),
+    "a training step of one table over several processes of torch.distributed, each with a batch of its own",
     IMPLEMENTATIONS,
     (
         faster("ours-sharded-2", "torch-sparse-2", 5),
@@ -225,4 +200,5 @@ SHARDS = Benchmark(
     ),
     (Workload(),),
     BenchmarkOptions(threads=1),
+    fields=_MORE,
 )

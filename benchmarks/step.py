@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Task, add_several_rows, compare_implementations
-from benchmarks.fbgemm import fbgemm_tables
-from benchmarks.implementations import LEARNING_RATE, Implementation, Step, import_torch, training_step
+from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Option, Task, several_rows
+from benchmarks.implementations import LEARNING_RATE, Implementation, Step, fbgemm_tables, import_torch, training_step
 from benchmarks.options import BenchmarkOptions
 from benchmarks.report import Report, compare
 from benchmarks.runner import Entry
@@ -72,8 +71,6 @@ def _fbgemm(name: str, pooling: str) -> Implementation:
 STEP = Benchmark(
     "step",
     "a training step: forward, backward and optimizer, through the public API",
-    compare_implementations,
-    ("rows", *SIZES, *ROUNDS),
     (
         _ours("ours-adam", "Adam", 3, optimizer="Adam"),
         _ours("ours-adam-dense", "Adam(dense=True)", 3.1, optimizer="Adam", dense=True),
@@ -100,8 +97,6 @@ _few = Workload(rows=1_000_000, features=1)
 IDS = Benchmark(
     "ids",
     "the same step on batches of few ids and of many, where the calls from Python show",
-    compare_implementations,
-    ("rows", *SIZES, *ROUNDS),
     tuple(one for one in STEP.implementations if one.name in ("ours-adam", "torch-sparse-adam", "torch-sparse-sgd")),
     tuple(at_most("ours-adam", ["torch-sparse-sgd"], most, batch=n) for n, most in FEW_IDS.items()),
     tuple(replace(_few, batch=n) for n in FEW_IDS),
@@ -148,8 +143,6 @@ def _looked_up(name: str, label: str, trained: bool) -> Implementation:
 LOOKUP = Benchmark(
     "lookup",
     "lookup alone, under torch.no_grad()",
-    compare_implementations,
-    ("rows", *SIZES, *ROUNDS),
     (
         _looked_up("ours", "ert.Embedding under no_grad, rows trained before", trained=True),
         _looked_up("ours-first-values", "the same, rows never trained", trained=False),
@@ -189,8 +182,6 @@ def _not_slower(name: str, most: float) -> Target:
 UPDATE = Benchmark(
     "update",
     "`Table.update` and `Group.update` of 64 ids a table; for targets, --beside an older checkout",
-    compare_implementations,
-    ("rows", *SIZES, *ROUNDS),
     (
         Implementation("ours-table", "Table.update", table_update, 3),
         Implementation("ours-group", "Group.update of three tables", group_update, 9),
@@ -205,10 +196,8 @@ UPDATE = Benchmark(
 
 def compare_rows(task: Task) -> Report:
     """Measure our Adam step on tables of several sizes, by the same pattern of ids."""
-    sizes = list(dict.fromkeys(task.arguments.sizes))
-    workload = replace(task.workload, ranks=min(sizes))
-    ours = STEP.implementations[0]
-    entries = [Entry(replace(ours, name=f"{rows:,} rows"), replace(workload, rows=rows)) for rows in sizes]
+    ours, ranks = STEP.implementations[0], min(task.arguments.sizes)
+    entries = [Entry(replace(ours, name=f"{one.rows:,} rows"), replace(one, ranks=ranks)) for one in task.workloads]
     print(entries[0].workload.describe())
     return compare(entries, task.benchmark.targets, task.options)
 
@@ -216,8 +205,8 @@ def compare_rows(task: Task) -> Report:
 TABLE_SIZES = Benchmark(
     "rows",
     "our Adam step on tables of several sizes, same ids",
-    compare_rows,
-    (*SIZES, *ROUNDS),
+    arguments=(*SIZES, *ROUNDS),
+    measure=compare_rows,
     targets=(faster(f"{100_000_000:,} rows", f"{1_000_000:,} rows", 1.5, at_most=True),),
-    add_options=partial(add_several_rows, sizes=ROWS),
+    own=(Option("--rows", "sizes", several_rows, ROWS, "numbers of rows"),),
 )

@@ -9,17 +9,15 @@ the stream against that of the first, slow steps, RAM, and files against the rec
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.benchmark import Benchmark, Task
+from benchmarks.benchmark import Benchmark, Option, Task
 from benchmarks.disk import scratch_folder
 from benchmarks.options import DiskOptions
-from benchmarks.processes import ChildError
 from benchmarks.report import Report, format_line
 from benchmarks.targets import Target, each
 from benchmarks.workload import Workload
@@ -130,22 +128,19 @@ def _size(file: Path) -> int:
 
 def measure(task: Task) -> Report:
     """Send the stream through a table, and print the outcome."""
-    workload, options, report = task.workload, task.options, Report()
+    workload, options = task.workload, task.options
     lookups, rows = task.arguments.lookups, task.arguments.most_rows
     print(
         f"{format_count(lookups, 'lookup')} of {format_count(workload.rows, 'id')}, {workload.lookups:,} in a step, "
         f"max_rows={rows:,}, dim {workload.dim}, a commit every {STEPS_A_COMMIT} steps"
     )
-    try:
-        with (
-            scratch_folder(options.folder, 5 * rows * 12 * workload.dim) as folder,
-            options.child(Stream, workload, folder, options.memory, lookups, rows) as child,
-        ):
-            report.results.append({"name": "stream", "status": "ok", "ids": workload.rows, **child.call("run")})
-    except ChildError as error:
-        report.fail("stream", error)
-    for line in report.results:
-        print(f"{format_line(line)}\n")
+    with (
+        scratch_folder(options.folder, 5 * rows * 12 * workload.dim) as folder,
+        options.child(Stream, workload, folder, options.memory, lookups, rows) as child,
+    ):
+        line = {"name": "stream", "status": "ok", "ids": workload.rows, **child.call("run")}
+    print(f"{format_line(line)}\n")
+    report = Report([line])
     report.compare_with(TARGETS)
     return report
 
@@ -170,20 +165,15 @@ TARGETS = (
 )
 
 
-def _add_options(parser: ArgumentParser) -> None:
-    for name, default, text in (
-        ("--lookups", LOOKUPS, "ids looked up and stepped, in all"),
-        ("--most-rows", ROWS, "rows that the table may have"),
-    ):
-        parser.add_argument(name, type=count, default=default, metavar="N", help=f"{text} (default: {default:,})")
-
-
 STREAM = Benchmark(
     "stream",
     "a long stream of ids that are born and die, through a table on disk that keeps the rows in use",
-    measure,
-    ("rows", "dim", "batch", "seed", "threads", "timeout_s", "folder", "memory", "limit"),
+    measure=measure,
+    arguments=("rows", "dim", "batch", "seed", "threads", "timeout_s", "folder", "memory", "limit"),
     workloads=(Workload(rows=100_000_000, dim=16, batch=16384, features=1),),
     options=DiskOptions(memory=256 << 20, limit=2 << 30),
-    add_options=_add_options,
+    own=(
+        Option("--lookups", "lookups", count, LOOKUPS, "ids looked up and stepped, in all"),
+        Option("--most-rows", "most_rows", count, ROWS, "rows that the table may have"),
+    ),
 )

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from operator import sub
 from typing import Any
 
-from benchmarks.benchmark import ROUNDS, Benchmark, Task, compare_implementations
-from benchmarks.fbgemm import GENERATED, fbgemm_tables
-from benchmarks.implementations import LEARNING_RATE, Implementation, Step, import_torch, training_step
-from benchmarks.report import Report, compare
-from benchmarks.runner import Entry
+from benchmarks.benchmark import ROUNDS, Benchmark
+from benchmarks.implementations import LEARNING_RATE, Implementation, Step, fbgemm_tables, import_torch, training_step
 from benchmarks.targets import Target, at_most, beside, faster
 from benchmarks.workload import ManyTables
 
-SIZES = ("dim", "batch", "zipf", "batches", "seed", "max_rows", "max_bag")
-ROWS, ONE_MORE = 200_000, "27-tables"
+ARGUMENTS = ("dim", "batch", "zipf", "batches", "seed", "max_rows", "max_bag", *ROUNDS)
+ROWS, FIRST, ONE_MORE = 200_000, "ours-rowwise-adagrad", "27-tables"
 FEW = 64  # samples of a batch whose time is that of calls
 
 # ---------------------------------------------------------------- the implementations
@@ -44,6 +42,12 @@ def our_collection(workload: ManyTables, optimizer: str, **form: bool) -> Step:
     return training_step(sums, batches, made, workload.gradient())
 
 
+def one_more(workload: ManyTables, optimizer: str) -> Step:
+    """Train the same with one table more."""
+    cardinalities, bags = (*workload.cardinalities, ROWS), (*workload.bag_sizes, 1)
+    return our_collection(replace(workload, cardinalities=cardinalities, bag_sizes=bags), optimizer)
+
+
 def torch_layers(workload: ManyTables, optimizer: str) -> Step:
     """Train one `torch.nn.EmbeddingBag` with sparse gradients for each table."""
     torch = import_torch()
@@ -61,11 +65,10 @@ def _batches(workload: ManyTables) -> list[list[Any]]:
     return [list(map(import_torch().from_numpy, batch)) for batch in workload.ids()]
 
 
-def fbgemm(workload: ManyTables, threads: int | None = None, mended: bool = False) -> Step:
+def fbgemm(workload: ManyTables, threads: int | None = None) -> Step:
     """Train FBGEMM's CPU table-batched embedding.
 
     Small batches take it longer on two threads that sleep while they wait than on one, so it may have its own number.
-    With `mended`, without the stall of its code (`GeneratedCode`).
     """
     torch = import_torch()
     usual = torch.get_num_threads()
@@ -76,14 +79,10 @@ def fbgemm(workload: ManyTables, threads: int | None = None, mended: bool = Fals
     gradient = torch.from_numpy(workload.gradient())
 
     def step(index: int) -> None:
-        GENERATED.mend(mended)
         torch.set_num_threads(threads or usual)
         tables(batches[index], offsets).backward(gradient)
         torch.set_num_threads(usual)  # of the others in this process
 
-    if mended:
-        tables(batches[0], offsets).backward(gradient)
-        GENERATED.find()
     return step
 
 
@@ -96,34 +95,21 @@ def _row(name: str, label: str, make: Any, tables: float, **arguments: Any) -> I
 
 ROWWISE, SIDE = {"optimizer": "RowwiseAdagrad"}, {"concatenate": True}
 IMPLEMENTATIONS = (
-    _row("ours-rowwise-adagrad", "ert.EmbeddingBagCollection, RowwiseAdagrad", our_collection, 1.1, **ROWWISE),
+    _row(FIRST, "ert.EmbeddingBagCollection, RowwiseAdagrad", our_collection, 1.1, **ROWWISE),
     _row("ours-adam", "ert.EmbeddingBagCollection, Adam", our_collection, 3, optimizer="Adam"),
     _row("ours-side-by-side", "the same, by concatenate=True", our_collection, 1.1, **ROWWISE, **SIDE),
     _row("ours-adam-side-by-side", "Adam, by concatenate=True", our_collection, 3, optimizer="Adam", **SIDE),
     _row("fbgemm-rowwise-sum", "FBGEMM CPU, rowwise Adagrad, SUM", fbgemm, 1.1),
     _row("fbgemm-one-thread", "the same, on one thread", fbgemm, 1.1, threads=1),
-    _row("fbgemm-mended", "the same, without a stall of its code", fbgemm, 1.1, threads=1, mended=True),
     _row("torch-sparse-adam", "nn.EmbeddingBag(sparse=True) each, SparseAdam", torch_layers, 3, optimizer="SparseAdam"),
     _row("torch-sparse-adagrad", "nn.EmbeddingBag(sparse=True) each, Adagrad", torch_layers, 2, optimizer="Adagrad"),
 )
 
 
-def compare_groups(task: Task) -> Report:
-    """Measure implementations on tables that are alike, and the cost of one more table for the first of them."""
-    report = Report()
-    for workload in task.workloads:
-        more = replace(workload, cardinalities=(*workload.cardinalities, ROWS), bag_sizes=(*workload.bag_sizes, 1))
-        print(workload.describe())
-        entries = [Entry(one, workload) for one in task.implementations]
-        one_more = Entry(replace(task.implementations[0], name=ONE_MORE), more)
-        report.add(compare([*entries, one_more], task.benchmark.targets, task.options))
-    return report
-
-
 def _beside_fbgemm(rule: str, dim: int, batch: int, side_by_side: float, by_dict: float, **only: int) -> list[Target]:
     """Return targets of both forms of output, beside FBGEMM on the number of threads that is best for it."""
     names = {"Adam": ("ours-adam-side-by-side", "ours-adam"), "Rowwise": ("ours-side-by-side", "ours-rowwise-adagrad")}
-    peers, only = ("fbgemm-rowwise-sum", "fbgemm-one-thread", "fbgemm-mended"), {"dim": dim, "batch": batch, **only}
+    peers, only = ("fbgemm-rowwise-sum", "fbgemm-one-thread"), {"dim": dim, "batch": batch, **only}
     factors = zip(names[rule], (side_by_side, by_dict), strict=True)
     return [at_most(name, peers, factor, **only) for name, factor in factors]
 
@@ -131,34 +117,26 @@ def _beside_fbgemm(rule: str, dim: int, batch: int, side_by_side: float, by_dict
 DLRM = Benchmark(
     "dlrm",
     "a training step on DLRM's 26 tables with MLPerf's bags: forward, backward and optimizer",
-    compare_implementations,
-    (*SIZES, *ROUNDS),
     IMPLEMENTATIONS,
     tuple(_beside_fbgemm("Rowwise", 64, 1024, 0.75, 0.85, max_rows=ROWS)),
     (ManyTables(max_rows=ROWS, batch=1024),),
+    arguments=ARGUMENTS,
 )
 
-_more_ms = beside(
-    *(ONE_MORE, IMPLEMENTATIONS[0].name),
-    lambda one, other: one["least_ms"] - other["least_ms"],
-    "least_ms",
-    batch=FEW,
-)
 _alike = ManyTables(cardinalities=(ROWS,) * 26, bag_sizes=(1,) * 26)
 
 GROUPS = Benchmark(
     "groups",
     "a training step on 26 tables that are alike, one id each: forward, backward and optimizer",
-    compare_groups,
-    (*SIZES, *ROUNDS),
-    IMPLEMENTATIONS,
+    (*IMPLEMENTATIONS, _row(ONE_MORE, f"{FIRST}, one table more", one_more, 1.2, **ROWWISE)),
     (
         *_beside_fbgemm("Rowwise", 16, 2048, 0.75, 1.0),
         *_beside_fbgemm("Adam", 16, 2048, 0.9, 1.15),
         *_beside_fbgemm("Adam", 64, 2048, 0.75, 0.9),
         _beside_fbgemm("Adam", 16, FEW, 1.1, 1.1)[0],
         faster("ours-adam-side-by-side", "torch-sparse-adam", 8),
-        Target("the 27th table", _more_ms, 0.02, "ms", at_most=True),
+        Target("the 27th table", beside(ONE_MORE, FIRST, "least_ms", sub, batch=FEW), 0.02, "ms", at_most=True),
     ),
     tuple(replace(_alike, dim=dim, batch=batch) for dim, batch in ((16, 2048), (64, 2048), (16, FEW))),
+    arguments=ARGUMENTS,
 )

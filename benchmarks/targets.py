@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import truediv
 from typing import Any
 
 from embedrock.cli.terminal.tables import Field, format_lines, format_number
@@ -89,7 +90,7 @@ class Race:
                 key=lambda pair: (pair[0][key], pair[1][key], pair[0]["group"] != pair[1]["group"]),
             )
             ratio = one[key] / two[key] if self.at_most else two[key] / one[key]
-            yield ratio, {"fast": one["name"], "slow": two["name"]}
+            yield ratio, {**one.get("workload", {}), "fast": one["name"], "slow": two["name"]}
 
     def _named(self, names: tuple[str, ...], ways: tuple[str, ...], lines: Sequence[Line]) -> list[Line]:
         wanted = {name + way for name in names for way in ways}
@@ -127,21 +128,20 @@ def each(number: Callable[[Line], float], *keys: str, name: str | None = None) -
     return measure
 
 
-def beside(one: str, other: str, number: Callable[[Line, Line], float], *keys: str, **only: int) -> Measure:
-    """Measure a number of the lines of two names that have all of `keys`, and a workload of those numbers."""
+def beside(one: str, other: str, key: str, number: Callable[[Any, Any], float], **only: int) -> Measure:
+    """Measure two names beside each other by one of their numbers, on workloads with the numbers of `only`."""
 
     def measure(lines: Sequence[Line]) -> Iterator[Found]:
-        full = [line for line in lines if all(line.get(key) is not None for key in keys)]
-        found = {line["name"]: line for line in full if _is_of(line, only)}
+        found = {line["name"]: line for line in lines if line.get(key) is not None and _is_of(line, only)}
         if one in found and other in found:
-            yield number(found[one], found[other]), {}
+            yield number(found[one][key], found[other][key]), found[one].get("workload", {})
 
     return measure
 
 
-def ratio(what: str, one: str, other: str, key: str, most: float) -> Target:
+def ratio(what: str, one: str, other: str, key: str, most: float, **only: int) -> Target:
     """Return the target that a number of one name is at most `most` times that of the other."""
-    return Target(what, beside(one, other, lambda first, second: first[key] / second[key], key), most, at_most=True)
+    return Target(what, beside(one, other, key, truediv, **only), most, at_most=True)
 
 
 _FIELDS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import sys
@@ -15,7 +14,6 @@ from statistics import median
 
 import pytest
 
-from benchmarks.fbgemm import MAPS, SCALAR, GeneratedCode
 from benchmarks.implementations import (
     PROCESS_BYTES,
     Footprint,
@@ -160,20 +158,6 @@ def test_calls_from_python_are_counted():
     calls = python_calls(lambda: [len(text) for text in ("a", "b")])
     assert 4 <= calls <= 5  # the function, `len` twice, the end of the count, and before Python 3.12 the list's own
     assert sys.getprofile() is None
-
-
-@pytest.mark.skipif(not MAPS.exists(), reason="the system does not tell a process its memory's use")
-def test_scalar_instructions_get_the_form_of_avx_and_back():
-    protection, private = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    with mmap.mmap(-1, mmap.PAGESIZE, flags=private, prot=protection) as memory:
-        sse, avx = (bytes.fromhex("90".join(forms)) for forms in (SCALAR, SCALAR.values()))
-        memory[7 : 7 + len(sse)] = sse
-        code = GeneratedCode()
-        code.find()
-        code.mend(True)
-        assert memory[7 : 7 + len(avx)] == avx
-        code.mend(False)
-        assert memory[7 : 7 + len(sse)] == sse
 
 
 @pytest.mark.usefixtures("in_process")

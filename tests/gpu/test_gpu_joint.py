@@ -359,6 +359,15 @@ def test_many_tables_end_as_those_that_are_looked_up_one_by_one(tables: int, are
         check_same(joint.layer_of(name).table, alone[name].table)
 
 
+def test_nested_ids_give_nested_rows() -> None:
+    model = Model(10**6)
+    ids = torch.nested.nested_tensor_from_jagged(torch.tensor([3, 1, 3]), torch.tensor([0, 1, 3]))
+    found = model.rows(dict.fromkeys(model.layers, ids))
+    for name, layer in model.layers.items():
+        assert found[name].is_nested
+        assert torch.equal(found[name].values(), layer(ids.values()))
+
+
 def test_tables_of_a_group_share_its_gpu_memory() -> None:
     sizes = [er.Table(rows, DIM, rule=er.SGD()).spec for rows in ROWS]
     most = sum(each.table_bytes or 0 for each in sizes)  # and none for what tells where rows are

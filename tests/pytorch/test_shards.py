@@ -535,10 +535,10 @@ def fails_for_memory(*args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("sharded", "at"),
     [
-        (True, "table.stepping.HostStep.step"),
+        (True, "table.stepping.HostStep.make"),
         (True, "batch.gradients.RowGradients.scaled"),
-        ("rank 1", "table.stepping.HostStep.step"),
-        (False, "table.stepping.HostStep.step"),
+        ("rank 1", "table.stepping.HostStep.make"),
+        (False, "table.stepping.HostStep.make"),
     ],
 )
 def test_a_rank_that_runs_out_of_memory_in_a_step_tells_the_others(

@@ -445,7 +445,7 @@ class OnGpu:
         return {}
 
     def close(self) -> None:
-        assert os.getpid() == self.rows._process
+        assert os.getpid() == self.rows.process
 
 
 def test_rows_on_a_gpu_are_refused_in_the_child():

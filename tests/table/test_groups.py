@@ -580,3 +580,35 @@ def test_gpu_memory_of_a_group_is_for_all_of_its_tables() -> None:
     own, left = group.table("a", 10, 4), group.table("b", 10, 4, device_memory=0)
     alone = er.Table(10, 4)
     assert [device_memory_of(each) for each in (own, left, alone)] == [1 << 20, 0, None]
+
+
+def test_bags_of_several_pools_are_side_by_side() -> None:
+    group, rng = group_of(a={}, b={"dim": 7}, c={}, d={"dim": 7}), np.random.default_rng(0)
+    features = [
+        BatchFeature(group[name], rng.integers(0, 100, (5, count)), mode=mode)
+        for name, count, mode in (("b", 2, "mean"), ("a", 1, "sum"), ("d", 3, "sum"), ("a", 2, "max"), ("c", 2, "sum"))
+    ]
+    batch = group.plan(features)
+    assert len(batch.shares) == 3
+    assert batches.may_be_side_by_side(batch)
+    whole, apart = group.read(batch, side_by_side=True), group.read(group.plan(features))
+    np.testing.assert_array_equal(whole.arrays[0], np.concatenate(apart.outputs, axis=1))
+    for own, other in zip(whole.outputs, apart.outputs, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+    wide = rng.standard_normal((5, 40)).astype(np.float32)
+    grads = np.split(wide[:, : whole.arrays[0].shape[1]], np.cumsum([7, 4, 7, 4]), axis=1)
+    expected = batches.sum_gradients(apart, [own.copy() for own in grads])
+    for found in (batches.sum_gradients(whole, grads), batches.sum_gradients(apart, grads)):
+        assert [table for table, _ in found] == [table for table, _ in expected]
+        for (_, own), (_, other) in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(own.values, other.values)
+            assert own.square_norm == other.square_norm
+    blocks = batches.sum_array(whole, np.concatenate(grads, axis=1))
+    by_table: dict[er.Table, list[Any]] = {}
+    for tables, own in blocks:
+        for number, table in enumerate(tables):
+            by_table.setdefault(table, []).append(own.of(number))
+    for table, other in expected:
+        np.testing.assert_array_equal(er.RowGradients.sum_of(by_table[table]).values, other.values)
+    assert not batches.may_be_side_by_side(group.plan([*features, BatchFeature(group["a"], np.arange(5))]))

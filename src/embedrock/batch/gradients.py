@@ -16,9 +16,9 @@ from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RowGradients:
-    """One gradient for each unique row of a plan, of one table or several.
+    """One gradient for each unique row of a plan, of one table or several: an immutable value.
 
     Attributes:
         plan: plan of the batch; its ``ids`` are the rows.

@@ -201,11 +201,14 @@ def plan_tables(
         >>> plan.ids.tolist(), plan.inverse.tolist(), plan.rows.tolist()
         ([7, 3, 7], [0, 1, 0, 2], [0, 2, 3])
     """
-    n, workers = int(positions[-1]), kernels.cpu.threads.get_threads()
+    n = int(positions[-1])
     shape = (n,) if shape is None else shape
-    check_count(n, shape)
+    if n > MAX_IDS:
+        check_count(n, shape)
+    if n < 2 * WORKER_IDS and n <= SMALL_BATCH:
+        return _planned_at_once(sources, tables, positions, index, epoch, shape)
     fits = n <= SMALL_BATCH or int((positions[1:] - positions[:-1]).max()) <= SMALL_BATCH
-    if fits and (workers == 1 or n < 2 * WORKER_IDS or len(tables) == 1):
+    if fits and (len(tables) == 1 or kernels.cpu.threads.get_threads() == 1):
         return _planned_at_once(sources, tables, positions, index, epoch, shape)
     return _planned_by_parts(sources, tables, positions, index, epoch, shape)
 

@@ -12,7 +12,7 @@ from embedrock import kernels
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, counting
 from embedrock.errors import ArgumentError, IdTypeError, with_article
-from embedrock.system.buffers import address_of, buffers
+from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 
 ONES = np.empty(0, np.float32)  # factors of 1, in the form that kernels take
@@ -66,7 +66,8 @@ def places_of(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
     The arrays are float32 (bags, dim), with rows that lie anywhere. The caller keeps them alive.
     """
-    return np.array([(address_of(each), each.strides[0]) for each in arrays])
+    # `address_of`, without a call for each
+    return np.array([(each.__array_interface__["data"][0], each.strides[0]) for each in arrays])
 
 
 class PooledSource(NamedTuple):

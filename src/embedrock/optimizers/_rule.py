@@ -48,19 +48,21 @@ class StepHistory(ABC):
         blank: the columns of a step if they are not saved: constants that have no effect.
         fades: number of factors by which a row fades in a step that does not touch it.
         steps: number of remembered steps: no row has a later last step.
+        content: the same object in histories of the same steps.
     """
 
     moves_weights: ClassVar[bool] = True
     blank: ClassVar[tuple[float, ...]]
     fades: ClassVar[int]
     steps: int
+    content: Any
 
     def __init__(self, kind: type[Rule], kept: tuple[int, int] | None = None) -> None:
         self._kind, self._kept = kind, kept or (len(self.blank), self.fades)
         self._clear()
 
     def _clear(self) -> None:
-        self.steps = 0
+        self.steps, self.content = 0, type(self)
         self._table = np.empty((0, len(self.blank)), np.float32)
         self._log_fade = np.zeros((1, self.fades))  # logarithms of the factors' products up to each step
 
@@ -73,17 +75,19 @@ class StepHistory(ABC):
             log_fade = np.concatenate([self._log_fade, np.zeros((room, self.fades))])
             self._table, self._log_fade = table, log_fade
 
-    def draft(self, rule: Rule) -> None:
-        """Do all of `append` that can fail, for one more step by a rule. Nothing changes."""
+    def draft(self, rule: Rule) -> Any:
+        """Do all of `append` that can fail, for one more step by a rule. Nothing changes. Return the `content` then."""
         self.make_room()
         step = self.steps
         self._table[step], log_fade = self._numbers_of(rule)
         self._log_fade[step + 1] = self._log_fade[step] + log_fade
+        self._drafted = rule.last_numbers[3].setdefault(self.content, object())
+        return self._drafted
 
     def append(self) -> None:
         """Record one more step, by the rule of the last `draft`."""
         self._bound(self._table[self.steps : self.steps + 1])
-        self.steps += 1
+        self.content, self.steps = self._drafted, self.steps + 1
 
     @abstractmethod
     def numbers(self) -> Any:
@@ -94,9 +98,9 @@ class StepHistory(ABC):
         step, known = self.steps + 1, rule.last_numbers
         if known is None or known[0] != step:
             numbers, factors = rule.dense_numbers(step)
-            known = step, numbers, np.array([_log(factor) for factor in factors])
+            known = step, numbers, np.array([_log(factor) for factor in factors]), {}
             vars(rule)["last_numbers"] = known  # for other tables
-        return known[1:]
+        return known[1:3]
 
     def first_scale(self) -> float:
         """Return the product of the factors that scaled initial values of rows that were never stepped."""
@@ -120,7 +124,7 @@ class StepHistory(ABC):
                     f"floats after {counted(steps, 'step')}: got {got}."
                 )
         self._clear()
-        self.steps = steps
+        self.steps, self.content = steps, object()
         self._table = np.tile(np.array(self.blank, np.float32), (steps, 1))
         self._table[:, :columns] = state["table"]
         self._log_fade = np.zeros((steps + 1, self.fades))
@@ -146,7 +150,9 @@ class Rule(ABC):
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     HISTORY: ClassVar[type[StepHistory] | None] = None  # with the argument `dense`, if the rule has it
     FADE: ClassVar[str]  # hyperparameter by which untouched rows fade then
-    last_numbers: ClassVar[tuple[int, Sequence[float], np.ndarray] | None] = None  # of a `StepHistory`, with their step
+    last_numbers: ClassVar[Any] = (
+        None  # step, its constants and log fades, and `StepHistory.content` after it by before
+    )
     lr: float
 
     @property

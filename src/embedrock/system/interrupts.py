@@ -19,14 +19,15 @@ class held_back:
     """
 
     _outermost: ClassVar[held_back | None] = None
+    _main: ClassVar[int | None] = threading.main_thread().ident
 
     def __enter__(self) -> None:
-        if held_back._outermost is None and threading.get_ident() == threading.main_thread().ident:
+        if held_back._outermost is None and (thread := threading.get_ident()) == held_back._main:
             handler = _signal.getsignal(signal.SIGINT)
             if callable(handler):  # not a handler installed outside of Python
                 self._handler: Any = handler
                 self._caught: tuple[int, FrameType | None] | None = None
-                self._thread = threading.get_ident()
+                self._thread = thread
                 _signal.signal(signal.SIGINT, self._record)
                 held_back._outermost = self
 
@@ -43,7 +44,7 @@ class held_back:
     @staticmethod
     def begin_child() -> None:
         """End a delay of the parent's main thread in the child, unless the main thread forked."""
-        holder = held_back._outermost
+        held_back._main, holder = threading.get_ident(), held_back._outermost
         if holder is not None and holder._thread != threading.get_ident():
             held_back._outermost = None
             _signal.signal(signal.SIGINT, holder._handler)

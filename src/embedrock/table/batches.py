@@ -1,4 +1,4 @@
-"""Batches of several tables of a group: tables of the same record layout are planned, read and summed at once."""
+"""Batches of tables with one lock: those of one record layout are planned, read and summed at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BatchFeature(NamedTuple):
     """One feature of a batch: ids of a table, alone or in bags.
 
     Attributes:
-        table: a member of the group.
+        table: of the batch.
         ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size, or (bags,) if that is 1.
         offsets: int64 (bags + 1,), from 0 to n: the bounds of the bags of ids (n,).
         weights: float32, one per id: factors of the rows in sums of bags.
@@ -82,6 +82,9 @@ class PoolLayout:
         modes: consecutive features of the same mode: the mode, and the bounds of the features.
         skips: some bags have a padding id.
         has_padding: some table has one in `paddings`.
+        columns: int64 (features,), where those of each feature begin if all outputs of a batch are side by side.
+        width: number of all of these columns.
+        goes_on: an earlier layout of the same batch has some of the tables, too.
     """
 
     dim: int
@@ -95,6 +98,9 @@ class PoolLayout:
     modes: list[tuple[str | None, int, int]]
     skips: bool
     has_padding: bool
+    columns: np.ndarray
+    width: int
+    goes_on: bool = False
     _layout: FeatureLayout | None = None
     _described: tuple[list[int | None], np.ndarray] | None = None
 
@@ -110,11 +116,12 @@ class PoolLayout:
 
     @property
     def is_current(self) -> bool:
-        """Return whether the tables still have these backends."""
+        """Return whether the tables still have these backends, and can be used."""
         for rows, part in zip(self.rows, self.parts, strict=True):
-            if rows.process != forks.process or part() is not rows.backend:
-                return [rows.tier for rows in self.rows] == [part() for part in self.parts]
-        return self.rows[0].tier is not None  # or it raises why no table can be used
+            backend = rows.backend
+            if backend is None or part() is not backend or rows.process != forks.process:
+                return [rows.tier for rows in self.rows] == [part() for part in self.parts]  # or it raises why not
+        return self.rows[0].table_lock.failure is None or self.rows[0].tier is None
 
     def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""
@@ -166,6 +173,7 @@ class FeatureLayout:
         offsets: int64 (bags + 1,), bounds of each bag's positions.
         items: `bags`; without bags, `positions`.
         are_alone: each item is one position.
+        places: of its rows in an array at address 0: see `PoolPlan.places`.
     """
 
     shapes: list[tuple[int, ...]]
@@ -176,6 +184,13 @@ class FeatureLayout:
     offsets: np.ndarray
     items: np.ndarray
     are_alone: bool
+    places: dict[tuple[bool, int], np.ndarray] = field(default_factory=dict)
+
+    @forks.cached_property
+    def bags_of_each(self) -> int | None:
+        """Number of bags of each feature; None if numbers differ, and without bags."""
+        counts = set(np.diff(self.bags).tolist())
+        return counts.pop() if len(counts) == 1 else None
 
     @forks.cached_property
     def lines(self) -> Lines | None:
@@ -214,23 +229,23 @@ class PoolPlan:
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
 
-    def places(self, array: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
+    def places(self, array: np.ndarray, side_by_side: bool) -> np.ndarray:
         """Return where the rows of its features are: see `pooling.places_of`.
 
         Args:
-            array: float32, of all features one after the other, or side by side.
-            columns: where those of each feature of the batch begin, if they are side by side.
+            array: float32, of its features one after the other, or of all features of the batch side by side.
+            side_by_side: says which.
         """
-        places, stride = np.empty((len(self.route.numbers), 2), np.int64), array.strides[0]
-        if columns is None:
-            places[:, 0] = self.layout.items[:-1] * stride
-        else:
-            places[:, 0] = columns[self.route.numbers] * array.itemsize
+        stride, layout = array.strides[0], self.layout
+        known = layout.places.get((side_by_side, stride))
+        if known is None:
+            begins = self.route.columns * array.itemsize if side_by_side else layout.items[:-1] * stride
+            known = layout.places[side_by_side, stride] = np.stack([begins, np.full_like(begins, stride)], axis=1)
+        places = known.copy()
         places[:, 0] += address_of(array)
-        places[:, 1] = stride
         return places
 
-    @forks.cached_property
+    @property
     def bags(self) -> Bags:
         """All items, as `pooling.sum_bags` takes them."""
         layout, route = self.layout, self.route
@@ -246,7 +261,7 @@ class PoolPlan:
 
 @dataclass(eq=False)
 class GroupPlan:
-    """The plan of one batch of several tables of a group.
+    """The plan of a batch of tables with one lock: of a group, or a table alone.
 
     Attributes:
         features: of the batch.
@@ -263,14 +278,6 @@ class GroupPlan:
     @property
     def tables(self) -> list[Table]:
         return list(dict.fromkeys(feature.table for feature in self.features))
-
-    @forks.cached_property
-    def columns(self) -> np.ndarray:
-        """Where the columns of each feature begin if all are side by side: int64 (features + 1,)."""
-        widths = dict[int, int]()
-        for share in self.shares:
-            widths |= dict.fromkeys(share.route.numbers, share.route.dim)
-        return bounds_of([widths[number] for number in range(len(widths))])
 
     @property
     def nbytes(self) -> int:
@@ -309,10 +316,11 @@ class PoolLookup:
     @property
     def outputs(self) -> list[np.ndarray]:
         """Output of each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
-        if self.side_by_side:
-            return np.split(self.arrays[0], self.batch.columns[1:-1], axis=1)
         found = dict[int, np.ndarray]()
-        for share, array in zip(self.batch.shares, self.arrays, strict=True):
+        for share in self.batch.shares if self.side_by_side else ():
+            for number, column in zip(share.route.numbers, share.route.columns.tolist(), strict=True):
+                found[number] = self.arrays[0][:, column : column + share.route.dim]
+        for share, array in () if self.side_by_side else zip(self.batch.shares, self.arrays, strict=True):
             for number, start, stop in share.spans(share.layout.items):
                 own = array[start:stop]
                 if share.route.kind == "rows":
@@ -342,7 +350,7 @@ def plan(features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tabl
 def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
     key = tuple([(feature.table, feature.mode, feature.padding) for feature in given])
     found = routes.get(key)
-    if found is None or not all(route.is_current for route in found):
+    if found is None or not _are_current(found):
         if len(routes) >= MOST_ROUTES:
             routes.clear()
         found = routes[key] = _routes(given)
@@ -352,6 +360,10 @@ def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tab
             if rows.owns is not None:
                 _check_owned(rows, given)
     return GroupPlan(given, [_share(route, given) for route in found], routes, table_lock)
+
+
+def _are_current(layouts: Sequence[PoolLayout]) -> bool:
+    return False not in [layout.is_current for layout in layouts]
 
 
 def _check(tables: Iterable[TableState]) -> None:
@@ -399,10 +411,18 @@ def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
         # The padding row of one feature may get gradients from another feature of the same table.
         level = known.index(feature.padding) if feature.kind == "rows" else 0
         kinds.setdefault((pool, feature.kind, level), {}).setdefault(feature.table, []).append(number)
-    return [_route(pool.spec.dim, kind, features, asked) for (pool, kind, _), asked in kinds.items()]
+    columns = bounds_of([feature.table.dim for feature in features])
+    routes = [_route(pool.spec.dim, kind, features, asked, columns) for (pool, kind, _), asked in kinds.items()]
+    seen = set[Table]()
+    for route in routes:
+        route.goes_on = not seen.isdisjoint(route.tables)
+        seen.update(route.tables)
+    return routes
 
 
-def _route(dim: int, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]]) -> PoolLayout:
+def _route(
+    dim: int, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]], columns: np.ndarray
+) -> PoolLayout:
     numbers = [number for own in asked.values() for number in own]
     rows = [rows_of(table) for table in asked]
     paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
@@ -413,7 +433,8 @@ def _route(dim: int, kind: str, features: Sequence[BatchFeature], asked: dict[Ta
     own = bounds_of([len(each) for each in asked.values()])
     parts = [weakref.ref(each.tier) for each in rows]
     has_padding = any(padding is not None for padding in paddings)
-    return PoolLayout(dim, kind, list(asked), rows, parts, paddings, numbers, own, modes, skips, has_padding)
+    about = skips, has_padding, columns[numbers], int(columns[-1])
+    return PoolLayout(dim, kind, list(asked), rows, parts, paddings, numbers, own, modes, *about)
 
 
 def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
@@ -523,23 +544,26 @@ def read(
 
 
 def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.ndarray | None) -> PoolLookup:
-    if not all(share.route.is_current for share in batch.shares):
+    if not _are_current([share.route for share in batch.shares]):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
         _check(share.route.rows)
-    lookup, columns = PoolLookup(batch, side_by_side=side_by_side), batch.columns if side_by_side else None
-    if columns is not None:
-        count = batch.shares[0].layout.bags[1]
-        lookup.arrays.append(buffers.empty((int(count), int(columns[-1])), np.float32))
+    lookup, goes_on = PoolLookup(batch, side_by_side=side_by_side), False
+    if side_by_side:
+        first = batch.shares[0]
+        lookup.arrays.append(buffers.empty((int(first.layout.bags[1]), first.route.width), np.float32))
     for share in batch.shares:
         if known is None:
             source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
         else:
             source = PooledSource.of(known)
-        if columns is None:
+        if not side_by_side:
             lookup.arrays.append(buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32))
-        lookup.traces.append(_pool(share, source, share.places(lookup.arrays[-1], columns)))
+        lookup.traces.append(_pool(share, source, share.places(lookup.arrays[-1], side_by_side)))
         lookup.values.append(source.words if for_weights else None)
+        goes_on |= share.route.goes_on
+    if goes_on:
+        reading.note_all([(share.route.rows, share.plan) for share in batch.shares])
     return lookup
 
 
@@ -561,10 +585,8 @@ def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarr
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
     """Return whether `read` can give all outputs side by side: bags, equally many for each feature."""
-    if any(share.route.kind == "rows" for share in batch.shares):
-        return False
-    sizes = [bags[1:] - bags[:-1] for bags in [share.layout.bags for share in batch.shares]]
-    return len({count for each in sizes for count in each.tolist()}) == 1
+    counts = {share.layout.bags_of_each for share in batch.shares}
+    return len(counts) == 1 and None not in counts
 
 
 # -------------------------------------------------------------------- gradients
@@ -589,9 +611,10 @@ def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> lis
 def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
     """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
     places, _kept = _places(lookup, grads)
+    of_shares = [places[share.route.numbers] for share in lookup.batch.shares]
     if type(None) not in set(map(type, grads)):
-        return sum_places(lookup, places)
-    return sum_places(lookup, places, [_touched(share, grads) for share in lookup.batch.shares])
+        return _summed(lookup, of_shares)
+    return _summed(lookup, of_shares, [_touched(share, grads) for share in lookup.batch.shares])
 
 
 def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -607,21 +630,20 @@ def sum_array(lookup: PoolLookup, grads: np.ndarray) -> list[Block]:
     """Return the result of `sum_blocks` from that of an output side by side, float32."""
     if grads.strides[1] != grads.itemsize:
         grads = np.ascontiguousarray(grads)
-    places = np.empty((len(lookup.batch.features), 2), np.int64)
-    for share in lookup.batch.shares:
-        places[share.route.numbers] = share.places(grads, lookup.batch.columns)
-    return sum_places(lookup, places)
+    return _summed(lookup, [share.places(grads, side_by_side=True) for share in lookup.batch.shares])
 
 
-def sum_places(lookup: PoolLookup, places: np.ndarray, touched: Sequence[np.ndarray] | None = None) -> list[Block]:
-    """Return the result of `sum_blocks` from where the gradients of each feature are: see `pooling.places_of`.
+def _summed(
+    lookup: PoolLookup, places: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
+) -> list[Block]:
+    """Return the result of `sum_blocks` from where the gradients of each pool plan are: see `pooling.places_of`.
 
     `touched` has the result's rows of each pool plan, bool (unique,); None: all.
     """
     found: list[Block] = []
     for number, (share, trace) in enumerate(zip(lookup.batch.shares, lookup.traces, strict=True)):
         route = share.route
-        values, squares = pooling.sum_bags(places[route.numbers], route.dim, share.weights, share.bags, trace)
+        values, squares = pooling.sum_bags(places[number], route.dim, share.weights, share.bags, trace)
         norms = squares.tolist()
         whole = RowGradients(share.plan, values, sum(norms), norms)
         if touched is None and not route.has_padding:
@@ -637,18 +659,15 @@ def sum_places(lookup: PoolLookup, places: np.ndarray, touched: Sequence[np.ndar
 
 def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
-    kept, pairs = [], []
-    for own in grads:
+    kept: list[Any] = list(grads)
+    for number, own in enumerate(kept):
         if own is None:
-            rows, stride = np.zeros(max(share.route.dim for share in lookup.batch.shares), np.float32), 0
-        else:
-            rows = own if own.ndim == 2 else own.reshape(-1, own.shape[-1])
-            if rows.strides[1] != rows.itemsize:
-                rows = np.ascontiguousarray(rows)
-            stride = rows.strides[0]
-        kept.append(rows)
-        pairs.append((address_of(rows), stride))
-    return np.array(pairs), kept
+            dim = max(share.route.dim for share in lookup.batch.shares)
+            kept[number] = np.broadcast_to(np.zeros(dim, np.float32), (1, dim))
+        elif own.ndim != 2 or own.strides[1] != own.itemsize:
+            rows = own.reshape(-1, own.shape[-1])
+            kept[number] = rows if rows.strides[1] == rows.itemsize else np.ascontiguousarray(rows)
+    return pooling.places_of(kept), kept
 
 
 def weight_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:

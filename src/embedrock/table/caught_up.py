@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,12 +19,14 @@ class CaughtUpRows(NamedTuple):
     The step of the same batch would compute the same bits again. So it takes these.
 
     Attributes:
-        version: of the table.
-        had_record: bool (unique,), rows with a record.
-        weights, state: float32 (unique, dim) and (unique, state_width).
+        versions: of the tables of the rows: the counters of changes, and their values.
+        own: which rows of the batch they are.
+        had_record: bool (n,), rows with a record.
+        weights, state: float32 (n, dim) and (n, state_width).
     """
 
-    version: int
+    versions: list[tuple[Any, int]]
+    own: slice
     had_record: np.ndarray
     weights: np.ndarray
     state: np.ndarray
@@ -51,19 +53,23 @@ class CaughtUpReads:
         while len(kept) > MAX_PARTS or (len(kept) > 1 and self._bytes() > KEPT_BYTES):
             kept.pop(next(iter(kept)), None)
 
-    def of(self, plan: Plan, version: int) -> CaughtUpRows | None:
-        """Return the kept rows of a batch if the table has not changed since."""
+    def of(self, plan: Plan) -> CaughtUpRows | None:
+        """Return the kept rows of a batch if their tables have not changed since."""
         ids, refreshed = self._kept.get(id(plan.ids), (lambda: None, None))
-        return refreshed if ids() is plan.ids and refreshed is not None and refreshed.version == version else None
+        if refreshed is None or ids() is not plan.ids:
+            return None
+        return None if any(counter.now != then for counter, then in refreshed.versions) else refreshed
 
-    def take(self, plan: Plan, slots: np.ndarray, version: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def take(self, plan: Plan, slots: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Return slots, weights and state of kept rows of a batch, or of its parts; discard all others."""
+        if not self._kept:
+            return []
         taken = []
         for batch, its_slots in plan.batches(slots):
-            kept = self.of(batch, version)
+            kept = self.of(batch)
             if kept is not None:
                 here = kept.had_record
-                whole = its_slots, kept.weights, kept.state
+                whole = its_slots[kept.own], kept.weights, kept.state
                 taken.append(whole if here.all() else tuple(part[here] for part in whole))
         self.clear()
         return taken

@@ -82,13 +82,12 @@ def _first_nonfinite(values: np.ndarray) -> int:
     return int(np.argmin(np.isfinite(values)))
 
 
-def check_gradients(grads: RowGradients, dim: int, subject: str) -> None:
-    """Raise `GradientError` unless gradients are for rows of this width."""
-    if not grads.has_width(dim):
-        raise GradientError(
-            f"gradients of rows of {subject} must be float32 {(len(grads.plan.ids), dim)}: got {grads.values.dtype} "
-            f"{grads.values.shape}. Were they summed for another table?"
-        )
+def wrong_width(grads: RowGradients, dim: int, subject: str) -> GradientError:
+    """Return the error for gradients that are not for rows of this width."""
+    return GradientError(
+        f"gradients of rows of {subject} must be float32 {(len(grads.plan.ids), dim)}: got {grads.values.dtype} "
+        f"{grads.values.shape}. Were they summed for another table?"
+    )
 
 
 def nonfinite(grads: RowGradients, subject: str) -> NonFiniteGradientError:

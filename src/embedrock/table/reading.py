@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def own_parts(tables: Tables, plan: Plan) -> Iterator[tuple[TableState, slice]]:
 def is_reading(tables: Tables, plan: Plan) -> bool:
     """Return whether the plan is that of the tables' last read batch, which is not stepped yet."""
     last = tables[0].last_read
-    return last is not None and last[0]() is plan.ids
+    return bool(last) and last[0][0]() is plan.ids
 
 
 def present_slots(pool: Backend, tables: Tables, plan: Plan, keys: np.ndarray) -> np.ndarray:
@@ -79,14 +80,27 @@ def located(tables: Tables, plan: Plan) -> Plan:
     Raises:
         CacheTooSmallError: they do not fit the cache.
     """
-    pool, keys = pool_of(tables), keys_of(tables, plan)
+    pool = pool_of(tables)
     if not is_reading(tables, plan):
         ids = weakref.ref(plan.ids)
         for rows, own in own_parts(tables, plan):
-            rows.last_read = ids, own
+            rows.last_read = ((ids, own),)
         pool.begin_batch()  # may begin an epoch
+    if plan.epoch == pool.epoch and not plan.missing and not pool.evicts:
+        return plan  # as nearly always
+    keys = keys_of(tables, plan)
     slots = pool.bring(keys, present_slots(pool, tables, plan, keys))
     return plan.with_slots(slots, pool.epoch)
+
+
+def note_all(batch: Sequence[tuple[Tables, Plan]]) -> None:
+    """Note the rows of all plans of a batch, in which some tables have several plans."""
+    parts: dict[TableState, list[tuple[weakref.ref[np.ndarray], slice]]] = {}
+    for tables, plan in reversed(batch):
+        for rows, own in own_parts(tables, plan):
+            parts.setdefault(rows, []).append((weakref.ref(plan.ids), own))
+    for rows, several in parts.items():
+        rows.last_read = tuple(several)
 
 
 # -------------------------------------------------------------------- weights
@@ -136,12 +150,20 @@ def _values(tables: Tables, here: Plan, keeps: bool) -> np.ndarray:
     """
     records, values = pool_of(tables).records, buffers.empty((len(here.ids), tables[0].spec.dim), np.float32)
     gather(PooledSource(records.weights, *_with_fresh(tables, here)), counting(len(values)), values)
-    for rows, own in own_parts(tables, here):
+    for _, run in itertools.groupby(own_parts(tables, here), lambda part: history_of(part[0])):
+        alike = list(run)
+        rows, own = alike[0][0], slice(alike[0][1].start, alike[-1][1].stop)
         state = _refresh(rows, records, here.slots[own], values[own])
         # A step rounds 16-bit weights itself.
         if state is not None and keeps and rows.spec.dtype == "float32":
-            rows.reads.keep(here, CaughtUpRows(rows.version.now, here.slots[own] >= 0, values[own], state))
+            versions = [(each.version, each.version.now) for each, _ in alike]
+            rows.reads.keep(here, CaughtUpRows(versions, own, here.slots[own] >= 0, values[own], state))
     return values
+
+
+def history_of(rows: TableState) -> Any:
+    """Return what is the same for tables whose rows catch up by the same steps."""
+    return rows if rows.history is None else rows.history.content
 
 
 def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:

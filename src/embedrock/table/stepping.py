@@ -61,7 +61,8 @@ class StepRequest(NamedTuple):
         """Raise an error if a table cannot be stepped so. Caller holds the table lock."""
         first = self.tables[0]
         first.check_commit()
-        checks.check_gradients(self.grads, first.spec.dim, first.subject)
+        if not self.grads.has_width(first.spec.dim):
+            raise checks.wrong_width(self.grads, first.spec.dim, first.subject)
         rule = fits = self.rule
         for rows in self.tables:
             if rows.backend is None:
@@ -72,6 +73,15 @@ class StepRequest(NamedTuple):
             if own is not rule and own is not fits and not rule.same_layout(own):
                 raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
             fits = own
+
+    @staticmethod
+    def by_rule(tables: Sequence[TableState], rules: Sequence[Rule], grads: RowGradients) -> list[StepRequest]:
+        """Return the requests of tables that were summed together: one, if their rules are equal."""
+        for rule in rules:
+            if rule is not rules[0] and rule != rules[0]:
+                parts = enumerate(zip(tables, rules, strict=True))
+                return [StepRequest((rows,), rule, grads.of(number)) for number, (rows, rule) in parts]
+        return [StepRequest(tables, rules[0], grads)]
 
     def split(self) -> list[StepRequest]:
         """Return a request for each table."""
@@ -420,12 +430,16 @@ class HostStep(CheckedStep):
         """
         location = self.rows[0].location
         try:
+            more, late = [*self._beside], []
             for pool in pools:
                 if pool.tables[0].lifecycle is not None:
                     pool.decide_admission()
-            if more := [*_more(pools), *self._beside]:
+                if pool.new:
+                    more += pool.more
+                if pool.pool.evicts:
+                    late.append(pool)
+            if more:
                 location.pools.check_room(more)
-            late = [pool for pool in pools if pool.pool.evicts]
             for pool in late:
                 pool.make_room()
             while late and not all(pool.is_current for pool in late):
@@ -475,6 +489,10 @@ class HostStep(CheckedStep):
         for pool in pools:  # runs while the rows are stepped
             if pool.decision is not None:
                 pool.note()
+
+
+ALL = slice(None)
+NO_ROWS = np.empty((0, 0), np.float32)
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
@@ -598,13 +616,14 @@ class StepRun:
     """Consecutive tables of a pool with equal step constants, which one call steps.
 
     Attributes:
-        tables: states of the tables.
+        first, end: bounds of their numbers among the pool's tables.
         start, stop: bounds of their rows.
         draft: from `TableState.draft`.
         scratch: from `Records.scratch`.
     """
 
-    tables: list[TableState]
+    first: int
+    end: int
     start: int
     stop: int
     draft: Any
@@ -634,21 +653,29 @@ class PoolStep:
     """
 
     __slots__ = (
-        "_grads", "_is_step", "_of_others", "_runs", "_slots", "catches_up", "decision", "fresh", "keys", "left", "new",
-        "plan", "pool", "requests", "tables",
+        "_grads", "_is_step", "_keys", "_of_others", "_runs", "_slots", "catches_up", "decision", "fresh", "left",
+        "new", "plan", "pool", "requests", "tables",
     )  # fmt: skip
 
     def __init__(self, pool: Backend, requests: Sequence[StepRequest], is_step: bool) -> None:
-        self.pool, self._is_step = pool, is_step
+        self.pool, self._is_step, self._keys = pool, is_step, None
         self.decision: AdmissionDecision | None = None
-        self.left, self.catches_up = NOBODY, False
+        self.left, self.catches_up, self.fresh = NOBODY, False, NO_ROWS
         self.new: list[NewRows] = []
         self.take(requests)
-        self.plan = self._grads.plan
-        self.keys = keys_of(self.tables, self.plan)
-        if not (is_reading(self.tables, self.plan) or (pool.is_shared and pool.goes_on_with(self.keys))):
+        self.plan = plan = self._grads.plan
+        is_known = is_reading(self.tables, plan)
+        if not (is_known or (pool.evicts and pool.is_shared and pool.goes_on_with(self.keys))):
             pool.begin_batch()
-        self._found(present_slots(pool, self.tables, self.plan, self.keys))
+        if plan.missing or plan.epoch != pool.epoch:
+            self._found(present_slots(pool, self.tables, plan, self.keys))
+
+    @property
+    def keys(self) -> np.ndarray:
+        """The pool's keys of the rows."""
+        if self._keys is None:
+            self._keys = keys_of(self.tables, self.plan)
+        return self._keys
 
     def take(self, requests: Sequence[StepRequest]) -> None:
         """Take the gradients of requests of the same batch."""
@@ -668,7 +695,7 @@ class PoolStep:
     def _cut(self, request: StepRequest, own: slice) -> PoolStep:
         part, plan = copy.copy(self), request.grads.plan
         part.take([request])
-        part.plan, part.keys = plan.with_slots(self.plan.slots[own], self.plan.epoch), self.keys[own]
+        part.plan, part._keys = plan.with_slots(self.plan.slots[own], self.plan.epoch), self.keys[own]
         done = int(np.count_nonzero(self.plan.slots[: own.start] < 0))
         part.new = [NewRows(request.tables[0].tier, part.plan.missing)] if part.plan.missing else []
         part.fresh = self.fresh[done : done + part.plan.missing]
@@ -680,13 +707,13 @@ class PoolStep:
             self._count_new()
 
     def _count_new(self) -> None:
-        self.new, fresh = [], []
+        self.new, self.fresh = [], NO_ROWS
         if self.plan.missing:
-            missing = (self.plan.slots < 0).nonzero()[0]
+            missing, fresh = (self.plan.slots < 0).nonzero()[0], []
             for rows, ids in missing_ids(self.tables, self.plan, missing):
                 fresh.append(rows.first_values(ids))
                 self.new.append(NewRows(rows.tier, len(ids)))
-        self.fresh = np.concatenate(fresh) if fresh else np.empty((0, self.pool.spec.dim), np.float32)
+            self.fresh = np.concatenate(fresh)
 
     # ---------------------------------------------------------------- rows that come and go
 
@@ -698,8 +725,7 @@ class PoolStep:
         self.decision = rows.lifecycle.vote(plan.ids, plan.slots < 0, rows.tier.count, self._is_step)
         self.left = rows.lifecycle.victims(self.decision)
         if self.decision.rows is not None:
-            plan = plan.of_rows(np.flatnonzero(self.decision.rows))
-            self.keys = keys_of(self.tables, plan)
+            plan, self._keys = plan.of_rows(np.flatnonzero(self.decision.rows)), None
         self.plan = plan
         self._count_new()
 
@@ -777,23 +803,24 @@ class PoolStep:
 
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
-        known: dict[tuple[int, int], Any] = {}  # tables of one rule have the same constants
         last, bounds, number = None, self.plan.rows.tolist(), 0
         self._runs: list[StepRun] = []
         is_exact = self.pool.spec.dtype == "float32"
         for each in self.requests:
+            known: dict[int, Any] = {}  # tables of one rule have the same constants in their n-th step
             for rows in each.tables:
-                start, stop, key = bounds[number], bounds[number + 1], (id(each.rule), rows.steps)
-                is_alone = rows.history is not None or not is_exact  # histories and rounding are per table
-                draft = rows.draft(each.rule) if is_alone or key not in known else known[key]
-                known[key], number = draft, number + 1
-                if last is not None and not is_alone and (draft is last.draft or last.takes(draft)):
-                    last.tables.append(rows)
-                    last.stop = stop
+                start, stop, steps = bounds[number], bounds[number + 1], rows.steps
+                is_known = rows.history is None and steps in known
+                known[steps] = draft = known[steps] if is_known else rows.draft(each.rule)
+                if (
+                    last is not None and is_exact and (draft is last.draft or last.takes(draft))
+                ):  # rounding is per table
+                    last.end, last.stop = number + 1, stop
                 else:
                     scratch = None if is_exact else rows.tier.records.scratch(stop - start)
-                    last = StepRun([rows], start, stop, draft, scratch)
+                    last = StepRun(number, number + 1, start, stop, draft, scratch)
                     self._runs.append(last)
+                number += 1
         self._of_others = None if self.decision is None else self._gradient_of_others()
 
     def admit(self) -> None:
@@ -806,9 +833,10 @@ class PoolStep:
             self._slots = self.pool.admit(self.keys, slots, self.fresh, first_state)
             for part, count in self.new:
                 part.admitted(count)
-        self.pool.mark_dirty(self._slots)
+        if self.pool.evicts:
+            self.pool.mark_dirty(self._slots)
         for rows in self.tables:
-            rows.last_read = None
+            rows.last_read = ()
 
     def undo_steps(self) -> None:
         if self.new:
@@ -820,14 +848,18 @@ class PoolStep:
         """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
         made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
         for run in self._runs:
-            rows, own = run.tables[0], slice(run.start, run.stop)
-            refreshed = () if rows.history is None else self._taken(rows, own)
-            self.catches_up |= rows.history is not None and not refreshed
+            rows, own = self.tables[run.first], slice(run.start, run.stop) if len(self._runs) > 1 else ALL
+            refreshed: list[Any] = []
+            if rows.history is not None:
+                refreshed = [part for each in self.tables[run.first : run.end] for part in self._taken(each)]
+                self.catches_up |= not refreshed
             numbers = rows.count(run.draft)
-            for each in run.tables[1:]:  # without histories: see `TableState.count`
+            for each in self.tables[run.first + 1 : run.end]:  # see `TableState.count`
                 each.steps += 1
                 each.version.now += 1
                 each.version.of_rows += 1
+                if each.history is not None:
+                    each.history.append()
             of_rows = self.plan.ids[own], self._slots[own], values[own], numbers, rows.steps
             made.append(functools.partial(rows.tier.records.step, *of_rows, run.scratch, refreshed))
         rows = self.tables[0]
@@ -835,6 +867,6 @@ class PoolStep:
             shared.step(self._of_others, numbers, rows.steps)
         return made
 
-    def _taken(self, rows: TableState, own: slice) -> Sequence[Any]:
+    def _taken(self, rows: TableState) -> Sequence[Any]:
         """Return rows that a read caught up, and that the step takes over: see `CaughtUpReads.take`."""
-        return rows.reads.take(self._grads.plan, self.plan.slots[own], rows.version.now)
+        return rows.reads.take(self._grads.plan, self.plan.slots)

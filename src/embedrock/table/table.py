@@ -151,6 +151,7 @@ class Table(StoredVerbs):
         if group is None:
             if storage is not None:
                 weakref.finalize(self, storage.abandon, is_forgotten=True)
+            weakref.finalize(self, setattr, rows.location, "prepared", None).atexit = False  # it refers to `rows`
             self._note()
         if self.name:
             opened.register(self.name, self)
@@ -368,7 +369,8 @@ class Table(StoredVerbs):
         """
         rows = self._checked_rows()
         rows.check_commit()
-        checks.check_gradients(grads, self.dim, self.subject)
+        if not grads.has_width(rows.spec.dim):
+            raise checks.wrong_width(grads, rows.spec.dim, rows.subject)
         prepare(rows, grads.plan)
 
     @whole

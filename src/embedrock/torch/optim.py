@@ -14,6 +14,7 @@ from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from embedrock import optimizers as rules
+from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
 from embedrock.frontend.steps import step_all
@@ -274,7 +275,8 @@ class RowOptimizer(torch.optim.Optimizer):
             joint = pending.joint
             if joint is not None and rule is not None and clip is None and not handle.followers:
                 if last is None or joint is not last[0] or rule is not last[1]:
-                    _add_joint(due, last, tables)
+                    if last is not None:
+                        _add_joint(due, *last, tables)
                     last, tables = (joint, rule, pending.executor), {}
                 tables[pending.number] = rows
             elif (grads := handle.gradients()) is not None:
@@ -285,7 +287,8 @@ class RowOptimizer(torch.optim.Optimizer):
                     follower.note(grads)
                 executor = handle.executor_of_gradients()
                 due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
-        _add_joint(due, last, tables)
+        if last is not None:
+            _add_joint(due, *last, tables)
 
     def bound(self) -> list[OptimizedRows]:
         """Return the rows that a step may change, each with its rule and clip value.
@@ -344,17 +347,10 @@ class RowOptimizer(torch.optim.Optimizer):
             drop_gradients(group["params"], set_to_none)
 
 
-def _add_joint(due: list[StepRequest], of: Any, tables: dict[int, TableState]) -> None:
-    """Add the steps of tables by one rule, whose gradients were summed together: one, if it is of all of them.
-
-    Args:
-        due: the steps so far.
-        of: the gradients, the rule and the executor; None for no step.
-        tables: by their number in the gradients.
-    """
-    if of is None:
-        return
-    joint, rule, executor = of
+def _add_joint(
+    due: list[StepRequest], joint: RowGradients, rule: Rule, executor: Any, tables: dict[int, TableState]
+) -> None:
+    """Add the steps of tables whose gradients were summed together, by their numbers there: one, if it is of all."""
     if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
         due.append(StepRequest([*map(tables.__getitem__, range(len(tables)))], rule, joint, None, executor))
     else:

@@ -39,8 +39,7 @@ class TableHandle:
     """A proxy of a table's rows among the variables of a model.
 
     The variable is a vector of zeros that never changes. TensorFlow sees its gradient as a sum of tokens, one for each
-    backward pass (see `PendingGradients`). A tape returns the gradients of rows (see `RowSlices`). Each step of the
-    rows also writes the zeros anew: that orders it among the lookups, which read them.
+    backward pass (see `PendingGradients`). A tape returns the gradients of rows (see `RowSlices`).
 
     Attributes:
         table: the table.

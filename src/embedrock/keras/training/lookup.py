@@ -60,7 +60,7 @@ class ProgramLookup:
         numbered = [request.of(inputs) for request in requests]
         self._inputs, kind = next(inputs), HostLookup
         if self.handles[0].executor.is_on_gpu:
-            from embedrock.keras.training.gpu_executor import GpuLookup as kind  # needs PyTorch
+            from embedrock.keras.training.gpu_lookup import GpuLookup as kind  # needs PyTorch
         self.parts: list[Any] = [kind([numbered[k] for k in which], which) for which in planned_apart(requests)]
         # No group is sharded.
         self._sharded = [part for part in self.parts if part.requests[0].handle.shard is not None]

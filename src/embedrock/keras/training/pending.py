@@ -83,12 +83,7 @@ class PendingGradients:
         with self._lock:
             number, self._order = self._number(place), self._order + 1
             self._arrivals[number].append(BackwardResult(place[1], lookup, self._order, self._steps, grads))
-        token = np.zeros(SLOTS, np.float32)
-        if number < 0:
-            token[number] = 1
-        else:
-            token[number // BITS] = 1 << 2 * (number % BITS)
-        return token
+        return np.frombuffer(_token(number), np.float32).copy()
 
     def _number(self, place: tuple[int, int]) -> int:
         """Return the number of a place's next pass: one of its own, or a negative one that passes share."""
@@ -156,7 +151,8 @@ class PendingGradients:
             self._plans.clear()
 
     def _found(self, token: np.ndarray) -> dict[int, list[BackwardResult]]:
-        counts, found, missing, is_partial = _counts(token.tobytes()), dict[int, list[BackwardResult]](), 0, False
+        sent, found, missing, is_partial = token.tobytes(), dict[int, list[BackwardResult]](), 0, False
+        counts = _of_one_pass.get(sent) or _counts(sent)
         for number, count in counts.items():
             found[number] = passes = self._arrivals.get(number, [])
             missing += not passes
@@ -196,7 +192,21 @@ class PendingGradients:
         self._plans.clear()
 
 
-@functools.lru_cache(64)  # tables that are looked up together have the same tokens
+_of_one_pass: dict[bytes, dict[int, int]] = {}  # the result of `_counts` for the token of each pass
+
+
+@functools.cache
+def _token(number: int) -> bytes:
+    """Return the token of a pass, float32 (SLOTS,)."""
+    token = np.zeros(SLOTS, np.float32)
+    if number < 0:
+        token[number] = 1
+    else:
+        token[number // BITS] = 1 << 2 * (number % BITS)
+    _of_one_pass[token.tobytes()] = {number: 1}
+    return token.tobytes()
+
+
 def _counts(token: bytes) -> dict[int, int]:
     """Return the number of passes by number in a sum of tokens, float32 (SLOTS,)."""
     numbers = np.frombuffer(token, np.float32)

@@ -208,7 +208,8 @@ def plan_tables(sources, tables, bits, entries, seed, hashes, block):
                 grouped[i] += start
         count, start = count + unique, stop
     rows[tables.shape[0]] = count
-    return count, _find(tables, rows, ids, bits, entries, slots, 0, count)
+    # Bounds from memory: Numba would compile the search once more for each that it knows.
+    return count, _find(tables, rows, ids, bits, entries, slots, rows[0], rows[tables.shape[0]])
 
 
 @kernel()

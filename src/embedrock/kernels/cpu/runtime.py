@@ -106,4 +106,5 @@ def launch(kernel: Any, *args: Any) -> Any:
             view.setflags(False)  # not writable; by position, which takes half the time
     if over is None:
         return kernel(*given)
-    return run(kernel, len(args[over]), given, grain, cuts)
+    count = len(args[over])
+    return kernel(*given, 0, count) if count < 2 * grain else run(kernel, count, given, grain, cuts)

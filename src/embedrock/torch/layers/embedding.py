@@ -257,7 +257,7 @@ class Embedding(RowLayer):
             ForgottenGradientsError: no optimizer applied earlier gradients of the rows.
             UnsupportedError: unsupported training in several processes, tracing, or replicas.
         """
-        if is_jagged(input):
+        if type(input) is not Tensor and is_jagged(input):  # a nested tensor is of a subclass
             ids = input.contiguous()
             try:
                 return jagged_like(ids, self(ids.values()))

@@ -301,11 +301,10 @@ class RowLayer(nn.Module):
             trains: the rows trained when the graph was made.
         """
         layout = self._layout()
-        layout.check()
         if handle.data_ptr() != layout.handles[0].data_ptr():
             raise UnsupportedError(REPLACED)
-        if trains:
-            layout.to_train((self,))
+        with torch.set_grad_enabled(trains):
+            layout.trained((self,))
         return layout
 
     def __setstate__(self, state: Any) -> None:

@@ -413,13 +413,23 @@ class Pending:
 
     def look(self, handle: Tensor) -> None:
         """Set the handle's number to the norm of gradients that other code has not seen."""
-        with self.arriving, torch.inference_mode(False), no_dispatch():
+        if torch._C._len_torch_dispatch_stack() or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), no_dispatch():
+                self._look(handle)
+        else:
+            self._look(handle)
+
+    def _look(self, handle: Tensor) -> None:
+        with self.arriving:
             grads, number = self.grads, number_of(handle)
-            if self.joint is not None and grads is not None:
-                if number is None:
-                    number = torch.zeros((), dtype=torch.float32, device=handle.device)
+            if self.joint is None or grads is None:
+                return
+            if number is None:
+                number = torch.scalar_tensor(float(grads.shown), dtype=torch.float32, device=handle.device)
+                set_number(handle, _as_gradient(number, _Proxied(grads, self)))
+            else:
                 set_number(handle, HandleGradient.show(grads, number, self))
-                self.grads = grads
+            self.grads = grads
 
     def drop_unless_shown(self, handle: Tensor) -> None:
         """Drop the gradients if the handle has none. Backwards of other threads may add to them."""

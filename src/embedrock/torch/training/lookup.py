@@ -154,8 +154,10 @@ class LayerLayout:
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
-        is_same = self.generation == generation.now and self.owners[0][0] is parameters
-        return is_same and not are_there_groups() and self.has_its_handles()
+        if self.generation != generation.now or self.owners[0][0] is not parameters or not self.has_its_handles():
+            return False
+        # A process group may share the rows from now on.
+        return self.joins is None or not are_there_groups() or self.handles[0].executor().joins is self.joins
 
     def has_its_handles(self) -> bool:
         """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
@@ -167,22 +169,16 @@ class LayerLayout:
             return False
         return True
 
-    def check(self) -> None:
-        """Raise the errors of lookups that must not be made: see `RowLayer.forward`."""
+    def trained(self, layers: Iterable[Any]) -> list[Handle]:
+        """Return each handle whose rows train, after the checks of a forward. `layers` has each layer once."""
         if torch._C._is_tracing():
             raise UnsupportedError(
                 "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
                 "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
             )
         check_untouched(self.distinct)
-
-    def trained(self, layers: Iterable[Any]) -> list[Handle]:
-        """Return each handle whose rows train, after all checks. `layers` has each layer once."""
-        self.check()
-        return self.to_train(layers) if torch.is_grad_enabled() else []
-
-    def to_train(self, layers: Iterable[Any]) -> list[Handle]:
-        """Return each handle whose rows may train. Check that an optimizer applied their last gradients."""
+        if not torch.is_grad_enabled():
+            return []
         for handle in self.distinct:
             if handle.unapplied.passed_by and handle.requires_grad and _are_training(layers, handle):
                 handle.unapplied.check(handle.label)
@@ -396,7 +392,7 @@ class HostLookup(LookupState):
         features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
         assert layout.table_lock is not None
         self._batch = batches.plan(features, layout.routes, layout.table_lock)
-        is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
+        is_whole = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
 
     @spanned("read")
@@ -455,7 +451,7 @@ def look_up_on_gpu(
 
 def looked_up(reading: LookupState) -> Sequence[Tensor]:
     """Return the outputs of a lookup, whose gradients come back."""
-    trained, weights = reading.trained, [own for own in reading.weights if own is not None]
+    trained, weights = reading.trained, reading.weights and [own for own in reading.weights if own is not None]
     if trained or any(map(needs_gradient, weights)):
         return _apply(reading, trained, ANCHOR, *trained, *weights)
     return reading.read(for_weights=False)
@@ -471,10 +467,11 @@ class Lookup(torch.autograd.Function):
         """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
         ctx.reading, ctx.handles = reading, handles
         ctx.materialize_grads = False
-        weights = tensors[len(handles) :]
-        if weights:
-            ctx.save_for_backward(*weights)  # so that autograd detects writes to them before the backward
-        outputs = reading.read(for_weights=any(ctx.needs_input_grad[3 + len(handles) :]))
+        weights_train = False
+        if reading.weights:
+            ctx.save_for_backward(*tensors[len(handles) :])  # so that autograd detects writes before the backward
+            weights_train = any(ctx.needs_input_grad[3 + len(handles) :])
+        outputs = reading.read(weights_train)
         if others := reading.without_gradients(outputs):
             ctx.mark_non_differentiable(*others)
         return tuple(outputs)
