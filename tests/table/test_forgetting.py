@@ -221,6 +221,21 @@ def test_rows_of_an_unfinished_batch_are_not_forgotten(on_disk: bool, tmp_path: 
             table.commit()
 
 
+def test_all_rows_of_an_unfinished_batch_with_rows_and_bags_stay():
+    group = er.Group()
+    table = group.table("a", None, DIM, rule=er.SGD(lr=0.1), init=er.Zeros(), seed=0)
+    step(table, [1, 2, 3, 4])
+    features = [BatchFeature(table, np.array([1])), BatchFeature(table, np.array([2]), padding=7)]
+    features.append(BatchFeature(table, np.array([[3]]), mode="sum"))
+    found = group.read(group.plan(features))
+    for unfinished in (1, 2, 3):
+        with pytest.raises(er.ArgumentError, match="read and is not stepped yet: got 1 row"):
+            table.forget([unfinished, 4])
+    ((_, grads),) = batches.sum_gradients(found, [np.ones_like(out) for out in found.outputs])
+    table.step(grads)
+    assert table.forget([1, 2, 3, 4]) == 4
+
+
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_batch_whose_step_was_refused_is_unfinished_while_somebody_has_it(

@@ -7,6 +7,7 @@ held. The same call, made again, then gives the bits of a run in which nothing f
 from __future__ import annotations
 
 import errno
+import gc
 import signal
 import sys
 import threading
@@ -437,3 +438,15 @@ def test_a_step_that_some_refuse_is_no_step_that_others_leave_out() -> None:
     with pytest.raises(er.NonFiniteGradientError):
         step_all(due)
     assert [table.stats()["skipped_steps"] for table in (skips, refuses)] == [0, 0]
+
+
+def test_a_table_whose_step_was_only_checked_goes_at_once() -> None:
+    table = er.Table(10, 4, rule=er.SGD(), seed=0)
+    table.check_step(table.sum(table.plan([1]), np.ones((1, 4), np.float32)))
+    rows = weakref.ref(rows_of(table))
+    gc.disable()
+    try:
+        del table
+        assert rows() is None
+    finally:
+        gc.enable()

@@ -1,4 +1,4 @@
-"""Batches of several tables of a group: tables of the same record layout are planned, read and summed at once."""
+"""Batches of tables with one lock: those of one record layout are planned, read and summed at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BatchFeature(NamedTuple):
     """One feature of a batch: ids of a table, alone or in bags.
 
     Attributes:
-        table: a member of the group.
+        table: of the batch.
         ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size, or (bags,) if that is 1.
         offsets: int64 (bags + 1,), from 0 to n: the bounds of the bags of ids (n,).
         weights: float32, one per id: factors of the rows in sums of bags.
@@ -84,6 +84,7 @@ class PoolLayout:
         has_padding: some table has one in `paddings`.
         columns: int64 (features,), where those of each feature begin if all outputs of a batch are side by side.
         width: number of all of these columns.
+        goes_on: an earlier layout of the same batch has some of the tables, too.
     """
 
     dim: int
@@ -99,6 +100,7 @@ class PoolLayout:
     has_padding: bool
     columns: np.ndarray
     width: int
+    goes_on: bool = False
     _layout: FeatureLayout | None = None
     _described: tuple[list[int | None], np.ndarray] | None = None
 
@@ -185,6 +187,12 @@ class FeatureLayout:
     places: dict[tuple[bool, int], np.ndarray] = field(default_factory=dict)
 
     @forks.cached_property
+    def bags_of_each(self) -> int | None:
+        """Number of bags of each feature; None if numbers differ, and without bags."""
+        counts = set(np.diff(self.bags).tolist())
+        return counts.pop() if len(counts) == 1 else None
+
+    @forks.cached_property
     def lines(self) -> Lines | None:
         """The lines of the outputs, feature after feature; None if rows of ids have several forms."""
         if len(self.bags):
@@ -253,7 +261,7 @@ class PoolPlan:
 
 @dataclass(eq=False)
 class GroupPlan:
-    """The plan of one batch of several tables of a group.
+    """The plan of a batch of tables with one lock: of a group, or a table alone.
 
     Attributes:
         features: of the batch.
@@ -404,7 +412,12 @@ def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
         level = known.index(feature.padding) if feature.kind == "rows" else 0
         kinds.setdefault((pool, feature.kind, level), {}).setdefault(feature.table, []).append(number)
     columns = bounds_of([feature.table.dim for feature in features])
-    return [_route(pool.spec.dim, kind, features, asked, columns) for (pool, kind, _), asked in kinds.items()]
+    routes = [_route(pool.spec.dim, kind, features, asked, columns) for (pool, kind, _), asked in kinds.items()]
+    seen = set[Table]()
+    for route in routes:
+        route.goes_on = not seen.isdisjoint(route.tables)
+        seen.update(route.tables)
+    return routes
 
 
 def _route(
@@ -535,7 +548,7 @@ def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.nda
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
         _check(share.route.rows)
-    lookup = PoolLookup(batch, side_by_side=side_by_side)
+    lookup, goes_on = PoolLookup(batch, side_by_side=side_by_side), False
     if side_by_side:
         first = batch.shares[0]
         lookup.arrays.append(buffers.empty((int(first.layout.bags[1]), first.route.width), np.float32))
@@ -548,6 +561,9 @@ def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.nda
             lookup.arrays.append(buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32))
         lookup.traces.append(_pool(share, source, share.places(lookup.arrays[-1], side_by_side)))
         lookup.values.append(source.words if for_weights else None)
+        goes_on |= share.route.goes_on
+    if goes_on:
+        reading.note_all([(share.route.rows, share.plan) for share in batch.shares])
     return lookup
 
 
@@ -569,10 +585,8 @@ def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarr
 
 def may_be_side_by_side(batch: GroupPlan) -> bool:
     """Return whether `read` can give all outputs side by side: bags, equally many for each feature."""
-    if any(share.route.kind == "rows" for share in batch.shares):
-        return False
-    sizes = [bags[1:] - bags[:-1] for bags in [share.layout.bags for share in batch.shares]]
-    return len({count for each in sizes for count in each.tolist()}) == 1
+    counts = {share.layout.bags_of_each for share in batch.shares}
+    return len(counts) == 1 and None not in counts
 
 
 # -------------------------------------------------------------------- gradients

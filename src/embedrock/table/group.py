@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedrock.admission.lifecycle import RowLifecycle
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import (
@@ -380,20 +381,18 @@ class Group(StoredVerbs):
             )
         with self.table_lock.lock:
             batch = batches.plan(features, self._routes, self.table_lock)
-            given = [
-                checks.floats("grads", grads[name], (*np.shape(each.ids), each.table.dim), each.table.subject)
-                for name, each in zip(ids, batch.features, strict=True)
-            ]
-            by_rows = {
-                rows_of(feature.table): (feature, own) for feature, own in zip(batch.features, given, strict=True)
-            }
-            rules = {rows: checks.rule_of_step(rows.spec.rule, lr, {}, rows.subject) for rows in by_rows}
-            summed = [(rows_of(table), own) for table, own in batches.sum_gradients(batches.unread(batch), given)]
-            for rows, own in summed:
-                if not own.is_finite and rows.on_nonfinite == "raise":
-                    (feature, given_here), error = by_rows[rows], checks.nonfinite(own, rows.subject)
-                    raise checks.nonfinite_in(error, make_plan(feature.ids), given_here.reshape(*feature.ids.shape, -1))
-            step_checked([StepRequest((rows,), rules[rows], own) for rows, own in summed])
+            given, rules = [], {}
+            for name, (table, of_table, *_) in zip(ids, batch.features, strict=True):
+                rows = rows_of(table)
+                given.append(checks.floats("grads", grads[name], (*of_table.shape, rows.spec.dim), rows.subject))
+                rules[rows] = checks.rule_of_step(rows.spec.rule, lr, {}, rows.subject)
+            requests: list[StepRequest] = []
+            for tables, summed in batches.sum_blocks(batches.unread(batch), given):
+                own = list(map(rows_of, tables))
+                if not summed.is_finite:
+                    _refuse_nonfinite(own, summed, zip(batch.features, given, strict=True))
+                requests += StepRequest.by_rule(own, list(map(rules.__getitem__, own)), summed)
+            step_checked(requests)
 
     def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[BatchFeature]:
         _check_by_name("ids", ids)
@@ -598,6 +597,18 @@ def _another(
 def _described(member: TableState | ClosedMember) -> dict[str, Any]:
     spec = describe_spec(member.spec) if isinstance(member, TableState) else member.spec
     return {**spec, "steps": member.steps, "rows_touched": member.tier.count}
+
+
+def _refuse_nonfinite(
+    tables: Sequence[TableState], grads: RowGradients, given: Iterable[tuple[BatchFeature, np.ndarray]]
+) -> None:
+    """Raise the error of the first table whose gradients have NaN or Inf, and which does not skip such steps."""
+    by_rows = {rows_of(feature.table): (feature.ids, own) for feature, own in given}
+    for number, rows in enumerate(tables):
+        summed = grads.of(number)
+        if not summed.is_finite and rows.on_nonfinite == "raise":
+            (ids, own), error = by_rows[rows], checks.nonfinite(summed, rows.subject)
+            raise checks.nonfinite_in(error, make_plan(ids), own.reshape(*ids.shape, -1))
 
 
 def _by_rows(ids: Mapping[Table, npt.ArrayLike]) -> dict[TableState, np.ndarray]:

@@ -58,7 +58,7 @@ def own_parts(tables: Tables, plan: Plan) -> Iterator[tuple[TableState, slice]]:
 def is_reading(tables: Tables, plan: Plan) -> bool:
     """Return whether the plan is that of the tables' last read batch, which is not stepped yet."""
     last = tables[0].last_read
-    return last is not None and last[0]() is plan.ids
+    return bool(last) and last[0][0]() is plan.ids
 
 
 def present_slots(pool: Backend, tables: Tables, plan: Plan, keys: np.ndarray) -> np.ndarray:
@@ -84,13 +84,23 @@ def located(tables: Tables, plan: Plan) -> Plan:
     if not is_reading(tables, plan):
         ids = weakref.ref(plan.ids)
         for rows, own in own_parts(tables, plan):
-            rows.last_read = ids, own
+            rows.last_read = ((ids, own),)
         pool.begin_batch()  # may begin an epoch
     if plan.epoch == pool.epoch and not plan.missing and not pool.evicts:
         return plan  # as nearly always
     keys = keys_of(tables, plan)
     slots = pool.bring(keys, present_slots(pool, tables, plan, keys))
     return plan.with_slots(slots, pool.epoch)
+
+
+def note_all(batch: Sequence[tuple[Tables, Plan]]) -> None:
+    """Note the rows of all plans of a batch, in which some tables have several plans."""
+    parts: dict[TableState, list[tuple[weakref.ref[np.ndarray], slice]]] = {}
+    for tables, plan in reversed(batch):
+        for rows, own in own_parts(tables, plan):
+            parts.setdefault(rows, []).append((weakref.ref(plan.ids), own))
+    for rows, several in parts.items():
+        rows.last_read = tuple(several)
 
 
 # -------------------------------------------------------------------- weights

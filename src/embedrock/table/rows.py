@@ -264,8 +264,8 @@ class TableState:
         owns: returns which ids have their rows here, if other processes have the others; None: all.
         backend: of the rows; None: the table is closed. `tier` checks more.
         process: number of the last process that used the rows: see `forks`.
-        last_read: the batch that was read, and may still be stepped: a weak reference to the ids of its plan, and the
-            part of this table.
+        last_read: the batch that was read, and may still be stepped, the latest plan first: for each of its plans with
+            rows of this table, a weak reference to the plan's ids, and the part of this table.
         lifecycle: admission and eviction of rows; None: rows get records when they are stepped.
     """
 
@@ -284,7 +284,7 @@ class TableState:
         self.kept_options: dict[str, Any] = {}
         self.owns: Callable[[np.ndarray], np.ndarray] | None = None
         self.backend: Backend | None = None
-        self.last_read: tuple[weakref.ref[np.ndarray], slice] | None = None
+        self.last_read: tuple[tuple[weakref.ref[np.ndarray], slice], ...] = ()
         self._closed_at = ""
         self.reads = CaughtUpReads()
         self.process = forks.process
@@ -398,16 +398,15 @@ class TableState:
         return tier
 
     def forget_batches(self) -> None:
-        self.last_read = self.location.prepared = None
+        self.last_read, self.location.prepared = (), None
         self.reads.clear()
 
     @property
     def unfinished(self) -> np.ndarray:
         """Ids of the batch that was read, and may still be stepped."""
         self.location.prepared = None  # it refers to the ids of a refused step, and can be prepared again
-        ref, own = self.last_read or (lambda: None, slice(0))
-        ids = ref()
-        return NOBODY if ids is None else ids[own]
+        parts = [ids[own] for ref, own in self.last_read if (ids := ref()) is not None]
+        return np.concatenate([NOBODY, *parts])
 
     def close(self) -> None:
         """Wait for background work, close open files, and release the memory."""

@@ -74,6 +74,15 @@ class StepRequest(NamedTuple):
                 raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
             fits = own
 
+    @staticmethod
+    def by_rule(tables: Sequence[TableState], rules: Sequence[Rule], grads: RowGradients) -> list[StepRequest]:
+        """Return the requests of tables that were summed together: one, if their rules are equal."""
+        for rule in rules:
+            if rule is not rules[0] and rule != rules[0]:
+                parts = enumerate(zip(tables, rules, strict=True))
+                return [StepRequest((rows,), rule, grads.of(number)) for number, (rows, rule) in parts]
+        return [StepRequest(tables, rules[0], grads)]
+
     def split(self) -> list[StepRequest]:
         """Return a request for each table."""
         if len(self.tables) == 1:
@@ -827,7 +836,7 @@ class PoolStep:
         if self.pool.evicts:
             self.pool.mark_dirty(self._slots)
         for rows in self.tables:
-            rows.last_read = None
+            rows.last_read = ()
 
     def undo_steps(self) -> None:
         if self.new:

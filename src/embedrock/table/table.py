@@ -151,6 +151,7 @@ class Table(StoredVerbs):
         if group is None:
             if storage is not None:
                 weakref.finalize(self, storage.abandon, is_forgotten=True)
+            weakref.finalize(self, setattr, rows.location, "prepared", None).atexit = False  # it refers to `rows`
             self._note()
         if self.name:
             opened.register(self.name, self)

@@ -165,7 +165,7 @@ class Route(NamedTuple):
         is_same = self.generation == generation.now and self.container == container
         if not is_same or any(self.hooks) or are_there_groups():
             return False
-        return all(share.layout.has_its_handles() for share in self.shares)
+        return False not in [share.layout.has_its_handles() for share in self.shares]
 
 
 class Collection(nn.Module):

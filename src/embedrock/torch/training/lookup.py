@@ -392,7 +392,7 @@ class HostLookup(LookupState):
         features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
         assert layout.table_lock is not None
         self._batch = batches.plan(features, layout.routes, layout.table_lock)
-        is_whole = side_by_side and layout.are_alike and not any(map(_weights_train, weights))
+        is_whole = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
 
     @spanned("read")
@@ -451,7 +451,7 @@ def look_up_on_gpu(
 
 def looked_up(reading: LookupState) -> Sequence[Tensor]:
     """Return the outputs of a lookup, whose gradients come back."""
-    trained, weights = reading.trained, [own for own in reading.weights if own is not None]
+    trained, weights = reading.trained, reading.weights and [own for own in reading.weights if own is not None]
     if trained or any(map(needs_gradient, weights)):
         return _apply(reading, trained, ANCHOR, *trained, *weights)
     return reading.read(for_weights=False)
