@@ -14,7 +14,7 @@ import reference
 from embedrock import kernels
 from embedrock.initializers import INITIALIZERS, FromArray
 from embedrock.kernels import arguments
-from embedrock.optimizers import RULES, describe_rule
+from embedrock.optimizers import RULES, StepHistory, describe_rule
 from embedrock.spec.description import rule_of
 from first_values import FIRST_VALUES
 from slow import slow
@@ -350,3 +350,18 @@ def test_what_a_read_has_caught_up_with_is_what_the_step_would(rule, path, tmp_p
         if table.is_on_disk:
             table.commit()
         table.close()
+
+
+def test_histories_of_the_same_steps_have_the_same_content() -> None:
+    rule, other = er.Adam(0.1, dense=True), er.Adam(0.2, dense=True)
+    one, same, late, loaded = (cast(StepHistory, rule.history()) for _ in range(4))
+    assert one.content is same.content
+    for _ in range(2):
+        assert one.draft(rule) is same.draft(rule)
+        late.draft(other)
+        for history in (one, same, late):
+            history.append()
+        assert one.content is same.content
+        assert one.content is not late.content
+    loaded.load(one.state(), 2)
+    assert loaded.content is not one.content  # numbers of files are not compared
