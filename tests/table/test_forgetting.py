@@ -236,6 +236,23 @@ def test_all_rows_of_an_unfinished_batch_with_rows_and_bags_stay():
     assert table.forget([1, 2, 3, 4]) == 4
 
 
+def test_rows_of_added_up_gradients_of_several_tables_stay():
+    group = er.Group()
+    tables = [group.table(name, 40, DIM, rule=er.SGD(lr=0.1), seed=0) for name in "ab"]
+    for table in tables:
+        step(table, [1, 2])
+    found = group.read(group.plan([BatchFeature(table, np.array([1, 2])) for table in tables]))
+    ((_, summed),) = batches.sum_blocks(found, [np.ones_like(out) for out in found.outputs])
+    merged = [summed.of(table).merge(summed.of(table)) for table in range(2)]
+    del found, summed
+    for table in tables:
+        with pytest.raises(er.ArgumentError, match="read and is not stepped yet: got 2 rows"):
+            table.forget([1, 2])
+    for table, grads in zip(tables, merged, strict=True):
+        table.step(grads)
+        assert table.forget([1, 2]) == 2
+
+
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_batch_whose_step_was_refused_is_unfinished_while_somebody_has_it(

@@ -75,6 +75,7 @@ class RowGradients:
         plan, bounds = self.plan, self.plan.rows[first : last + 1]
         own = slice(*bounds[[0, -1]].tolist())
         sliced = plan_of_rows(plan.ids[own], plan.slots[own], plan.epoch, bounds - bounds[0], plan.missing > 0)
+        vars(sliced)["whole"] = plan.ids
         return sliced, self.values[own]
 
     def run_of(self, first: int, last: int) -> RowGradients:

@@ -73,6 +73,7 @@ class Plan:
         parts: the merged plans, see `merge_plans`; empty if nothing was merged.
         rows: int64 (tables + 1,), where the unique rows of each table begin.
         positions: int64 (tables + 1,), where its positions begin.
+        whole: ids of the plan of which this is a slice. They live until the batch is done: see `TableState.last_read`.
     """
 
     shape: tuple[int, ...]
@@ -86,6 +87,7 @@ class Plan:
     parts: tuple[Plan, ...] = ()
     rows: Int64Array = field(default_factory=lambda: _NONE)
     positions: Int64Array = field(default_factory=lambda: _NONE)
+    whole: Int64Array | None = None
 
     @property
     def nbytes(self) -> int:
