@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -489,28 +490,28 @@ def test_a_handle_is_found_in_a_list_of_parameters():
 MANY = 26
 
 
-def collections_of_many() -> tuple[ert.EmbeddingBagCollection, nn.ModuleDict]:
+def collections_of_many() -> tuple[ert.EmbeddingBagCollection, dict[str, nn.EmbeddingBag]]:
     names = [f"t{number}" for number in range(MANY)]
     mine = ert.EmbeddingBagCollection([ert.EmbeddingBagConfig(ROWS, DIM, name, pooling="sum") for name in names])
-    theirs = nn.ModuleDict({name: nn.EmbeddingBag(ROWS, DIM, mode="sum") for name in names})
+    theirs = {name: nn.EmbeddingBag(ROWS, DIM, mode="sum") for name in names}
     with torch.no_grad():
         for name in names:
             theirs[name].weight.copy_(weight_of(mine.layer_of(name)))
     return mine, theirs
 
 
-def losses_of_many(mine: ert.EmbeddingBagCollection, theirs: nn.ModuleDict, seed: int) -> list[Tensor]:
+def losses_of_many(mine: ert.EmbeddingBagCollection, theirs: dict[str, nn.EmbeddingBag], seed: int) -> list[Tensor]:
     given = {name: (IDS + number + seed)[:, None] % ROWS for number, name in enumerate(theirs)}
     outputs = mine(given), {name: theirs[name](ids) for name, ids in given.items()}
     return [(torch.cat(list(each.values()), 1) * factors(seed, 4, MANY * DIM)).sum() for each in outputs]
 
 
-def train_many(change: Callable[[int, list[list[Tensor]]], None], backwards: int = 1) -> None:
+def train_many(change: Callable[[int, list[list[Any]]], None], backwards: int = 1) -> None:
     """Train both for three steps. Before each, change the gradients: those of the tables of each."""
     mine, theirs = collections_of_many()
     handles = [mine.layer_of(name).handle for name in theirs]
     weights = [theirs[name].weight for name in theirs]
-    optimizers = ert.SGD(mine, lr=1.0), torch.optim.SGD(theirs.parameters(), lr=1.0)
+    optimizers = ert.SGD(mine, lr=1.0), torch.optim.SGD(weights, lr=1.0)
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -524,7 +525,7 @@ def train_many(change: Callable[[int, list[list[Tensor]]], None], backwards: int
             torch.testing.assert_close(weight_of(mine.layer_of(name)), weight.detach())
 
 
-def zero_one(step: int, both: list[list[Tensor]]) -> None:
+def zero_one(step: int, both: list[list[Any]]) -> None:
     for parameters in both:
         if step == 1:
             parameters[7].grad = None
@@ -532,12 +533,12 @@ def zero_one(step: int, both: list[list[Tensor]]) -> None:
             parameters[7 + step].grad.zero_()
 
 
-def clip_one(step: int, both: list[list[Tensor]]) -> None:
+def clip_one(step: int, both: list[list[Any]]) -> None:
     norms = [clip_grad_norm_([parameters[5 + step]], 0.5) for parameters in both]
     torch.testing.assert_close(*norms)
 
 
-def look_at_some(step: int, both: list[list[Tensor]]) -> None:
+def look_at_some(step: int, both: list[list[Any]]) -> None:
     for mine, theirs in list(zip(*both, strict=True))[:: 2 + step]:
         torch.testing.assert_close(mine.grad, theirs.grad.norm())
 

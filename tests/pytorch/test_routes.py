@@ -186,6 +186,17 @@ def test_records_go_when_a_table_is_closed_or_loaded(kind: Any):
     assert before() is None
 
 
+def test_records_go_when_a_layer_gets_another_table():
+    made, table = collection(), er.Table(9, 4)
+    layer = made.layer_of("b")
+    before = weakref.ref(rows_of(layer.table))
+    layer.table.group.drop("b")
+    layer.take_over(table)
+    assert before() is None
+    table.assign([3], torch.ones(1, 4))
+    assert lookup_in(made)["b"][0].tolist() == [1, 1, 1, 1]
+
+
 def test_outputs_are_parts_of_one_allocation_and_may_be_written_to():
     out = lookup_in(collection())
     assert len({each.untyped_storage().data_ptr() for each in out.values()}) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import math
 import os
@@ -1200,6 +1201,24 @@ def test_a_step_sends_each_unique_row_once_each_way(
     for sent, expected, made in pair.run(functools.partial(traffic, **options), *given):
         assert abs(sent / expected - 1) < 0.02
         assert made == rounds
+
+
+def garbage_of_a_step(rank: int) -> int:
+    """Return how many objects of a step only the garbage collector frees."""
+    layer = one_layer()
+    optimizer = ert.SGD(layer, lr=0.1)
+    for _ in range(2):
+        gc.collect()
+        gc.disable()
+        layer(torch.arange(3) + 2 * rank).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.enable()
+    return gc.collect()
+
+
+def test_messages_and_rows_are_freed_without_the_garbage_collector(pair: Ranks) -> None:
+    assert pair.run(garbage_of_a_step) == [0, 0]
 
 
 def trains_without_memory_of_others(rank: int) -> tuple[list[np.ndarray], int]:

@@ -20,22 +20,23 @@ class MessageRows:
     Args:
         shape: shape of the rows.
         dtype: their dtype in the message.
-        write: writes all rows that belong together, to `out` of each.
+        outs: receives their memory at index `number`: float32, or uint16 for 16-bit dtypes.
+        write: writes all rows that belong together, to `outs`.
 
     Attributes:
         nbytes: their size.
-        out: their memory: float32, or uint16 for 16-bit dtypes.
     """
 
-    out: np.ndarray
-
-    def __init__(self, shape: tuple[int, int], dtype: str, write: Callable[[], None]) -> None:
-        self.shape, self.write, self._words = shape, write, np.float32 if dtype == "float32" else np.uint16
-        self.nbytes = shape[0] * shape[1] * (4 if dtype == "float32" else 2)
+    def __init__(
+        self, shape: tuple[int, int], dtype: str, outs: list[np.ndarray], number: int, write: Callable[[], None]
+    ) -> None:
+        self._shape, self._outs, self._number, self.write = shape, outs, number, write
+        self._words = np.dtype(np.float32 if dtype == "float32" else np.uint16)
+        self.nbytes = shape[0] * shape[1] * self._words.itemsize
 
     def lie_in(self, memory: np.ndarray) -> None:
         """Take memory in a message, uint8 (nbytes,)."""
-        self.out = memory.view(self._words).reshape(self.shape)
+        self._outs[self._number] = memory.view(self._words).reshape(self._shape)
 
 
 Part = np.ndarray | MessageRows

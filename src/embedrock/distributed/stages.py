@@ -45,14 +45,17 @@ class RowSource(NamedTuple):
         """Return the size of rows in words."""
         return words_of(rows * self.dim, self.sent_as)
 
-    def write(self, plan: Plan, outs: Sequence[MessageRows], own: int) -> None:
+    def write(self, plan: Plan, outs: Sequence[np.ndarray], own: int) -> None:
         """Write the rows of a plan's positions, rank by rank, as they are sent; those of rank `own` as they arrive."""
         is_exact = self.sent_as == "float32"
-        each = [rows.out if is_exact else np.empty(rows.shape, np.float32) for rows in outs]
+        each = outs if is_exact else [np.empty(out.shape, np.float32) for out in outs]
         self.table.read_parts(plan, each)
         if not is_exact:
-            for rank, (rows, values) in enumerate(zip(outs, each, strict=True)):
-                rows.out[:] = as_received(values, self.wire) if rank == own else as_sent(values, self.sent_as)
+            for rank, (out, rows) in enumerate(zip(outs, each, strict=True)):
+                out[:] = as_received(rows, self.wire) if rank == own else as_sent(rows, self.sent_as)
+
+
+_NONE = np.empty((0, 0), np.float32)
 
 
 class GradientBlock(NamedTuple):
@@ -110,15 +113,14 @@ def serve(
     """
     letters, plans = [Letter() for _ in asked], list[Plan]()
     for k, source in enumerate(sources):
-        parts, outs = [of_rank[k] for of_rank in asked], list[MessageRows]()
-        plan = source.table.plan(np.concatenate(parts))
+        parts = [of_rank[k] for of_rank in asked]
+        plan, outs = source.table.plan(np.concatenate(parts)), [_NONE] * len(parts)
         write = partial(source.write, plan, outs, own)
-        outs += [MessageRows((len(ids), source.dim), source.sent_as, write) for ids in parts]
-        for to, rows in enumerate(outs):
+        for to, ids in enumerate(parts):
             if to == own:
-                rows.out = here[k]
+                outs[to] = here[k]
             else:
-                letters[to].append(rows)
+                letters[to].append(MessageRows((len(ids), source.dim), source.sent_as, outs, to, write))
         plans.append(plan)
     return letters, plans
 

@@ -360,7 +360,7 @@ class Handle(HandleValue, nn.Parameter):
         self._sharing = None
         _handles[table] = weakref.ref(self)
         rows_of(table).name_by(self.label)
-        generation.advance()
+        generation.advance(gone=self)
 
     def move(self, device: torch.device) -> None:
         """Return outputs on another device from now on. "meta" requests no memory, and changes nothing.

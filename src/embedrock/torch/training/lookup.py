@@ -151,6 +151,13 @@ class LayerLayout:
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         self.none = [None] * len(layers)
+        generation.layouts.add(self)
+
+    def leave(self, handle: Handle) -> None:
+        """Drop the tables if one is of this handle: their records may go."""
+        if any(own is handle for own in self.distinct):
+            self.forms = [], [], []
+            self.routes.clear()
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
