@@ -44,20 +44,19 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
 
 
 def of_joint(
-    joint: RowGradients, rule: Rule, tables: Mapping[int, TableState], executor: Any
+    joint: RowGradients, rule: Rule, executor: Any, tables: Mapping[int, TableState]
 ) -> list[stepping.StepRequest]:
     """Return the steps of tables whose gradients were summed together: one step, if it is of all of them.
 
     Args:
         joint: gradients of several tables.
         rule: of the step.
-        tables: some of these tables, by their number in `joint`.
         executor: of the front end.
+        tables: some of these tables, by their number in `joint`.
     """
-    if len(tables) == len(joint.plan.rows) - 1:
-        return [stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint, executor=executor)]
-    each = ((rows, joint.of(number)) for number, rows in tables.items())
-    return [stepping.StepRequest((rows,), rule, own, executor=executor) for rows, own in each]
+    if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
+        return [stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint, None, executor)]
+    return [stepping.StepRequest((rows,), rule, joint.of(k), None, executor) for k, rows in tables.items()]
 
 
 def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.CheckedStep]:

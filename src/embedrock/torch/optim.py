@@ -14,10 +14,9 @@ from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from embedrock import optimizers as rules
-from embedrock.batch.gradients import RowGradients
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
-from embedrock.frontend.steps import step_all
+from embedrock.frontend.steps import of_joint, step_all
 from embedrock.optimizers import Rule
 from embedrock.table.changes import RuleTaker
 from embedrock.table.checks import of_step
@@ -276,7 +275,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if joint is not None and rule is not None and clip is None and not handle.followers:
                 if last is None or joint is not last[0] or rule is not last[1]:
                     if last is not None:
-                        _add_joint(due, *last, tables)
+                        due += of_joint(*last, tables)
                     last, tables = (joint, rule, pending.executor), {}
                 tables[pending.number] = rows
             elif (grads := handle.gradients()) is not None:
@@ -288,7 +287,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 executor = handle.executor_of_gradients()
                 due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
         if last is not None:
-            _add_joint(due, *last, tables)
+            due += of_joint(*last, tables)
 
     def bound(self) -> list[OptimizedRows]:
         """Return the rows that a step may change, each with its rule and clip value.
@@ -345,16 +344,6 @@ class RowOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
         for group in self.param_groups:
             drop_gradients(group["params"], set_to_none)
-
-
-def _add_joint(
-    due: list[StepRequest], joint: RowGradients, rule: Rule, executor: Any, tables: dict[int, TableState]
-) -> None:
-    """Add the steps of tables whose gradients were summed together, by their numbers there: one, if it is of all."""
-    if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
-        due.append(StepRequest([*map(tables.__getitem__, range(len(tables)))], rule, joint, None, executor))
-    else:
-        due += [StepRequest((rows,), rule, joint.of(number), None, executor) for number, rows in tables.items()]
 
 
 class _CheckedGroup(NamedTuple):

@@ -113,7 +113,7 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
         else:
             due.append(StepRequest((handle.state,), rule, own_part(handle.shard, grads), change, executor))
     for (joint, rule, executor), tables in joints.values():
-        due += of_joint(joint, rule, tables, executor)
+        due += of_joint(joint, rule, executor, tables)
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
     for handle in handles:
         handle.pending.end_step()
