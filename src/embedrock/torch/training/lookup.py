@@ -114,7 +114,7 @@ def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> 
 
 
 class LayerLayout:
-    """What lookups of features by layers have in common. It holds for one `generation`.
+    """Common facts of lookups of features by layers, for one `generation`.
 
     It has no reference to the layers, so that one of them may keep it.
 
