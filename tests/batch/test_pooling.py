@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 import reference
 from embedrock import kernels
 from embedrock.batch.plan import counting, make_plan, plan_tables, sources_of
-from embedrock.batch.pooling import ONES, places_of
+from embedrock.batch.pooling import NO_BAGS, ONES, places_of
 from slow import examples
 from suites.kernels import GUARD, Guarded, poison
 
 # Sizes on both sides of the unrolled loops (4 and 8 wide), of the columns that are summed together (16 and 64), and of
 # the prefetch distance.
-DIMS = [1, 3, 8, 16, 17, 64, 83]
+DIMS = [1, 3, 8, 16, 17, 64, 83, 100]
 
 
 class Strided:
@@ -183,14 +183,21 @@ def check_rows(b: Batch, cuts: list[int]) -> None:
     grads = np.random.default_rng(0).normal(size=(n, dim)).astype(np.float32)
     grads[::3] = np.float32(-0.0)
     given, values = Strided.of(grads, bounds), np.empty(b.rows.shape, np.float32)
-    squares, got, got_squares = np.empty(len(values)), Guarded(values.shape, np.float32), np.empty(len(values))
+    squares, got_squares = np.empty(len(values)), np.empty(len(values))
     reference.rows.sum_segments(grads, b.starts, b.order, values, squares)
-    segments = given.places, bounds, b.own, b.of_tables, counting(n), b.starts, b.order
-    for lo, hi in parts_of(len(values), cuts):
-        cpu.pool_sum_backward(*segments, ONES, ONES, -1, np.float32(-0.0), got.inside, got_squares, lo, hi)
-    check(got.inside.view(np.int32), values.view(np.int32))
-    check(got_squares, squares, is_exact=False)
-    got.check()
+    for bags in (counting(n), NO_BAGS):
+        got = Guarded(values.shape, np.float32)
+        segments = given.places, bounds, b.own, b.of_tables, bags, b.starts, b.order
+        for lo, hi in parts_of(len(values), cuts):
+            cpu.pool_sum_backward(*segments, ONES, ONES, -1, np.float32(-0.0), got.inside, got_squares, lo, hi)
+        check(got.inside.view(np.int32), values.view(np.int32))
+        check(got_squares, squares, is_exact=False)
+        got.check()
+
+    of_weights, expected = np.empty(n, np.float32), np.empty(n, np.float32)
+    reference.pooling.weight_grads(grads, b.rows, b.inverse, counting(n), b.skip, expected)
+    cpu.weight_grads(given.places, bounds, b.rows, b.inverse, NO_BAGS, b.skip, of_weights, 0, n)
+    check(of_weights, expected, is_exact=False)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -10,7 +10,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import Plan, counting
+from embedrock.batch.plan import Plan
 from embedrock.errors import ArgumentError, IdTypeError, with_article
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
@@ -29,7 +29,7 @@ class Bags(NamedTuple):
         mode: "sum", "mean" or "max"; None: each position is alone, and its row is not pooled.
         bounds: int64 (features + 1,), where the bags of each feature begin.
         own: int64 (tables + 1,), where the features of each table begin.
-        of_positions: int32 (n,), bag of each position.
+        of_positions: int32 (n,), bag of each position; empty if each bag is one position.
         are_alone: each bag is one position.
     """
 
@@ -50,10 +50,10 @@ class Bags(NamedTuple):
     @staticmethod
     def of_rows(plan: Plan) -> Bags:
         """Return the positions of one feature, without bags."""
-        return Bags(plan, plan.positions, -1, None, plan.positions, _ONE, counting(len(plan.inverse)), are_alone=True)
+        return Bags(plan, plan.positions, -1, None, plan.positions, _ONE, NO_BAGS, are_alone=True)
 
 
-_ONE = np.array([0, 1])
+_ONE, NO_BAGS = np.array([0, 1]), np.empty(0, np.int32)
 
 
 def bag_of_position(offsets: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from embedrock.batch import pooling, wrong_ids
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids, check_range
-from embedrock.batch.plan import Plan, bounds_of, counting, plan_tables, sources_of
+from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
 from embedrock.batch.pooling import ONES, Bags, PooledSource
 from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
@@ -207,8 +207,8 @@ class FeatureLayout:
 
     @forks.cached_property
     def of_positions(self) -> np.ndarray:
-        """The item of each position: int32 (n,)."""
-        return counting(int(self.positions[-1])) if self.are_alone else pooling.bag_of_position(self.offsets)
+        """The item of each position: int32 (n,); empty if each item is one position."""
+        return pooling.NO_BAGS if self.are_alone else pooling.bag_of_position(self.offsets)
 
 
 @dataclass(eq=False)

@@ -20,8 +20,8 @@ from embedrock.kernels.cpu.runtime import INLINED, inlined, kernel
 AHEAD = 16
 # Distance of the prefetch in bags: pooled rows of several features lie side by side, far from each other.
 NEXT_BAGS = 4
-# Rows whose columns are summed before the next block: they stay in the core's first cache for their squares.
-BLOCK = 64
+# Rows whose columns are summed before the next block: four rows of 400 bytes took 0.8 of the time of 64.
+BLOCK = 4
 # Bags differ in length, and rows in frequency: more parts than threads even that out.
 CUTS = 8
 
@@ -53,15 +53,22 @@ def _feature_of(bounds, feature, item):
 
 
 @inlined
+def _bag_of(bags, position):
+    """Return the bag of a position: the position itself if `bags` is empty."""
+    return bags[position] if bags.shape[0] > 0 else position
+
+
+@inlined
 def _in_lanes(columns, rest, start, dim, lo, hi, first, second):
-    # Columns first, then bags: with bags outside, a bag cost twice as much if it had one id of 16 columns.
-    many, some = dim - dim % WIDE, dim - dim % NARROW
+    # Columns first, then bags: with bags outside, a bag cost twice as much if it had one id of 16 columns. The last
+    # columns overlap the ones before, which are summed to the same bits again.
+    if dim < NARROW:
+        return rest(start, dim, lo, hi, first, second)
+    many = dim - dim % WIDE if dim % WIDE <= NARROW or dim < WIDE else dim
     for column in range(0, many, WIDE):
-        columns(wide(start), column, lo, hi, first, second)
-    for column in range(many, some, NARROW):
-        columns(narrow(start), column, lo, hi, first, second)
-    if some < dim:
-        rest(start, some, dim, lo, hi, first, second)
+        columns(wide(start), min(column, dim - WIDE), lo, hi, first, second)
+    for column in range(many, dim, NARROW):
+        columns(narrow(start), min(column, dim - NARROW), lo, hi, first, second)
 
 
 @kernel(over="inverse", reads=("slots", "inverse"), grain=2048)
@@ -98,7 +105,7 @@ def _sum_in_lanes(dim, lo, hi, bags, rows):
 
 
 def _sum_in_loops(dim, lo, hi, bags, rows):
-    _sum_rest(ZERO, 0, dim, lo, hi, bags, rows)
+    _sum_rest(ZERO, dim, lo, hi, bags, rows)
 
 
 @inlined
@@ -128,7 +135,7 @@ def _sum_columns(start, column, lo, hi, bags, rows):
 
 
 @inlined
-def _sum_rest(start, column, dim, lo, hi, bags, rows):
+def _sum_rest(start, dim, lo, hi, bags, rows):
     (places, bounds, begins, ends), (words, slots, inverse, fresh, weights, skip) = bags, rows
     weighted, last, nbytes = weights.shape[0] > 0, ends[hi - 1] if hi > lo else 0, dim * words.itemsize
     for f in range(places.shape[0]):
@@ -148,14 +155,14 @@ def _sum_rest(start, column, dim, lo, hi, bags, rows):
                 slot, weight = slots[k], weights[j] if weighted else ONE
                 if slot >= 0:
                     row = words[slot]
-                    for d in range(column, dim):
+                    for d in range(dim):
                         total[d] = (total[d] if count > 1 else start) + weight * decode(row[d])
                 else:
                     first = fresh[-1 - slot]
-                    for d in range(column, dim):
+                    for d in range(dim):
                         total[d] = (total[d] if count > 1 else start) + weight * first[d]
             if count == 0:
-                for d in range(column, dim):
+                for d in range(dim):
                     total[d] = start
 
 
@@ -201,27 +208,32 @@ def pool_max(words, slots, inverse, fresh, begins, ends, skip, places, bounds, a
 @inlined
 def _gather_columns(start, column, lo, hi, segments, given):
     (starts, order, end, values, first, last, skip), (places, bounds, bags, weights, scale) = segments, given
-    weighted, scaled = weights.shape[0] > 0, scale.shape[0] > 0
-    out, is_one, (origin, stride, limit) = (
-        address_of(values) + 4 * column,
-        last - first == 1,
-        _origin(places, bounds, first),
-    )
+    weighted, scaled, is_one = weights.shape[0] > 0, scale.shape[0] > 0, last - first == 1
+    out, (origin, stride, limit) = address_of(values) + 4 * column, _origin(places, bounds, first)
     origin += 4 * column
+    if is_one and bags.shape[0] == 0 and not (weighted or scaled or skip >= 0):  # with fewer loads, a tenth faster
+        for k in range(lo, hi):
+            total = start
+            for i in range(starts[k], starts[k + 1]):
+                if i + AHEAD < end:
+                    ask_for(total, origin + stride * order[i + AHEAD])
+                total = plus(total, ONE, origin + stride * order[i])
+            put(total, out + k * values.strides[0])
+        return
     for k in range(lo, hi):
         total, j, stop = start, starts[k], starts[k + 1] if k != skip else starts[k]
         while j < stop:
             until = stop
             if not is_one:  # the positions of a row are in order: those of a feature one after the other
-                origin, stride, limit = _origin(places, bounds, _feature_of(bounds, first, bags[order[j]]))
+                origin, stride, limit = _origin(places, bounds, _feature_of(bounds, first, _bag_of(bags, order[j])))
                 origin += 4 * column
                 until = j + 1
-                while until < stop and bags[order[until]] < limit:
+                while until < stop and _bag_of(bags, order[until]) < limit:
                     until += 1
             for i in range(j, until):
-                if i + AHEAD < end:
-                    ask_for(total, origin + stride * bags[order[i + AHEAD]])  # of no use if it is another feature's
-                bag = bags[order[i]]
+                if i + AHEAD < end:  # of no use if it is another feature's
+                    ask_for(total, origin + stride * _bag_of(bags, order[i + AHEAD]))
+                bag = _bag_of(bags, order[i])
                 factor = scale[bag] if scaled else ONE
                 factor = weights[order[i]] * factor if weighted else factor
                 total = plus(total, factor, origin + stride * bag)
@@ -230,22 +242,22 @@ def _gather_columns(start, column, lo, hi, segments, given):
 
 
 @inlined
-def _gather_rest(start, column, dim, lo, hi, segments, given):
+def _gather_rest(start, dim, lo, hi, segments, given):
     (starts, order, end, values, first, _, skip), (places, bounds, bags, weights, scale) = segments, given
     weighted, scaled = weights.shape[0] > 0, scale.shape[0] > 0
     for k in range(lo, hi):
         total, (origin, stride, limit) = values[k], _origin(places, bounds, first)
-        for d in range(column, dim):
+        for d in range(dim):
             total[d] = start
         for j in range(starts[k], starts[k + 1] if k != skip else starts[k]):
             if j + AHEAD < end:
-                prefetch_at(origin + stride * bags[order[j + AHEAD]], dim * 4)
-            bag = bags[order[j]]
+                prefetch_at(origin + stride * _bag_of(bags, order[j + AHEAD]), dim * 4)
+            bag = _bag_of(bags, order[j])
             if bag >= limit:
                 origin, stride, limit = _origin(places, bounds, _feature_of(bounds, first, bag))
             factor, row = scale[bag] if scaled else ONE, float32s(origin + stride * bag, dim)
             factor = weights[order[j]] * factor if weighted else factor
-            for d in range(column, dim):
+            for d in range(dim):
                 total[d] += factor * row[d]
 
 
@@ -273,7 +285,7 @@ def pool_max_backward(places, bounds, own, rows, bags, starts, order, argmax, va
             total[:] = ZERO
             for j in range(starts[k], starts[k + 1]):
                 position = order[j]
-                bag = bags[position]
+                bag = _bag_of(bags, position)
                 f = _feature_of(bounds, f, bag)
                 row, source = float32s(_place(places, bounds, f, bag), dim), argmax[bag]
                 for d in range(dim):
@@ -330,7 +342,7 @@ def _pairwise(numbers):
 def weight_grads(places, bounds, rows, inverse, bags, skip, out, lo, hi):
     dim, f = rows.shape[1], 0
     for j in range(lo, hi):
-        k, bag = inverse[j], bags[j]
+        k, bag = inverse[j], _bag_of(bags, j)
         if k == skip:
             out[j] = ZERO
             continue
