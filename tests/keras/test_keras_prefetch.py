@@ -20,6 +20,7 @@ import embedrock as er
 import embedrock.keras as erk
 from embedrock.io.vfs import System
 from embedrock.keras.prefetch import STRATEGY_AHEAD, prefetch
+from embedrock.table import batches as batches_of_tables
 from embedrock.table.table import rows_of
 from slow import slow
 
@@ -42,7 +43,7 @@ class Watch:
         self.held: Counter[int] = Counter()
         self.most_held = self.brought = 0
         self.missing: list[int] = []
-        bring, plan = er.Table.bring, er.Table.plan
+        bring, plan = er.Table.bring, batches_of_tables.plan
 
         def watched_bring(table: er.Table, ids: Any) -> Any:
             pin = bring(table, ids)
@@ -59,14 +60,14 @@ class Watch:
             self.kept.append(pin)  # so that no other one gets its number
             return pin
 
-        def watched_plan(table: er.Table, ids: Any) -> Any:
-            made = plan(table, ids)
-            self.missing.append(made.missing)
+        def watched_plan(*batch: Any) -> Any:
+            made = plan(*batch)
+            self.missing += [share.plan.missing for share in made.shares]
             return made
 
         self.kept: list[Any] = []
         patch.setattr(er.Table, "bring", watched_bring)
-        patch.setattr(er.Table, "plan", watched_plan)
+        patch.setattr(batches_of_tables, "plan", watched_plan)
 
     @property
     def holds(self) -> int:

@@ -188,6 +188,8 @@ class TracedPair(Pair):
             plan = table.plan(ids)
             np.testing.assert_array_equal(table.read(plan, out if table is self.table else None), self.ram.lookup(ids))
             np.testing.assert_array_equal(table.read_rows(plan), self.ram.lookup(plan.ids))
+            table.read_parts(plan, parts := np.split(np.empty((len(plan.inverse), table.dim), np.float32), [1]))
+            np.testing.assert_array_equal(np.concatenate(parts), self.ram.lookup(plan.ids[plan.inverse]))
             sums.append(table.sum(plan, grads))
             table.check_step(sums[-1])
         for table, summed in zip((self.table, self.ram), sums, strict=True):

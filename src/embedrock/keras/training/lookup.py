@@ -45,6 +45,7 @@ class ProgramLookup:
         trained: handles whose rows get gradients.
         parts: requests that are planned together.
         functions: keeps the program's host functions: see `host_calls.call`.
+        kept: plans by number, see `KeptPlans`.
     """
 
     _count = 0
@@ -52,6 +53,7 @@ class ProgramLookup:
     def __init__(self, requests: Sequence[LookupRequest], keep: bool) -> None:
         ProgramLookup._count += 1
         self._number, self._keep = ProgramLookup._count, keep
+        self.kept: dict[int, list[Any]] = {}
         self.handles = list(dict.fromkeys(request.handle for request in requests))
         self.functions, self.call = functions_of(self.handles), self.handles[0].executor.call
         self.trained = [handle for handle in self.handles if handle.variable.trainable]
@@ -89,7 +91,7 @@ class ProgramLookup:
                     rows[k] = own
                 plans.append(plan)
                 kept += [] if part.saved is None else [saved]
-            number = KEPT_PLANS.grant(plans) if self._keep else 0
+            number = KEPT_PLANS.grant(self, plans) if self._keep else 0
         return [np.asarray(number, np.int64), *rows, *kept]
 
     def sum_gradients(self, place: int, replica: Any, plans_number: Any, *inputs: Any) -> list[Any]:
@@ -104,7 +106,7 @@ class ProgramLookup:
         saved = iter(inputs[self._inputs :])
         arrays = [None if part.saved is None else next(saved) for part in self.parts]
         grads = list(saved)
-        plans = KEPT_PLANS.end(int(plans_number)) or [None] * len(self.parts)
+        plans = KEPT_PLANS.end(self, int(plans_number)) or [None] * len(self.parts)
         by_handle: dict[TableHandle, list[Any]] = {handle: [] for handle in self.handles}
         of_weights: dict[int, Any] = {}
         for part, plan, array in zip(self.parts, plans, arrays, strict=True):

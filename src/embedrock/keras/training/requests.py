@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -202,7 +203,7 @@ KEPT_BYTES = 1 << 27
 
 
 class KeptPlans:
-    """The plans of each lookup, kept until its backward pass.
+    """The plans of each lookup, kept until its backward pass, but not longer than the lookup.
 
     The backward pass finds them by a number, which goes through the graph.
     """
@@ -210,25 +211,29 @@ class KeptPlans:
     def __init__(self) -> None:
         self._lock = forks.lock(forks.LockRank.SECTION)
         self._numbers = itertools.count(1)
-        self._plans: OrderedDict[int, list[Any]] = OrderedDict()
+        self._plans: OrderedDict[int, tuple[weakref.ref[Any], int]] = OrderedDict()
         self._bytes = 0
 
-    def grant(self, plans: list[Any]) -> int:
-        """Keep the plans of a lookup, and return their number."""
+    def grant(self, lookup: Any, plans: list[Any]) -> int:
+        """Keep plans in a lookup's dict ``kept``, and return their number."""
+        dropped: list[Any] = []  # until the lock is free
         with self._lock:
             number = next(self._numbers)
-            self._plans[number] = plans
+            lookup.kept[number] = plans
+            self._plans[number] = weakref.ref(lookup), _size(plans)
             self._bytes += _size(plans)
             while self._bytes > KEPT_BYTES and len(self._plans) > 1:
-                self._bytes -= _size(self._plans.popitem(last=False)[1])
+                oldest, (owner, size) = self._plans.popitem(last=False)
+                self._bytes -= size
+                if (last := owner()) is not None:
+                    dropped += [last, last.kept.pop(oldest)]
             return number
 
-    def end(self, number: int) -> list[Any] | None:
+    def end(self, lookup: Any, number: int) -> list[Any] | None:
         """Return and drop the plans of a number; None if they are no longer kept, or were returned before."""
         with self._lock:
-            plans = self._plans.pop(number, None)
-            self._bytes -= 0 if plans is None else _size(plans)
-            return plans
+            self._bytes -= self._plans.pop(number, (None, 0))[1]
+            return lookup.kept.pop(number, None)
 
 
 def _size(plans: list[Any]) -> int:
