@@ -90,7 +90,7 @@ def test_gradients_of_tables_are_parts_of_one_array() -> None:
     assert alone.of(0) is alone
     assert as_one([alone]) is alone
     with pytest.raises(AttributeError, match="RowGradients has no attribute 'rows'"):
-        whole.of(2).rows  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+        whole.of(2).rows  # noqa: B018
 
 
 def test_gradients_that_were_not_summed_together_are_concatenated() -> None:
