@@ -38,15 +38,12 @@ class RowGradients:
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
         """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence."""
-        given = np.ascontiguousarray(grads, np.float32)
-        values, squares = sum_bags(places_of([given]), given.shape[1], None, Bags.of_rows(plan), ONES)
-        return RowGradients(plan, values, squares.item())
+        return RowGradients.of_bags([np.ascontiguousarray(grads, np.float32)], None, Bags.of_rows(plan), ONES)
 
     @staticmethod
-    def of_bags(grads: np.ndarray, weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
-        """Sum the gradients of the bags of one table, float32 (bags, dim): see `sum_bags`."""
-        given = np.ascontiguousarray(grads, np.float32)
-        values, squares = sum_bags(places_of([given]), given.shape[1], weights, bags, trace)
+    def of_bags(grads: Sequence[np.ndarray], weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
+        """Sum the gradients of the bags of one table, float32 (bags, dim) of each feature: see `sum_bags`."""
+        values, squares = sum_bags(places_of(grads), grads[0].shape[1], weights, bags, trace)
         return RowGradients(bags.plan, values, squares.item())
 
     @staticmethod
@@ -115,8 +112,7 @@ class RowGradients:
         bags = Bags.of_rows(plan)._replace(
             bounds=bounds_of([len(part) for part in parts]), own=np.array([0, len(parts)])
         )
-        values, squares = sum_bags(places_of(parts), parts[0].shape[1], None, bags, ONES)
-        return RowGradients(plan, values, squares.item())
+        return RowGradients.of_bags(parts, None, bags, ONES)
 
     def merge(self, other: RowGradients) -> RowGradients:
         """Return the sum of both. In a row of both, this one's gradient comes first."""

@@ -73,7 +73,8 @@ class ArrayExecutor:
     def unpool(self, grads: Any, weights: Any, bags: Bags, trace: np.ndarray, by_frequency: bool) -> Any:
         """Return the gradients of the rows, from the gradients of the bags (bags, dim): see `pool` and `sum`."""
         padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
-        return _weighted(RowGradients.of_bags(grads, weights, bags, trace), padding, by_frequency)
+        given = [np.ascontiguousarray(grads, np.float32)]
+        return _weighted(RowGradients.of_bags(given, weights, bags, trace), padding, by_frequency)
 
     def weight_grads(self, grads: Any, rows: np.ndarray, bags: Bags) -> Any:
         """Return the gradients of the positions' weights, float32 (n,)."""

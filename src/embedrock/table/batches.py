@@ -8,13 +8,13 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch import pooling, wrong_ids
+from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
-from embedrock.batch.ids import are_ids, check_ids, check_range
+from embedrock.batch.ids import are_ids, check_ids
 from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
 from embedrock.batch.pooling import ONES, Bags, PooledSource
 from embedrock.errors import check_choice
@@ -108,10 +108,7 @@ class PoolLayout:
         """Return the tables as `plan_tables` takes them."""
         rows = [rows.spec.rows for rows in self.rows]
         if self._described is None or self._described[0] != rows:
-            bases = [each.tier.base for each in self.rows]
-            low, end = zip(*map(wrong_ids.bounds, rows), strict=True)
-            columns = self.own[:-1], self.own[1:], low, [each - 1 for each in end], bases
-            self._described = rows, np.array(columns, np.int64).T.copy()
+            self._described = rows, reading.described(self.rows, self.own.tolist())
         return self._described[1]
 
     @property
@@ -447,18 +444,11 @@ def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
     ids = [feature.ids for feature in own]
     made = plan_tables(sources_of(ids), route.described(), layout.tables, tier.index, tier.epoch)
     if made is None:
-        _refuse(own)
+        reading.refuse([rows_of(feature.table) for feature in own], ids)
     return PoolPlan(route, layout, made, _weights(own), kept)
 
 
 _NONE = np.empty(0, np.int64)
-
-
-def _refuse(features: Sequence[BatchFeature]) -> NoReturn:
-    """Raise the error of the first ids outside their table, which the plan has found."""
-    for feature in features:
-        check_range(feature.ids, feature.table.rows, feature.table.subject)
-    raise AssertionError("all ids are inside")
 
 
 def _begins(ids: np.ndarray) -> np.ndarray:

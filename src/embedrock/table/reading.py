@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -220,17 +220,27 @@ def planned(tables: Tables, ids: Sequence[np.ndarray]) -> Plan:
     Raises:
         IdError: an id lies outside its table.
     """
-    pool, each, n = pool_of(tables), [], [0]
-    for number, (rows, own) in enumerate(zip(tables, ids, strict=True)):
+    pool, n = pool_of(tables), [0]
+    for rows, own in zip(tables, ids, strict=True):
         if rows.owns is not None:
             check_owned(own, rows.owns, rows.subject)
-        low, end = bounds(rows.spec.rows)
-        each.append((number, number + 1, low, end - 1, 0 if rows.backend is None else rows.backend.base))
         n.append(n[-1] + own.size)
     shape = ids[0].shape if len(ids) == 1 else None
-    plan = plan_tables(sources_of(ids), np.array(each), np.array(n), pool.index, pool.epoch, shape)
-    if plan is not None:
-        return plan
+    about = described(tables, range(len(n)))
+    return plan_tables(sources_of(ids), about, np.array(n), pool.index, pool.epoch, shape) or refuse(tables, ids)
+
+
+def described(tables: Tables, cuts: Sequence[int]) -> np.ndarray:
+    """Return open tables as `plan_tables` takes them. `cuts` has the bounds of each table's features."""
+    each = []
+    for rows, first, last in zip(tables, cuts, cuts[1:], strict=False):
+        low, end = bounds(rows.spec.rows)
+        each.append((first, last, low, end - 1, rows.tier.base))
+    return np.array(each, np.int64)
+
+
+def refuse(tables: Tables, ids: Sequence[np.ndarray]) -> NoReturn:
+    """Raise the error of the first ids outside their table, which `plan_tables` has found. One table of each ids."""
     for rows, own in zip(tables, ids, strict=True):
         check_range(own, rows.spec.rows, rows.subject)
     raise AssertionError("all ids are inside")

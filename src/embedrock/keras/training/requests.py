@@ -216,12 +216,12 @@ class KeptPlans:
 
     def grant(self, lookup: Any, plans: list[Any]) -> int:
         """Keep plans in a lookup's dict ``kept``, and return their number."""
-        dropped: list[Any] = []  # until the lock is free
+        dropped, own = list[Any](), _size(plans)  # dropped when the lock is free
         with self._lock:
             number = next(self._numbers)
             lookup.kept[number] = plans
-            self._plans[number] = weakref.ref(lookup), _size(plans)
-            self._bytes += _size(plans)
+            self._plans[number] = weakref.ref(lookup), own
+            self._bytes += own
             while self._bytes > KEPT_BYTES and len(self._plans) > 1:
                 oldest, (owner, size) = self._plans.popitem(last=False)
                 self._bytes -= size
