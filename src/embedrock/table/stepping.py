@@ -6,7 +6,6 @@ Tables that share a lock are stepped as one: one search for rows, and one kernel
 from __future__ import annotations
 
 import copy
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
-from embedrock.table.reading import is_reading, keys_of, missing_ids, pool_of, present_slots
+from embedrock.table.reading import keys_of, missing_ids, pool_of, present_slots
 from embedrock.table.rows import NOBODY, TableState, rounded
 
 STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
@@ -336,7 +335,7 @@ class HostStep(CheckedStep):
 
     def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = (), is_step: bool = True) -> None:
         self._requests, self._beside, self.is_step = requests, beside, is_step
-        self.rows = tables_of(requests)
+        self.rows = requests[0].tables if len(requests) == 1 else tables_of(requests)
         self._table_lock = self.rows[0].table_lock
         self.table_locks = (self._table_lock,)
         self.pools: list[PoolStep] = []
@@ -382,7 +381,11 @@ class HostStep(CheckedStep):
         known = self.rows[0].location.prepared
         if known is None or not known.goes_on_as(self):
             self.pools = []  # the previous result is no longer valid
-            self._make_room(pools := self._found())
+            pools = [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests)]
+            for pool in pools:
+                if pool.new or pool.pool.evicts or pool.tables[0].lifecycle is not None or self._beside:
+                    self._make_room(pools)
+                    break
             self.pools = pools
             self._versions = [rows.version.now for rows in self.rows]
         for pool in self.pools:
@@ -392,17 +395,12 @@ class HostStep(CheckedStep):
             if rows.history is not None:
                 rows.history.make_room()
 
-    def _found(self) -> list[PoolStep]:
-        if len(self.rows) == 1:
-            return [PoolStep(self.rows[0].tier.pool, self._requests, self.is_step)]
-        return [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests).items()]
-
     def goes_on_as(self, other: HostStep) -> bool:
         """Give another step of the same batch what was found for this one, if that is still valid."""
         if not (self.is_same(other) and self._is_current()):
             return False
         other.pools, other._versions = self.pools, self._versions
-        for pool, own in zip(other.pools, _by_pool(other._requests).values(), strict=True):
+        for pool, (_, own) in zip(other.pools, _by_pool(other._requests), strict=True):
             pool.take(own)
         return True
 
@@ -479,25 +477,29 @@ class HostStep(CheckedStep):
         pools, calls, nbytes, catches_up = self.pools, [], 0, False
         for pool in pools:
             pool.draft()
-        _admit(pools)
+        if len(pools) == 1:
+            pools[0].admit()
+        else:
+            _admit(pools)
         self.rows[0].location.prepared = None  # it does not have the records that are made now
         for pool in pools:
             calls += pool.count()
-            nbytes += pool.nbytes
+            nbytes += pool.plan.ids.size * pool.pool.spec.layout.record_bytes
             catches_up |= pool.catches_up
-        self._table_lock.start(_call_all, calls, here=nbytes <= STEP_HERE_BYTES and not catches_up)
+        is_small = nbytes <= STEP_HERE_BYTES and not catches_up
+        function, *args = calls[0] if len(calls) == 1 else (_call_all, calls)
+        self._table_lock.start(function, *args, here=is_small)
         for pool in pools:  # runs while the rows are stepped
             if pool.decision is not None:
                 pool.note()
 
 
-ALL = slice(None)
 NO_ROWS = np.empty((0, 0), np.float32)
 
 
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+def _call_all(calls: Sequence[tuple[Any, ...]]) -> None:
+    for function, *args in calls:
+        function(*args)
 
 
 def tables_of(requests: Sequence[StepRequest]) -> Sequence[TableState]:
@@ -505,8 +507,10 @@ def tables_of(requests: Sequence[StepRequest]) -> Sequence[TableState]:
     return requests[0].tables if len(requests) == 1 else [rows for each in requests for rows in each.tables]
 
 
-def _by_pool(requests: Sequence[StepRequest]) -> dict[Backend, list[StepRequest]]:
+def _by_pool(requests: Sequence[StepRequest]) -> Iterable[tuple[Backend, Sequence[StepRequest]]]:
     """Return the requests of each pool. Tables may have moved since their gradients were summed together."""
+    if len(requests) == 1 and len(requests[0].tables) == 1:
+        return ((requests[0].tables[0].tier.pool, requests),)
     found: dict[Backend, list[StepRequest]] = {}
     for each in requests:
         pool = pool_of(each.tables)
@@ -518,7 +522,7 @@ def _by_pool(requests: Sequence[StepRequest]) -> dict[Backend, list[StepRequest]
             continue
         for own in each.split():
             found.setdefault(own.tables[0].tier.pool, []).append(own)
-    return found
+    return found.items()
 
 
 def step_checked(requests: Sequence[StepRequest]) -> None:
@@ -598,8 +602,6 @@ def _more(pools: Sequence[PoolStep]) -> list[NewRows]:
 
 
 def _admit(pools: Sequence[PoolStep]) -> None:
-    if len(pools) == 1:
-        return pools[0].admit()
     done: list[PoolStep] = []
     try:
         for pool in sorted(pools, key=lambda pool: pool.decision is not None):  # reversible ones first
@@ -664,7 +666,8 @@ class PoolStep:
         self.new: list[NewRows] = []
         self.take(requests)
         self.plan = plan = self._grads.plan
-        is_known = is_reading(self.tables, plan)
+        last = self.tables[0].last_read
+        is_known = last and last[0][0]() is plan.ids  # as `is_reading`
         if not (is_known or (pool.evicts and pool.is_shared and pool.goes_on_with(self.keys))):
             pool.begin_batch()
         if plan.missing or plan.epoch != pool.epoch:
@@ -679,8 +682,11 @@ class PoolStep:
 
     def take(self, requests: Sequence[StepRequest]) -> None:
         """Take the gradients of requests of the same batch."""
-        self.requests, self.tables = requests, tables_of(requests)
-        self._grads = requests[0].grads if len(requests) == 1 else as_one([each.grads for each in requests])
+        self.requests = requests
+        if len(requests) == 1:
+            self.tables, self._grads = requests[0].tables, requests[0].grads
+        else:
+            self.tables, self._grads = tables_of(requests), as_one([each.grads for each in requests])
 
     def part(self, rows: TableState, plan: Plan) -> PoolStep | None:
         """Return the part of one table, if the batch is of this plan."""
@@ -780,10 +786,6 @@ class PoolStep:
     def least_memory(self) -> int:
         return memory_for(self.pool.spec, len(self.plan.ids))
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.plan.ids) * self.pool.spec.record_bytes
-
     def copy_before_write(self) -> None:
         if self.pool.evicts:
             slots = self.plan.slots
@@ -825,7 +827,7 @@ class PoolStep:
 
     def admit(self) -> None:
         """Evict rows, then make the missing records."""
-        if len(self.left):
+        if self.left.size:
             self.tables[0].tier.discard(self.left)
         self._slots = slots = self.plan.slots
         if self.new:
@@ -844,11 +846,15 @@ class PoolStep:
             for part, count in self.new:
                 part.admitted(-count)
 
-    def count(self) -> list[Callable[[], None]]:
-        """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
+    def count(self) -> list[tuple[Any, ...]]:
+        """Count the drafted step of each table. Return the calls that step the records, one for each run of tables.
+
+        A call is a function and its arguments.
+        """
         made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
+        ids, slots, is_whole = self.plan.ids, self._slots, len(self._runs) == 1
         for run in self._runs:
-            rows, own = self.tables[run.first], slice(run.start, run.stop) if len(self._runs) > 1 else ALL
+            rows, own = self.tables[run.first], slice(run.start, run.stop)
             refreshed: list[Any] = []
             if rows.history is not None:
                 refreshed = [part for each in self.tables[run.first : run.end] for part in self._taken(each)]
@@ -860,8 +866,8 @@ class PoolStep:
                 each.version.of_rows += 1
                 if each.history is not None:
                     each.history.append()
-            of_rows = self.plan.ids[own], self._slots[own], values[own], numbers, rows.steps
-            made.append(functools.partial(rows.tier.records.step, *of_rows, run.scratch, refreshed))
+            of_rows = (ids, slots, values) if is_whole else (ids[own], slots[own], values[own])
+            made.append((rows.tier.records.step, *of_rows, numbers, rows.steps, run.scratch, refreshed))
         rows = self.tables[0]
         if self._of_others is not None and (shared := rows.shared) is not None:
             shared.step(self._of_others, numbers, rows.steps)

@@ -144,7 +144,7 @@ class EmbeddingBag(RowLayer):
 
     def _planned_lookup(self, layout: LayerLayout, value: BagInput, trained: list[Handle]) -> LookupState:
         try:
-            if layout.table_lock is None:
+            if layout.features is None:
                 return self._planned_by_executor(layout, trained, *value[:3])
             arrays = layout.plain((value.ids,)) if value.offsets is None else None
             if arrays is not None and arrays[0].ndim == 2:

@@ -284,7 +284,7 @@ class Embedding(RowLayer):
         return lookup.read(for_weights=False)[0], lookup
 
     def _planned_lookup(self, layout: LayerLayout, ids: Tensor, trained: list[Handle]) -> LookupState:
-        if layout.table_lock is not None:
+        if layout.features is not None:
             return HostLookup(layout, trained, layout.plain((ids,)) or [self.host_input(ids).ids])
         executor = layout.handles[0].executor()
         plan = self._planned(executor, self._checked(layout.handles[0], ids, bool(trained)), bool(trained))
@@ -295,9 +295,9 @@ class Embedding(RowLayer):
         if self.max_norm is not None:
             return self._planned_lookup(layout, ids, []).read(for_weights=False)[0]
         handle = layout.handles[0]
-        given = ids if layout.table_lock is not None else self._checked(handle, ids, False)
+        given = ids if layout.features is not None else self._checked(handle, ids, False)
         with span("read"):
-            if layout.table_lock is None:
+            if layout.features is None:
                 rows = handle.executor().lookup(given)
             else:
                 array, *_ = layout.plain((ids,)) or self.host_input(ids)

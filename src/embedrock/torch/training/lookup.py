@@ -19,7 +19,7 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.storage.table_lock import TableLock
 from embedrock.system.spans import spanned
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature
+from embedrock.table.batches import FeatureLayout
 from embedrock.table.table import Table
 from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
 from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
@@ -127,10 +127,9 @@ class LayerLayout:
         handles: of the features.
         owners: parameters of each layer, with its handle.
         distinct: each handle once.
-        forms: tables, modes and paddings of the features.
+        features: their tables, modes and paddings, if the CPU reads them together, as they are; else None.
+        paddings: of the features.
         dtypes: of the outputs.
-        table_lock: of the tables, if the CPU reads them together, as they are; else None.
-        routes: see `batches.plan`.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
         most_dims: most dimensions of a feature's ids.
@@ -141,23 +140,21 @@ class LayerLayout:
         self.handles: list[Handle] = [layer.handle for layer in layers]
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
-        tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
-        self.forms = tables, modes, [layer.padding_idx for layer in layers]
+        modes, self.paddings = [getattr(layer, "mode", None) for layer in layers], [each.padding_idx for each in layers]
+        self.features: FeatureLayout | None = None
+        if isinstance(joins, TableLock):
+            self.features = FeatureLayout(joins, [layer.table for layer in layers], modes, self.paddings)
         self.dtypes, self.by_frequency = [layer.dtype for layer in layers], layers[0].scale_grad_by_freq
-        self.table_lock = joins if isinstance(joins, TableLock) else None
-        self.routes = dict[tuple[Any, ...], Any]()
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
-        self.none = [None] * len(layers)
         generation.layouts.add(self)
 
     def leave(self, handle: Handle) -> None:
         """Drop the tables if one is of this handle: their records may go."""
         if any(own is handle for own in self.distinct):
-            self.forms = [], [], []
-            self.routes.clear()
+            self.features = None
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
@@ -214,7 +211,7 @@ _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 
 
 class HostInput(NamedTuple):
-    """Input of a lookup on the CPU, for one feature: see `BatchFeature`. Weights (n,) may get gradients."""
+    """Input of a lookup on the CPU, for one feature: see `Batch`. Weights (n,) may get gradients."""
 
     ids: np.ndarray
     bounds: np.ndarray | None = None
@@ -319,7 +316,7 @@ class ExecutorLookup(LookupState):
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
         by_frequency = self.layout.by_frequency
         if self._bags is None:
-            summed = self._executor.sum(self._plan, grads[0], self.layout.forms[2][0], by_frequency)
+            summed = self._executor.sum(self._plan, grads[0], self.layout.paddings[0], by_frequency)
         else:
             summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, by_frequency)
         return {self.handles[0]: summed}
@@ -394,23 +391,21 @@ class HostLookup(LookupState):
         weights: Sequence[Tensor | None] = (),
     ) -> None:
         super().__init__(layout, trained, weights)
-        values = [host_weights(own) for own in weights] if weights else layout.none
-        tables, modes, paddings = layout.forms
-        features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
-        assert layout.table_lock is not None
-        self._batch = batches.plan(features, layout.routes, layout.table_lock)
+        assert layout.features is not None
+        values = [host_weights(own) for own in weights] if weights else None
+        self._batch = batches.plan(layout.features, ids, bounds, values)
         is_whole = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
-        self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
+        self.side_by_side = self._batch.side_by_side = is_whole and self._batch.may_be_side_by_side
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         layout = self.layout
-        self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
+        self._batch = batch = batches.read_planned(self._batch, for_weights)
         if self.side_by_side:
-            whole = torch.from_numpy(found.arrays[0])
+            whole = torch.from_numpy(batch.arrays[0])
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
         outputs: list[Any] = [None] * len(layout.handles)
-        for numbers, array, sizes in found.parts():
+        for numbers, array, sizes in batch.blocks():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
             whole = torch.from_numpy(array)
             parts = torch.unsafe_split_with_sizes(whole, sizes) if len(sizes) > 1 else (whole,)
@@ -429,21 +424,21 @@ class HostLookup(LookupState):
     def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
         handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
-            blocks = batches.sum_array(self._found, grads[0])
+            blocks = batches.sum_array(self._batch, grads[0])
         else:
-            blocks = batches.sum_blocks(self._found, grads)
+            blocks = batches.sum_blocks(self._batch, grads)
             if type(None) in set(map(type, grads)):
                 given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
         return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        found = batches.sum_gradients(self._found, grads)
+        found = batches.sum_gradients(self._batch, grads)
         of = {handle.table: handle for handle in self.trained}
         return {of[table]: HostGradients.of(rows) for table, rows in found if table in of}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return batches.weight_gradients(self._found, grads)
+        return batches.weight_gradients(self._batch, grads)
 
 
 def look_up_on_gpu(
