@@ -122,7 +122,10 @@ class EmbeddingBag(RowLayer):
         """
         layout = self._layout()
         value = BagInput(input, offsets, per_sample_weights)
-        return looked_up(self._planned_lookup(layout, value, layout.trained((self,))))[0]
+        try:
+            return looked_up(self._lookup(layout, value, layout.trained((self,))))[0]
+        except IdError as error:
+            raise self.outside(error, value) from None
 
     def in_graph(
         self,
@@ -139,21 +142,22 @@ class EmbeddingBag(RowLayer):
     def looked_up(
         self, layout: LayerLayout, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any, weights_train: bool
     ) -> tuple[Tensor, LookupState]:
-        lookup = self._planned_lookup(layout, BagInput(ids, offsets, weights), trained)
-        return lookup.read(weights_train)[0], lookup
-
-    def _planned_lookup(self, layout: LayerLayout, value: BagInput, trained: list[Handle]) -> LookupState:
+        value = BagInput(ids, offsets, weights)
         try:
-            if layout.features is None:
-                return self._planned_by_executor(layout, trained, *value[:3])
-            arrays = layout.plain((value.ids,)) if value.offsets is None else None
-            if arrays is not None and arrays[0].ndim == 2:
-                weights = self._flat_weights(value.ids, value.weights, arrays[0].size)
-                return HostLookup(layout, trained, arrays, weights=() if weights is None else [weights])
-            given = self._flat_input(*value[:3])
-            return HostLookup(layout, trained, [given.ids], False, [given.bounds], [given.weights])
+            lookup = self._lookup(layout, value, trained)
+            return lookup.read(weights_train)[0], lookup
         except IdError as error:
             raise self.outside(error, value) from None
+
+    def _lookup(self, layout: LayerLayout, value: BagInput, trained: list[Handle]) -> LookupState:
+        if layout.features is None:
+            return self._planned_by_executor(layout, trained, *value[:3])
+        arrays = layout.plain((value.ids,)) if value.offsets is None else None
+        if arrays is not None and arrays[0].ndim == 2:
+            weights = self._flat_weights(value.ids, value.weights, arrays[0].size)
+            return HostLookup(layout, trained, arrays, weights=() if weights is None else [weights])
+        given = self._flat_input(*value[:3])
+        return HostLookup(layout, trained, [given.ids], False, [given.bounds], [given.weights])
 
     def _planned_by_executor(
         self,

@@ -376,7 +376,7 @@ class HostLookup(LookupState):
         layout, trained: see `LookupState`.
 
     Attributes:
-        side_by_side: the output is one tensor of all bags, if possible.
+        side_by_side: the output is one tensor of all bags: before `read` if possible, then whether it is.
     """
 
     taken = staticmethod(host_grads)
@@ -391,17 +391,16 @@ class HostLookup(LookupState):
         weights: Sequence[Tensor | None] = (),
     ) -> None:
         super().__init__(layout, trained, weights)
-        assert layout.features is not None
-        values = [host_weights(own) for own in weights] if weights else None
-        self._batch = batches.plan(layout.features, ids, bounds, values)
-        is_whole = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
-        self.side_by_side = self._batch.side_by_side = is_whole and self._batch.may_be_side_by_side
+        self._given = ids, bounds, [host_weights(own) for own in weights] if weights else None
+        self.side_by_side = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         layout = self.layout
-        self._batch = batch = batches.read_planned(self._batch, for_weights)
-        if self.side_by_side:
+        assert layout.features is not None
+        self._batch = batch = batches.read(layout.features, *self._given, for_weights, self.side_by_side)
+        self.side_by_side = batch.side_by_side
+        if batch.side_by_side:
             whole = torch.from_numpy(batch.arrays[0])
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
         outputs: list[Any] = [None] * len(layout.handles)
