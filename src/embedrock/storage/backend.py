@@ -142,7 +142,7 @@ class Backend(ABC):
 
     def begin_batch(self) -> None:
         """Announce that the next call of `bring` begins another batch."""
-        self.arena.densify(self.count * self.spec.record_bytes)
+        self.arena.densify(self.count * self.spec.layout.record_bytes)
 
     def goes_on_with(self, ids: np.ndarray) -> bool:
         """Return whether a step of `ids` belongs to the batch of the last `bring`, so that no new one begins."""

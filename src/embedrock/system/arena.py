@@ -74,6 +74,8 @@ class Arena:
         if nbytes >= self._next_look:
             self._next_look = min(int(nbytes * GROWTH), max(len(self.memory), nbytes + 1))
             self._look()
+        if not self._waiting:
+            return
         for _ in range(min(MOST_AT_ONCE, len(self._waiting))):
             with suppress(OSError):  # an older system makes them on its own, in time; or none is left
                 self._map.madvise(_COLLAPSE, self._start + self._waiting.pop() * HUGE_PAGE, HUGE_PAGE)

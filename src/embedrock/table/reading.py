@@ -121,7 +121,7 @@ def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[Pooled
         is_copy |= rows.history is not None and rows.lags
     if is_copy:
         return PooledSource.of(_values(tables, here, plan.epoch >= 0)), here
-    return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here)), here
+    return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here)), here
 
 
 def read_unique(tables: Tables, plan: Plan) -> np.ndarray:

@@ -150,7 +150,7 @@ def step_all(requests: Sequence[StepRequest]) -> None:
     """Step tables, each once. Errors of `judge` and of changes are raised before any step."""
     if _share_a_lock(requests):  # nothing happens between the checks and the step
         with requests[0].tables[0].table_lock.whole():
-            return step_checked(requests)
+            return _step_at_once(requests)
     with held_back():
         step_judged(judge(requests), [each for each in requests if each.change is not None and each.grads.is_finite])
 
@@ -527,18 +527,23 @@ def _by_pool(requests: Sequence[StepRequest]) -> Iterable[tuple[Backend, Sequenc
 
 def step_checked(requests: Sequence[StepRequest]) -> None:
     """Step tables that share a lock, each once, or skip NaN and Inf. Caller holds the table lock."""
-    finite, others = _by_finiteness(requests)
     with held_back():
         requests[0].tables[0].table_lock.wait_for_step()
-        step = HostStep(finite) if finite else None
-        if step is not None:
-            step.find_checked()
-        if others:
-            refuse_nonfinite(others)
-        if step is not None:
-            step.make()
-            tell(step.rows)
-            look(step.rows)
+        _step_at_once(requests)
+
+
+def _step_at_once(requests: Sequence[StepRequest]) -> None:
+    """Do `step_checked`. No step is running, and Ctrl-C is held back."""
+    finite, others = _by_finiteness(requests)
+    step = HostStep(finite) if finite else None
+    if step is not None:
+        step.find_checked()
+    if others:
+        refuse_nonfinite(others)
+    if step is not None:
+        step.make()
+        tell(step.rows)
+        look(step.rows)
 
 
 def prepare(rows: TableState, plan: Plan, is_step: bool = True) -> PoolStep:
