@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from embedrock.batch.ids import are_ids, check_ids
 from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
 from embedrock.batch.pooling import ONES, Bags, PooledSource
 from embedrock.errors import check_choice
-from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
@@ -57,22 +55,21 @@ class FeatureLayout:
         for mode in self.modes:
             if mode not in _KINDS:
                 check_choice("mode", mode, MODES)
-        self._pools: list[PoolLayout] | None = None
+        self._pools: list[PoolLayout] = []
+        self._rests_on: tuple[int, int] | None = None
 
     def pools(self) -> list[PoolLayout]:
         """Return the part of each pool and kind, if all tables can be used. Caller holds the table lock."""
-        pools = self._pools
-        for pool in pools or ():
-            if not pool.is_current():
-                pools = None
-                break
-        if pools is None:
-            pools = self._pools = self._resolved()
-        for pool in pools:
+        table_lock = self.table_lock
+        if self._rests_on == (table_lock.generation, forks.process) and table_lock.failure is None:
+            return self._pools
+        self._pools, has_executor = self._resolved(), False
+        for pool in self._pools:
             for rows in pool.rows:
-                if rows.executor is not None:
-                    rows.check()
-        return pools
+                rows.check()
+                has_executor |= rows.executor is not None
+        self._rests_on = None if has_executor else (table_lock.generation, forks.process)
+        return self._pools
 
     def _resolved(self) -> list[PoolLayout]:
         kinds: dict[tuple[Backend, str, int], dict[Table, list[int]]] = {}
@@ -105,7 +102,6 @@ class FeatureLayout:
             kind=kind,
             tables=list(tables),
             rows=rows,
-            known=[(each, weakref.ref(each.tier), each.spec) for each in rows],
             described=reading.described(rows, own.tolist()),
             paddings=[self.paddings[each[0]] for each in tables.values()] if padded and kind == "rows" else [],
             skips=[self.paddings[number] for number in numbers] if padded and kind != "rows" else [],
@@ -127,7 +123,6 @@ class PoolLayout:
         kind: "rows", or bags by "sum" (used for means too) or "max".
         tables: each once, in the order of their positions in plans.
         rows: states of the tables.
-        known: each table state, with its backend, which may go meanwhile, and its spec.
         described: the tables as `plan_tables` takes them.
         paddings: of each table of rows, the id whose row gets no gradient; empty without paddings.
         skips: of each feature of bags, the id that is left out; empty without paddings.
@@ -144,7 +139,6 @@ class PoolLayout:
     kind: str
     tables: list[Table]
     rows: list[TableState]
-    known: list[tuple[TableState, weakref.ref[Backend], Spec]]
     described: np.ndarray
     paddings: list[int | None]
     skips: list[int | None]
@@ -156,18 +150,6 @@ class PoolLayout:
     width: int
     goes_on: bool = False
     _positions: PositionLayout | None = None
-
-    def is_current(self) -> bool:
-        """Return whether the tables still have these backends and specs, and can be used; raise if they cannot."""
-        process = forks.process
-        for rows, backend, spec in self.known:
-            if rows.backend is None or backend() is not rows.backend or rows.spec is not spec:
-                return False
-            if rows.process != process:
-                rows.check_open()
-        if self.rows[0].table_lock.failure is not None:
-            self.rows[0].check_open()
-        return True
 
     def positions(self, ids: Sequence[np.ndarray], offsets: Arrays | None) -> PositionLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""

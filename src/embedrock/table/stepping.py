@@ -29,7 +29,7 @@ from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
-from embedrock.table.reading import keys_of, missing_ids, pool_of, present_slots
+from embedrock.table.reading import keys_of, missing_ids, present_slots
 from embedrock.table.rows import NOBODY, TableState, rounded
 
 STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
@@ -513,7 +513,7 @@ def _by_pool(requests: Sequence[StepRequest]) -> Iterable[tuple[Backend, Sequenc
         return ((requests[0].tables[0].tier.pool, requests),)
     found: dict[Backend, list[StepRequest]] = {}
     for each in requests:
-        pool = pool_of(each.tables)
+        pool = each.tables[0].tier.pool
         for rows in each.tables:
             if rows.backend is None or rows.backend.pool is not pool:
                 break
@@ -638,7 +638,27 @@ class StepRun:
 
     def takes(self, draft: Any) -> bool:
         """Return whether a table with such constants may be the next one."""
-        return type(draft) is type(self.draft) and draft == self.draft
+        return draft is self.draft or (type(draft) is type(self.draft) and draft == self.draft)
+
+
+def _drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
+    """Return the step constants of consecutive tables that share them, with the number of these tables."""
+    tables = request.tables
+    if len(tables) > 1:
+        steps = [rows.steps for rows in tables]
+        if steps.count(steps[0]) < len(tables) or [rows.history for rows in tables].count(None) < len(tables):
+            return _each_drafts(request)
+    return ((len(tables), tables[0].draft(request.rule)),)
+
+
+def _each_drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
+    known, found = dict[int, Any](), list[tuple[int, Any]]()
+    for rows in request.tables:
+        # Tables of one rule have the same constants in their n-th step.
+        draft = known.get(rows.steps) if rows.history is None else None
+        known[rows.steps] = draft = rows.draft(request.rule) if draft is None else draft
+        found.append((1, draft))
+    return found
 
 
 class PoolStep:
@@ -810,24 +830,19 @@ class PoolStep:
 
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
-        last, bounds, number = None, self.plan.rows.tolist(), 0
+        bounds, number = self.plan.rows.tolist(), 0
         self._runs: list[StepRun] = []
-        is_exact = self.pool.spec.dtype == "float32"
+        is_exact = self.pool.spec.dtype == "float32"  # or rounding is per table
         for each in self.requests:
-            known: dict[int, Any] = {}  # tables of one rule have the same constants in their n-th step
-            for rows in each.tables:
-                start, stop, steps = bounds[number], bounds[number + 1], rows.steps
-                is_known = rows.history is None and steps in known
-                known[steps] = draft = known[steps] if is_known else rows.draft(each.rule)
-                if (
-                    last is not None and is_exact and (draft is last.draft or last.takes(draft))
-                ):  # rounding is per table
-                    last.end, last.stop = number + 1, stop
+            for count, draft in _drafts(each) if is_exact else _each_drafts(each):
+                last, end = self._runs[-1] if self._runs else None, number + count
+                if last is not None and is_exact and last.takes(draft):
+                    last.end, last.stop = end, bounds[end]
                 else:
-                    scratch = None if is_exact else rows.tier.records.scratch(stop - start)
-                    last = StepRun(number, number + 1, start, stop, draft, scratch)
-                    self._runs.append(last)
-                number += 1
+                    start, stop = bounds[number], bounds[end]
+                    scratch = None if is_exact else each.tables[0].tier.records.scratch(stop - start)
+                    self._runs.append(StepRun(number, end, start, stop, draft, scratch))
+                number = end
         self._of_others = None if self.decision is None else self._gradient_of_others()
 
     def admit(self) -> None:
@@ -867,8 +882,9 @@ class PoolStep:
             numbers = rows.count(run.draft)
             for each in self.tables[run.first + 1 : run.end]:  # see `TableState.count`
                 each.steps += 1
-                each.version.now += 1
-                each.version.of_rows += 1
+                version = each.version
+                version.now += 1
+                version.of_rows += 1
                 if each.history is not None:
                     each.history.append()
             of_rows = (ids, slots, values) if is_whole else (ids[own], slots[own], values[own])
