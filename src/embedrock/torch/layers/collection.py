@@ -122,7 +122,6 @@ class Share:
 
     Args:
         now: the generation.
-        joins: see `Executor.joins`.
         layers: of the features, by the names of their outputs.
 
     Attributes:
@@ -130,10 +129,10 @@ class Share:
         layout: of the layers.
     """
 
-    def __init__(self, now: int, joins: Any, layers: dict[str, Any]) -> None:
+    def __init__(self, now: int, layers: dict[str, Any]) -> None:
         self.layers, self.features = layers, tuple(layers)
         self.each_once = tuple(dict.fromkeys(layers.values()))
-        self.layout = LayerLayout(now, joins, tuple(layers.values()))
+        self.layout = LayerLayout(now, tuple(layers.values()))
 
 
 class Route(NamedTuple):
@@ -291,7 +290,7 @@ class Collection(nn.Module):
             joins = layer.joined_by() if is_own and not any(map(vars(layer).get, HOOKS)) else None
             if joins is not None:
                 joint.setdefault(joins, {})[feature] = layer
-        shares = [Share(now, *one) for one in joint.items()]
+        shares = [Share(now, one) for one in joint.values()]
         alone = [feature for feature in layers if not any(feature in share.layers for share in shares)]
         hooks = [vars(layer).get(name) for layer in container.values() for name in HOOKS]
         return Route(now, dict(container), layers, shares, alone, hooks)

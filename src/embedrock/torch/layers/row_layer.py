@@ -30,10 +30,9 @@ from embedrock.torch.layers.arguments import (
     pretrained_table,
     table_of,
 )
-from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import LayerLayout, needs_gradient, renormalize
+from embedrock.torch.training.lookup import LayerLayout, needs_gradient
 from embedrock.torch.training.sharing import ShardingOptions
 
 IMPORT_ROWS = 65_536
@@ -270,18 +269,33 @@ class RowLayer(nn.Module):
         now = generation.now
         if not isinstance(self._own_handle(), Handle):
             raise UnsupportedError(REPLACED)
-        known = LayerLayout(now, self.joined_by(), (self,))
+        known = LayerLayout(now, (self,))
         self.__dict__["_known_layout"] = known  # an attribute that is set otherwise begins a generation
         return known
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known_layout": None}  # a copy has a handle of its own
 
-    def _planned(self, executor: Executor, ids: Tensor, trains: bool) -> Any:
-        plan = executor.plan(ids, trains)
-        if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
-            renormalize(self.table, plan, self.max_norm, self.norm_type)
-        return plan
+    def _refuse(self, error: Exception, layout: LayerLayout, trained: list[Handle], value: Any) -> NoReturn:
+        """Raise the error of a lookup of the input `value`, on all processes that share the rows."""
+        try:
+            layout.handles[0].refuse(error, bool(trained))
+        except IdError as refused:
+            raise self.outside(refused, value) from None
+
+    def outside(self, error: IdError, value: Any) -> IdError:
+        """Return the error of a lookup, with the position of the id in the layer's input `value`."""
+        raise NotImplementedError
+
+    def _shrink(self, ids: np.ndarray, max_norm: float) -> None:
+        """Shrink rows with a larger norm in the table, as `torch.embedding_renorm_` does."""
+        plan = self._table.plan(ids)
+        rows = torch.from_numpy(self._table.read_rows(plan))
+        norms = torch.linalg.vector_norm(rows, self.norm_type, dim=1)
+        over = norms > max_norm
+        if over.any():
+            factors = max_norm / (norms[over].double() + 1e-7)
+            self._table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
     # ------------------------------------------------------------ graphs of torch.compile
 

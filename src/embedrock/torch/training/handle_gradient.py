@@ -15,7 +15,6 @@ from torch.utils._mode_utils import no_dispatch
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import UnsupportedError
 from embedrock.system import forks
-from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.ranks import are_there_groups
 
@@ -48,8 +47,8 @@ class HandleGradient(Tensor):
     def show(rows: Gradients, number: Tensor, owner: object) -> HandleGradient:
         """Set a scalar tensor to the norm of row gradients. Return it, or an alias, linked to the gradients."""
         if type(number) is not HandleGradient:
-            own = rows.instead_of(number)
-            return _as_gradient(number.fill_(rows.shown) if own is None else own, _Proxied(rows, owner))
+            is_spare = bool(rows.spare) and number.data_ptr() == rows.spare[0].data_ptr()
+            return _as_gradient(rows.spare[1].detach() if is_spare else number.fill_(rows.shown), _Proxied(rows, owner))
         number._behind.rows = rows
         with without_overrides():
             number.fill_(rows.shown)
@@ -400,7 +399,7 @@ class Pending:
     def grads(self) -> Gradients | None:
         """The gradients; None without any."""
         joint = self.joint
-        return self.seen if joint is None else HostGradients.of(joint.of(self.number))
+        return self.seen if joint is None else joint.of(self.number)
 
     @grads.setter
     def grads(self, grads: Gradients | None) -> None:
