@@ -149,12 +149,12 @@ class EmbeddingBag(RowLayer):
                 return self._planned_on_gpu(layout, trained, ids, offsets, weights)
             arrays = layout.plain((ids,)) if offsets is None else None
             if arrays is not None and arrays[0].ndim == 2:
-                given = HostInput(arrays[0], None, self._flat_weights(ids, weights, arrays[0].size))
+                array, bounds, factors = arrays[0], None, self._flat_weights(ids, weights, arrays[0].size)
             else:
-                given = self._flat_input(ids, offsets, weights)
+                array, bounds, factors = self._flat_input(ids, offsets, weights)
             if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
-                self._shrink(given.ids, self.max_norm)
-            return HostLookup(layout, trained, [given.ids], False, [given.bounds], [given.weights])
+                self._shrink(array, self.max_norm)
+            return HostLookup(layout, trained, [array], False, [bounds], () if factors is None else [factors])
         except Exception as error:
             self._refuse(error, layout, trained, value)
 
