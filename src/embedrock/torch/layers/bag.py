@@ -74,7 +74,7 @@ class EmbeddingBag(RowLayer):
             raise not_one_of("`mode` of ert.EmbeddingBag", mode, MODES)
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
-        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod

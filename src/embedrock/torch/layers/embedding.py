@@ -15,8 +15,7 @@ from embedrock.batch.wrong_ids import Place, in_array, in_jagged
 from embedrock.errors import IdError, IdTypeError, UnsupportedError
 from embedrock.system.spans import span
 from embedrock.table.options import shows
-from embedrock.table.table import Table
-from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
+from embedrock.torch.layers.arguments import PretrainedOptions
 from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
@@ -191,19 +190,6 @@ class Embedding(RowLayer):
 
     _kind = "ert.Embedding"
     shown = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-
-    @shows(RowOptions)
-    def __init__(
-        self,
-        num_embeddings: int | Table | None,
-        embedding_dim: int | None = None,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        **options: Unpack[RowOptions],
-    ) -> None:
-        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
 
     @classmethod
     @shows(PretrainedOptions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
+from embedrock.table.options import shows
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers import operators, row_state
 from embedrock.torch.layers.arguments import (
@@ -60,10 +61,7 @@ class RowLayer(nn.Module):
 
     Layers on one table share its handle, as tied layers share a parameter.
 
-    Args:
-        rows: number of rows, or their table.
-        dim, padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
-        options: options of the layer and its table.
+    The arguments are those of `Embedding`.
     """
 
     _kind: ClassVar[str]  # name of the class in error messages
@@ -73,19 +71,20 @@ class RowLayer(nn.Module):
     _known_layout: LayerLayout | None = None
     _number: Tensor  # graphs identify the layer by it
 
+    @shows(RowOptions)
     def __init__(
         self,
-        rows: int | Table | None,
-        dim: int | None,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        options: RowOptions,
+        num_embeddings: int | Table | None,
+        embedding_dim: int | None = None,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        **options: Unpack[RowOptions],
     ) -> None:
         check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
         check_positions(self._kind, scale_grad_by_freq, options)
-        table = table_of(self._kind, rows, dim, padding_idx, options)
+        table = table_of(self._kind, num_embeddings, embedding_dim, padding_idx, options)
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq

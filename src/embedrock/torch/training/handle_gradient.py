@@ -320,9 +320,9 @@ def _answer_norms(func: Any, tensors: Any, ord: Any = 2.0, dtype: Any = None) ->
 # ---------------------------------------------------------------- clamps
 
 
-def _clamped(gradient: Any, low: Any, high: Any, func: Any) -> HandleGradient:
-    gradient = gradient if func.__name__.endswith("_") else gradient.clone()
-    bounds = [None if bound is None else float(bound) for bound in (low, high)]
+def _answer_clamp(func: Any, input: Any, min: Any = None, max: Any = None) -> HandleGradient:  # noqa: A002
+    gradient = input if func.__name__.endswith("_") else input.clone()
+    bounds = [None if bound is None else float(bound) for bound in (min, max)]
     if (bounds[0] or 0.0) > 0 or (bounds[1] or 0.0) < 0:
         raise UnsupportedError(
             f"gradients of rows cannot be clamped to [{bounds[0]}, {bounds[1]}], which excludes 0: that of most rows "
@@ -332,16 +332,8 @@ def _clamped(gradient: Any, low: Any, high: Any, func: Any) -> HandleGradient:
     return gradient if rows is None else HandleGradient.show(rows.clamped(*bounds), gradient, gradient._behind.owner)
 
 
-def _answer_clamp(func: Any, input: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
-    return _clamped(input, min, max, func)
-
-
-def _answer_clamp_min(func: Any, input: Any, min: Any) -> Any:  # noqa: A002
-    return _clamped(input, min, None, func)
-
-
 def _answer_clamp_max(func: Any, input: Any, max: Any) -> Any:  # noqa: A002
-    return _clamped(input, None, max, func)
+    return _answer_clamp(func, input, None, max)
 
 
 def _answer_each(one: Callable[..., Any], func: Any, tensors: Any, bounds: Any) -> Any:
@@ -353,10 +345,9 @@ def _answer_each(one: Callable[..., Any], func: Any, tensors: Any, bounds: Any) 
 
 
 _CLAMPS = {
-    _answer_clamp: ("clamp", "clip"),
-    _answer_clamp_min: ("clamp_min",),
+    _answer_clamp: ("clamp", "clip", "clamp_min"),
     _answer_clamp_max: ("clamp_max",),
-    functools.partial(_answer_each, _answer_clamp_min): ("_foreach_clamp_min", "_foreach_maximum"),
+    functools.partial(_answer_each, _answer_clamp): ("_foreach_clamp_min", "_foreach_maximum"),
     functools.partial(_answer_each, _answer_clamp_max): ("_foreach_clamp_max", "_foreach_minimum"),
 }
 # Functions by name. Functions of torch and methods of tensors share their names.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -171,8 +171,8 @@ class LayerLayout:
             return False
         return True
 
-    def trained(self, layers: Iterable[Any]) -> list[Handle]:
-        """Return each handle whose rows train, after the checks of a forward. `layers` has each layer once."""
+    def trained(self, layers: Sequence[Any]) -> list[Handle]:
+        """Return each handle whose rows train, after the checks of a forward."""
         if torch._C._is_tracing():
             raise UnsupportedError(
                 "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
@@ -182,7 +182,8 @@ class LayerLayout:
         if not torch.is_grad_enabled():
             return []
         for handle in self.distinct:
-            if handle.unapplied.passed_by and handle.requires_grad and _are_training(layers, handle):
+            passed_by = handle.unapplied.passed_by and handle.requires_grad
+            if passed_by and any(layer.training for layer in layers if layer.handle is handle):
                 handle.unapplied.check(handle.label)
         return [handle for handle in self.distinct if handle.requires_grad]
 
@@ -198,10 +199,6 @@ class LayerLayout:
             return list(map(_AS_ARRAY, given))
         except RuntimeError:  # a negating view
             return None
-
-
-def _are_training(layers: Iterable[Any], handle: Handle) -> bool:
-    return any(layer.training for layer in layers if layer.handle is handle)
 
 
 INT64, STRIDED = torch.int64, torch.strided
