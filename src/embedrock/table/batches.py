@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids
-from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
+from embedrock.batch.plan import Plan, bounds_of, plan_of_rows, plan_tables, sources_of
 from embedrock.batch.pooling import ONES, Bags, PooledSource
 from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
@@ -30,6 +30,7 @@ MODES = ("sum", "mean", "max")
 _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}  # ways to read a feature
 
 Arrays = Sequence[np.ndarray | None]
+Planner = Callable[[np.ndarray], Plan]  # of the ids of a feature
 
 
 class FeatureLayout:
@@ -289,6 +290,7 @@ class Batch:
         parts: one for each pool and kind.
         arrays: output of each part, float32 (positions, dim) or (bags, dim), once it is read.
         side_by_side: the only array has the bags of a sample one after the other, float32 (bags, sum of dims).
+        by_frequency: divide a row's gradient by the number of times its id occurs. Of one table.
     """
 
     layout: FeatureLayout
@@ -298,6 +300,7 @@ class Batch:
     parts: list[PoolBatch]
     arrays: list[np.ndarray] = field(default_factory=list)
     side_by_side: bool = False
+    by_frequency: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -340,20 +343,36 @@ class Batch:
 
 
 def plan(
-    layout: FeatureLayout, ids: Sequence[Any], offsets: Arrays | None = None, weights: Arrays | None = None
+    layout: FeatureLayout,
+    ids: Sequence[Any],
+    offsets: Arrays | None = None,
+    weights: Arrays | None = None,
+    planner: Planner | None = None,
 ) -> Batch:
-    """Plan a batch. The last step may still be running. The arguments are described in `Batch`.
+    """Plan a batch. The last step may still be running.
+
+    Args:
+        layout, ids, offsets, weights: see `Batch`.
+        planner: plans the ids of the only feature, whose rows other processes have; None: the tables have them.
 
     Raises:
         IdError, IdTypeError: as for `Table.lookup`.
     """
+    if planner is not None:
+        return _planned(layout, ids, offsets, weights, planner)
     with layout.table_lock.lock:  # not exclusively: a step moves no record
         return _planned(layout, ids, offsets, weights)
 
 
-def _planned(layout: FeatureLayout, given: Sequence[Any], offsets: Arrays | None, weights: Arrays | None) -> Batch:
+def _planned(
+    layout: FeatureLayout,
+    given: Sequence[Any],
+    offsets: Arrays | None,
+    weights: Arrays | None,
+    planner: Planner | None = None,
+) -> Batch:
     ids = _as_ids(layout, given)
-    parts = [_part(pool, ids, offsets, weights) for pool in layout.pools()]
+    parts = [_part(pool, ids, offsets, weights, planner) for pool in layout.pools()]
     return Batch(layout, ids, offsets, weights, parts)
 
 
@@ -378,7 +397,13 @@ def _as_ids(layout: FeatureLayout, ids: Sequence[Any]) -> Sequence[np.ndarray]:
     return [own if are_ids(own) else check_ids(own, table.rows, table.subject) for table, own in pairs]
 
 
-def _part(pool: PoolLayout, ids: Sequence[np.ndarray], offsets: Arrays | None, weights: Arrays | None) -> PoolBatch:
+def _part(
+    pool: PoolLayout,
+    ids: Sequence[np.ndarray],
+    offsets: Arrays | None,
+    weights: Arrays | None,
+    planner: Planner | None,
+) -> PoolBatch:
     kept, numbers = list[np.ndarray | None](), pool.numbers
     if not pool.is_whole:
         ids = [ids[number] for number in numbers]
@@ -388,16 +413,20 @@ def _part(pool: PoolLayout, ids: Sequence[np.ndarray], offsets: Arrays | None, w
         offsets = None
     if pool.skips:
         ids, offsets, weights, kept = _without_paddings(pool.skips, ids, offsets, weights)
-    for rows in pool.rows:
-        if rows.owns is not None:
-            _check_owned(pool, ids)
-    at, tier = pool.positions(ids, offsets), pool.rows[0].tier
-    made = plan_tables(sources_of(ids), pool.described, at.tables, tier.index, tier.epoch)
-    if made is None:
-        reading.refuse(_rows_of_features(pool), ids)
+    at = pool.positions(ids, offsets)
+    made = _plan_of(pool, at, ids) if planner is None else planner(ids[0])
     mode = None if pool.kind == "rows" else pool.kind
     bags = Bags(made, at.offsets, -1, mode, at.items, pool.own, at.of_positions, at.are_alone)
     return PoolBatch(pool, at, made, bags, None if weights is None else _joined_weights(ids, weights), kept)
+
+
+def _plan_of(pool: PoolLayout, at: PositionLayout, ids: Sequence[np.ndarray]) -> Plan:
+    for rows in pool.rows:
+        if rows.owns is not None:
+            _check_owned(pool, ids)
+    tier = pool.rows[0].tier
+    made = plan_tables(sources_of(ids), pool.described, at.tables, tier.index, tier.epoch)
+    return reading.refuse(_rows_of_features(pool), ids) if made is None else made
 
 
 def _rows_of_features(pool: PoolLayout) -> list[TableState]:
@@ -495,10 +524,10 @@ def read(
 def read_planned(batch: Batch, for_weights: bool = False, values: np.ndarray | None = None) -> Batch:
     """Return a batch from `plan` with its rows and bags read. See `read`.
 
-    `values` are the rows, float32 (unique, dim), of a batch of one table and kind, if they are known.
+    `values` are the rows, float32 (unique, dim), of a batch of one table and kind, if they are known. Its plan stays.
     """
     with batch.layout.table_lock.alone():
-        return _read(_current(batch), for_weights, values)
+        return _read(_current(batch) if values is None else batch, for_weights, values)
 
 
 def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> Batch:
@@ -594,6 +623,8 @@ def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.nda
         values, squares = pooling.sum_bags(places[number], layout.dim, part.weights, part.bags, part.trace)
         norms = squares.tolist()
         whole = RowGradients(part.plan, values, sum(norms), norms)
+        if batch.by_frequency:
+            whole = whole.with_values(values / np.diff(part.plan.starts).astype(np.float32)[:, None])
         if touched is None and not layout.paddings:
             found.append((layout.tables, whole))
             continue
@@ -603,6 +634,16 @@ def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.nda
                 summed = summed.kept(touched[number][part.plan.of(k)])
             found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
     return found
+
+
+def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the id of each position of a batch of one feature, and its gradient, float32 (n, dim), without padding."""
+    (part,), (places, _kept) = batch.parts, _places(batch, grads)
+    ids = part.plan.ids[part.plan.inverse]
+    alone = part.bags._replace(plan=plan_of_rows(ids, ids, -1))
+    values, _squares = pooling.sum_bags(places, part.layout.dim, part.weights, alone, part.trace)
+    counts = ids != part.layout.paddings[0] if part.layout.paddings else slice(None)
+    return ids[counts], values[counts]
 
 
 def _places(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
