@@ -110,8 +110,8 @@ class HostLookup:
         return self._asking(lambda features: batches.plan(features, self._routes, self._table_lock), inputs)
 
     def read(
-        self, inputs: Sequence[Any], keep: bool, plan: GroupPlan | None = None, rows: np.ndarray | None = None
-    ) -> tuple[list[np.ndarray], np.ndarray | None, GroupPlan | None]:
+        self, inputs: Sequence[Any], keep: bool, plan: Any = None, rows: np.ndarray | None = None
+    ) -> tuple[list[Any], Any, Any]:
         """Return the rows or bags of each request, the array to save, and the plan.
 
         Args:
@@ -131,8 +131,8 @@ class HostLookup:
         return outputs, saved, lookup.batch
 
     def sum_gradients(
-        self, inputs: Sequence[Any], plan: GroupPlan | None, grads: Sequence[np.ndarray], saved: np.ndarray | None
-    ) -> tuple[list[tuple[TableHandle, Any]], list[np.ndarray]]:
+        self, inputs: Sequence[Any], plan: Any, grads: Sequence[Any], saved: Any
+    ) -> tuple[list[tuple[TableHandle, Any]], list[Any]]:
         """Sum the gradients of all rows and bags that were read.
 
         Args:
@@ -147,7 +147,6 @@ class HostLookup:
         lookup = batches.unread(self.plan(inputs) if plan is None else plan)
         own = [grads[k] for k in self.which]
         if self._is_max:
-            assert saved is not None  # as `saved` says
             lookup.traces = [saved]
         summed = [
             (self._handles[table], joint.of(number))
@@ -164,26 +163,21 @@ class HostLookup:
         try:
             return ask([self._feature(request, inputs) for request in self.requests])
         except IdError:
-            refuse_outside([request.of(map(inputs.__getitem__, request.parts())) for request in self.requests])
+            array = self.requests[0].handle.executor.host_array
+            refuse_outside([one.of(iter([array(inputs[k]) for k in one.parts()])) for one in self.requests])
             raise
 
     def _feature(self, request: LookupRequest, inputs: Sequence[Any]) -> BatchFeature:
-        handle, ids, weights = request.handle, inputs[request.ids], None
+        found: Any = (None if part is None else inputs[part] for part in request[1:4])
+        handle, (ids, offsets, weights) = request.handle, found
         if handle not in self._pooled:
             return BatchFeature(handle.table, ids)
-        if request.offsets is None:
-            return BatchFeature(handle.table, ids.reshape(-1), np.arange(ids.size + 1), mode="sum")
-        if request.weights is not None and len(weights := inputs[request.weights]) != len(ids):
-            raise wrong_weights(handle, len(weights), len(ids))
-        return BatchFeature(handle.table, ids, inputs[request.offsets], weights, "max" if self._is_max else "sum")
-
-
-def wrong_weights(handle: TableHandle, given: int, ids: int) -> ArgumentError:
-    """Return the error of weights that do not fit their ids."""
-    return ArgumentError(
-        f"`weights` of {handle.label} must have one weight for each id: got {given} for {counted(ids, 'id')}. Give "
-        "them the shape of the ids."
-    )
+        if weights is not None and len(weights) != len(ids):
+            raise ArgumentError(
+                f"`weights` of {handle.label} must have one weight for each id: got {len(weights)} for "
+                f"{counted(len(ids), 'id')}. Give them the shape of the ids."
+            )
+        return BatchFeature(handle.table, ids.reshape(-1), offsets, weights, "max" if self._is_max else "sum")
 
 
 def refuse_outside(requests: Sequence[LookupRequest]) -> None:
