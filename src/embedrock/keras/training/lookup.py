@@ -46,6 +46,7 @@ class ProgramLookup:
         parts: requests that are planned together.
         functions: keeps the program's host functions: see `host_calls.call`.
         kept: plans by number, see `KeptPlans`.
+        fetching: brings rows from other workers; None without sharded tables or other workers.
     """
 
     _count = 0
@@ -66,7 +67,7 @@ class ProgramLookup:
         self.parts: list[Any] = [kind([numbered[k] for k in which], which) for which in planned_apart(requests)]
         # No group is sharded.
         self._sharded = [part for part in self.parts if part.requests[0].handle.shard is not None]
-        self._fetching = WorkerLookup(self._sharded) if self._sharded and shards.has_workers() else None
+        self.fetching = WorkerLookup(self._sharded) if self._sharded and shards.has_workers() else None
 
     def look_up(self, values: Any, *inputs: Any) -> list[Any]:
         """Return the number of kept plans, the rows or bags of each request, and saved arrays for the backward pass.
@@ -151,22 +152,10 @@ class ProgramLookup:
             out.set_shape(shape)
         return [*(tokens.get(handle) for handle in self.handles), *found[len(tokens) :]]
 
-    def fetch(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return, in a program, the rows from other workers for `look_up`; nothing without other workers."""
-        if self._fetching is None:
-            return []
-        unique = host_calls.call(self.unique_ids, parts, [tf.int32], functions=self.functions, stateful=False)
-        return self._fetching.fetch(unique[0])
-
-    def unique_ids(self, *inputs: np.ndarray) -> np.ndarray:
-        """Return a message to the other workers: the ids of the rows that the lookup needs."""
-        assert self._fetching is not None
-        return self._fetching.ask(inputs)
-
     def _fetched(self, inputs: Sequence[np.ndarray]) -> dict[HostLookup, tuple[Any, Any]]:
         """Return plans, and rows fetched from other workers. Without other workers, check that no rows are missing."""
-        if self._fetching is not None:
-            found = self._fetching.rows(inputs, *inputs[self._inputs :])
+        if self.fetching is not None:
+            found = self.fetching.rows(inputs, *inputs[self._inputs :])
             return dict(zip(self._sharded, found, strict=True))
         for part in self._sharded:
             handle, ids = part.requests[0].handle, [inputs[request.ids].reshape(-1) for request in part.requests]
@@ -212,7 +201,7 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
     values = [v if h in lookup.trained else tf.stop_gradient(v) for h, v in zip(lookup.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
-    fetched = lookup.fetch(parts)
+    fetched = [] if lookup.fetching is None else lookup.fetching.fetch(parts)
     known = host_calls.known_to_programs(lookup)
 
     @tf.custom_gradient

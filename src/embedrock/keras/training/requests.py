@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import OrderedDict
@@ -245,15 +246,14 @@ class WorkerLookup:
         self._handles = [part.requests[0].handle for part in parts]
         self._shard = self._handles[0].shard or Shard(0, 1)
 
-    def fetch(self, ids: tf.Tensor) -> list[tf.Tensor]:
-        """Return, in a program, the argument `served` of `rows`, given the message of `ask`."""
-        asked = gather(ids)
+    def fetch(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return, in a program, the argument `served` of `rows`, given the parts of all requests."""
+        call = functools.partial(host_calls.call, functions=functions_of(self._handles), stateful=False)
+        asked = gather(call(self.ask, parts, [tf.int32])[0])
         with tf.control_dependencies(host_calls.after_earlier_steps()):
-            functions = functions_of(self._handles)
-            served = host_calls.call(self.serve, [asked], [tf.int32], functions=functions, stateful=False)
-        return [gather(served[0])]
+            return [gather(call(self.serve, [asked], [tf.int32])[0])]
 
-    def ask(self, inputs: Sequence[Any]) -> np.ndarray:
+    def ask(self, *inputs: np.ndarray) -> np.ndarray:
         """Return a message with the unique ids that each lookup needs."""
         ids = self._ids([part.plan(inputs) for part in self._parts])
         return addressed(stages.ask(ids, self._splits(ids)))
