@@ -169,10 +169,10 @@ class HostLookup:
             raise
 
     def _feature(self, request: LookupRequest, inputs: Sequence[Any]) -> BatchFeature:
-        found: Any = (None if part is None else inputs[part] for part in request[1:4])
-        handle, (ids, offsets, weights) = request.handle, found
+        handle, ids = request.handle, inputs[request.ids]
         if handle not in self._pooled:
             return BatchFeature(handle.table, ids)
+        offsets, weights = (None if part is None else inputs[part] for part in request[2:4])
         if weights is not None and len(weights) != len(ids):
             raise ArgumentError(
                 f"`weights` of {handle.label} must have one weight for each id: got {len(weights)} for "
@@ -211,7 +211,7 @@ class KeptPlans:
 
     def grant(self, lookup: Any, plans: list[Any]) -> int:
         """Keep plans in a lookup's dict ``kept``, and return their number."""
-        dropped, own = list[Any](), _size(plans)  # dropped when the lock is free
+        dropped, own = list[Any](), sum([plan.nbytes for plan in plans])  # dropped when the lock is free
         with self._lock:
             number = next(self._numbers)
             lookup.kept[number] = plans
@@ -229,10 +229,6 @@ class KeptPlans:
         with self._lock:
             self._bytes -= self._plans.pop(number, (None, 0))[1]
             return lookup.kept.pop(number, None)
-
-
-def _size(plans: list[Any]) -> int:
-    return sum(plan.nbytes for plan in plans)
 
 
 KEPT_PLANS = KeptPlans()
