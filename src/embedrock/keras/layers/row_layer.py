@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, NoReturn, Unpack
 
 import keras
@@ -315,7 +315,7 @@ class KerasRowLayer(keras.layers.Layer):
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)
-        state.refuse_get_weights(self)
+        handle.variable.numpy = partial(state.refuse_get_weights, self.label)
         self.supports_masking |= self.mask_zero
         self.built = True
 
