@@ -304,7 +304,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.plan.nbytes for part in self.parts)
+        return sum([part.plan.nbytes for part in self.parts])
 
     @property
     def may_be_side_by_side(self) -> bool:

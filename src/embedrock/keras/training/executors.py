@@ -42,7 +42,7 @@ class ProgramExecutor:
 
     @property
     def stepped(self) -> Any:
-        """The executor that steps the rows: this one, or a `GpuExecutor`."""
+        """The executor of a `StepRequest`: this one, or a `GpuExecutor`."""
         return self
 
     def begin(self) -> None:

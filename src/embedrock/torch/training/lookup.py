@@ -385,19 +385,20 @@ class HostLookup(LookupState):
     ) -> None:
         super().__init__(layout, trained, weights)
         self._executor: Any = layout.executor
-        self._given: Any = layout.features, ids, bounds, [host_weights(own) for own in weights] if weights else None
+        values = [host_weights(own) for own in weights] if weights else None
+        self._given: Any = (layout.features, ids, bounds, values)
         self.side_by_side = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
         if self._executor.rows is not None:  # of other processes, or averages
             planner: Any = self._executor.planner
             if planner is not None:
                 planner = functools.partial(planner, trains=bool(trained))
-            self._batch = batches.plan(*self._given, planner)
+            self._batch = batches.plan(*self._given, planner=planner)
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         layout, rows = self.layout, self._executor.rows
         if rows is None:
-            self._batch = batches.read(*self._given, for_weights, self.side_by_side)
+            self._batch = batches.read(*self._given, for_weights=for_weights, side_by_side=self.side_by_side)
         else:
             self._batch = batches.read_planned(self._batch, for_weights, rows(self._batch.parts[0].plan))
         found, self._batch.by_frequency = self._batch, layout.by_frequency
