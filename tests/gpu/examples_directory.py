@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from examples_rows import forms
+from tensors import table
 
 from embedrock.kernels.gpu import directory, plan, rows
-from embedrock.kernels.gpu.addresses import RecordAddresses, RecordMemory
 from embedrock.optimizers import Adam
 
 N, SLOTS = 100, 1000
@@ -31,7 +31,8 @@ def example_open_rows() -> None:
     where, count = torch.zeros(N, dtype=torch.int32), torch.full((1,), N, dtype=torch.int32)
     for form in forms(Adam()):
         for is_identity in (True, False):  # near; in RAM, or some of them
-            homes = RecordAddresses(where, None, is_identity, N, RecordMemory(2**40, 2**41, form.record_bytes))
-            rows.read(keys, count, homes, 7, ("normal", 0.0, 1.0), form, torch.empty(N, form.dim), keys)
+            first = rows.InitialRecord(("normal", 0.0, 1.0), torch.empty(1))
+            of = table(form, (2**40, 2**41), where, is_identity=is_identity, first=first)
+            rows.read(keys, count, of, torch.empty(N, form.dim), keys)
     for limit in (1, 16, 1000):
         plan.mark(keys, limit, counts, torch.zeros(4, dtype=torch.int64), 7)
