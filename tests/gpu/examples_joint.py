@@ -62,16 +62,16 @@ WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache
 
 
 def example_rows() -> None:
-    for draw, where, count in itertools.product(("constant", "normal"), WHERE, TABLES):
-        for form in forms(Adam())[:2]:
-            tables, values = tables_of(form, count, where[0], draw, where[1]), torch.zeros(8, form.dim)
-            rows.read(KEYS.int(), len(KEYS), tables, values)
-            rows.read(KEYS, ONE, tables, values)
+    for draw, where, form in itertools.product(("constant", "normal"), WHERE, forms(Adam())[:2]):
+        every = [tables_of(form, count, where[0], draw, where[1]) for count in TABLES]
+        values = torch.zeros(8, form.dim)
+        for given, tables in itertools.product(((KEYS.int(), len(KEYS)), (KEYS, ONE)), every):
+            rows.read(*given, tables, values)
+        for tables in every:
             rows.read(KEYS, ONE, tables, values, KEYS)
-            verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
-            for were, ids in itertools.product((None, values), (None, KEYS)):
-                args = (0, count), values, verdicts, None, 1, numbers(Adam(), 1), were
-                rows.step(KEYS, ids, ONE, ONE, tables, *args)
+        for were, ids, tables in itertools.product((None, values), (None, KEYS), every):
+            which, verdicts = (0, len(tables.entries)), torch.zeros(len(tables.entries), gate.LINE, dtype=torch.int32)
+            rows.step(KEYS, ids, ONE, ONE, tables, which, values, verdicts, None, 1, numbers(Adam(), 1), were)
     tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
     verdict, step = torch.zeros(1, gate.LINE).int(), torch.empty((), dtype=torch.int64)
     rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdict, 0.5, 1, numbers(SGD(), 1))
