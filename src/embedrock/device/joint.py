@@ -26,7 +26,7 @@ from embedrock.device.plan import DeviceBatchPlan, FoundWeights
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.kernels.gpu import joint as kernels
-from embedrock.kernels.gpu import sums
+from embedrock.kernels.gpu import rows, sums
 from embedrock.system.spans import spanned
 from embedrock.table.stepping import StepRequest
 
@@ -130,7 +130,7 @@ class DeviceLookup:
             elif plan.tables.kind.is_identity and plan.plan.positions is not None:
                 # One kernel reads device rows into their final places.
                 out = torch.empty(len(plan.plan.positions), dim, dtype=torch.float32, device=plan.bounds.device)
-                kernels.read(plan.plan.positions, len(out), plan.tables, out)
+                rows.read(plan.plan.positions, len(out), plan.tables, out)
             else:
                 out = self._rows().index_select(0, plan.plan.inverse)
             for executor in plan.executors:
@@ -146,7 +146,7 @@ class DeviceLookup:
         plan = self.plan
         tables, keys, ids = plan.known
         out = torch.empty(len(keys), tables.form.dim, dtype=torch.float32, device=keys.device)
-        kernels.read(keys, plan.plan.count, tables, out, ids)
+        rows.read(keys, plan.plan.count, tables, out, ids)
         if all(executor.keeps_weights for executor in plan.executors):
             plan.plan.found = FoundWeights(out, tuple(executor.rows.version.of_rows for executor in plan.executors))
         return out
@@ -397,8 +397,8 @@ def _step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: 
         end = begin + 1 + len(others)
         which = first + begin, first + end
         own = verdicts[segment.verdict + begin : segment.verdict + end]
-        of_rows = keys, plan.plan.count, plan.bounds, tables, which
         number, numbers = counted[begin]
-        kernels.step(*of_rows, values, own, clip, number, numbers, weights if is_known else None, ids)
+        of_rows = keys, ids, plan.plan.count, plan.bounds, tables, which, values
+        rows.step(*of_rows, own, clip, number, numbers, weights if is_known else None)
     if not executors[0].timeline.is_recorded:
         faults.ask([executor.faults for executor in executors])
