@@ -211,8 +211,10 @@ class DiskBackend(Backend):
         """Assign slots to rows for the caller to fill. On an error they are freed, because they still hold other rows'
         bytes.
         """
-        made = self.cache.insert(ids, used)
+        made = self.cache.insert(ids)
         try:
+            if used:
+                self.cache.use(made)
             yield made
         except BaseException:
             self.cache.remove(made)
