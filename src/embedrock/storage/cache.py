@@ -10,8 +10,8 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.id_table import ENTRY_BYTES, FIRST_ENTRIES, IdTable, entries_for
 from embedrock.errors import check_choice
-from embedrock.storage.slot_index import ID_BYTES, DenseIndex, cut
-from embedrock.system.arena import PAGE, reserve
+from embedrock.storage.slot_index import ID_BYTES, DenseIndex
+from embedrock.system.arena import PAGE, cut, reserve
 
 DIRTY, FROZEN, WRITING = 1, 2, 4  # flags of a slot, set by the backend; the last two prevent eviction
 FULLEST = 0.8  # largest share of the hash table's entries in use

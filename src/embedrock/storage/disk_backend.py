@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -18,16 +18,16 @@ from embedrock.storage.advice import Cached, consider
 from embedrock.storage.backend import Backend, Pin, RamLayout
 from embedrock.storage.budget import MemoryBudget
 from embedrock.storage.cache import DIRTY, WRITING, FullCache, SlotCache
-from embedrock.storage.online_curve import FULL, OnlineMissCurve, UsageCounts
+from embedrock.storage.online_curve import FULL, OnlineMissCurve
 from embedrock.storage.ram_layout import claim_of, memory_for, place
 from embedrock.storage.records import Records, wrong_last_steps
-from embedrock.storage.slot_index import cut
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS, PART_BITS
 from embedrock.store.reading import NAMED
 from embedrock.store.record_store import LocatedRecords, RecordStore
 from embedrock.store.segments import damaged
+from embedrock.system.arena import cut
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.system.spans import spanned
@@ -35,19 +35,6 @@ from embedrock.system.spans import spanned
 LEAST_OVERLAY_BYTES = 1 << 20  # always allowed for the index of rows in logs
 MOVED_ROWS = 8192  # moved between caches, or evicted, at a time
 NO_KEYS = np.empty(0, np.int64)
-
-
-class RunningCommit(Protocol):
-    """A commit as a backend sees it: see `CommitWriter`."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    def save(self, slots: np.ndarray) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def wait(self) -> None: ...
 
 
 class DiskBackend(Backend):
@@ -79,7 +66,7 @@ class DiskBackend(Backend):
         self.members = members
         self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
         self.is_shared = store.parts is not None
-        self.commit: RunningCommit | None = None
+        self.commit: Any = None  # the part of a running commit: a `CommitWriter`
         self.brings = self.brought = 0  # running calls of bring_ahead, and rows that such calls read
         self.cache: FullCache | SlotCache = SlotCache(1)  # others may request room before this one has its own
         budget.join(self, claim_of(spec, self.is_shared))
@@ -158,7 +145,7 @@ class DiskBackend(Backend):
         self._is_known = True
         self.hits, self.misses = self.hits + len(ids) - misses, self.misses + misses
         if self.watch.see(ids):
-            counted = UsageCounts(self._changes, self.misses, self.store.counts["reads"])
+            counted = self._changes, self.misses, int(self.store.counts["reads"])
             self.watch.look(self.placement.slots, self.spec.rows, counted, self.cache.epoch_uses)
             if self._changes:  # the table trains
                 consider(Cached(self.subject, self.spec, self.store, self.watch, self.placement.slots, self.budget))

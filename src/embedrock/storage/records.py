@@ -59,7 +59,7 @@ class Records:
     def __init__(self, spec: Spec, memory: np.ndarray) -> None:
         self._spec = spec
         self.bytes = memory.reshape(-1, spec.record_bytes)  # possibly empty
-        self.weights, self._floats = self.bytes.view(spec.storage.words), self.bytes.view(np.float32)
+        self.weights, self._floats = self.bytes.view(spec.words), self.bytes.view(np.float32)
 
     @spanned("gather")
     def read(self, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:

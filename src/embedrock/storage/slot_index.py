@@ -9,7 +9,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.id_table import ENTRY_BYTES, IdNumbers, entries_for
 from embedrock.batch.plan import NO_ENTRIES, SlotIndex
-from embedrock.system.arena import reserve
+from embedrock.system.arena import cut, reserve
 from embedrock.system.spans import spanned
 
 ID_BYTES = 8
@@ -164,8 +164,3 @@ class HashIndex(IdNumbers):
                 slots = slots[~is_free[slots]]
             if len(slots):
                 yield self._slot_ids[slots], slots
-
-
-def cut(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Split an array into parts of at most `size` items."""
-    return (array[start : start + size] for start in range(0, len(array), size))

@@ -261,7 +261,8 @@ class _Window(Generic[T]):
         if isinstance(error, CacheTooSmallError):
             raise self._explained(error) from error
         if isinstance(error, IdError):
-            self._refuse_outside(self.items[0].value)
+            for function in self._ids_of.values():  # raises an error with the position in the item, if possible
+                getattr(function, "refuse_outside", lambda value: None)(self.items[0].value)
         if error is not None:
             raise error
         if self._unused is not None:
@@ -286,11 +287,6 @@ class _Window(Generic[T]):
                     "up.",
                     stacklevel=4,
                 )
-
-    def _refuse_outside(self, value: T) -> None:
-        """Raise an error with the position in the item of an id outside of its table, if possible."""
-        for function in self._ids_of.values():
-            getattr(function, "refuse_outside", lambda value: None)(value)
 
     def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
         """Add the memory that the window's items need together, which the table does not know."""
