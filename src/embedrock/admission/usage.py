@@ -96,12 +96,6 @@ class UsageTracker:
         if (snapshot := self._snapshot.now) is not None:
             snapshot.keep(places)
 
-    def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
-        """Return the faded number of uses of each row, in units of 1 / `ONE_USE`."""
-        half_life = self._eviction.half_life
-        halvings = step // half_life - self._last[numbers] // half_life
-        return self._marks[numbers] >> np.minimum(halvings, 62)
-
     def _add(self, ids: np.ndarray, step: int) -> None:
         self.make_room(len(ids))
         new = slice(self.count, self.count + len(ids))
@@ -191,11 +185,11 @@ class UsageTracker:
         """Return the positions of the rows with the lowest scores. Among equal scores, the first positions count."""
         if count >= len(numbers):
             return np.arange(len(numbers))
-        last = self._last[numbers]
-        worth = last
-        if self._eviction.by != "recency":
-            marks = self._marks[numbers] if self._eviction.by == "age" else self._faded(numbers, step)
-            worth = marks if self._eviction.by == "age" else (marks << LAST_BITS) | np.minimum(last, (1 << 41) - 1)
+        last, marks, half_life = self._last[numbers], self._marks[numbers], self._eviction.half_life
+        worth = last if self._eviction.by == "recency" else marks
+        if self._eviction.by == "use":
+            uses = marks >> np.minimum(step // half_life - last // half_life, 62)  # faded, in units of 1 / `ONE_USE`
+            worth = (uses << LAST_BITS) | np.minimum(last, (1 << LAST_BITS) - 1)
         limit = np.partition(worth, count - 1)[count - 1]
         below, equal = np.flatnonzero(worth < limit), np.flatnonzero(worth == limit)
         return np.concatenate([below, equal[: count - len(below)]])

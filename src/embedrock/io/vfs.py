@@ -435,11 +435,9 @@ class System:
         platform.sync(fd)
 
     def size(self, fd: int) -> int:
-        """Return the size of an open file in bytes."""
         return os.fstat(fd).st_size
 
     def fsync_folder(self, path: str) -> None:
-        """Make the entries of a folder durable."""
         opened(platform.sync_folder, path)
 
     def mkdir(self, path: str) -> None:
@@ -447,7 +445,6 @@ class System:
         os.mkdir(path)
 
     def rmdir(self, path: str) -> None:
-        """Remove an empty folder."""
         os.rmdir(path)
 
     def link(self, source: str, target: str) -> None:
@@ -471,7 +468,6 @@ class System:
         return True
 
     def free_bytes(self, path: str) -> int:
-        """Return the free bytes of the file system of `path`."""
         return platform.free_bytes(path)
 
     def lock(self, path: str, text: str) -> int:

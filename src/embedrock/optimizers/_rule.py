@@ -182,7 +182,6 @@ class Rule(ABC):
         return self.numbers(step), (float(getattr(self, self.FADE)),)
 
     def check(self) -> None:
-        """Raise `ArgumentError` if hyperparameters are invalid."""
         for name, below in (("lr", math.inf), *self.BELOW):
             self.check_number(name, getattr(self, name), below)
 

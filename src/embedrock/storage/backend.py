@@ -53,7 +53,6 @@ class Pin:
         self._pins = pins
 
     def release(self) -> None:
-        """Unpin the rows."""
         for pin in self._pins:
             pin.release()
 

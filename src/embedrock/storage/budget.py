@@ -238,7 +238,6 @@ class MemoryBudget:
             return there >= least
 
     def shrink_to(self, nbytes: int) -> None:
-        """Release the bytes above `nbytes`."""
         with self.pool.lock:
             self.nbytes = min(self.nbytes, nbytes)
 

@@ -338,7 +338,6 @@ class FullCache(DenseIndex):
 
     @property
     def bytes_used(self) -> int:
-        """RAM in use now, records not included."""
         return self.bits.nbytes + min(self.count * PAGE, self.flags.nbytes)
 
     @property

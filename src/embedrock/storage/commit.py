@@ -163,7 +163,6 @@ class CommitWriter:
         return self._takes_more and waiting < self.tier.store.buffer_bytes * SAVED_SHARE
 
     def write(self) -> None:
-        """Write all rows."""
         parts, rows = self._frozen_slots(), self.tier.store.piece_rows(PIECE_BYTES)
         left = self._write_quietly(parts)
         pieces = (piece for part in chain((left,), parts) for piece in cut(part, rows))
@@ -371,7 +370,6 @@ class StorageCommit:
 
     @property
     def nbytes(self) -> int:
-        """Approximate bytes of files for its rows."""
         return sum(part.nbytes for part in self.parts)
 
     def flush(self) -> None:

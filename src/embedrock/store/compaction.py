@@ -356,7 +356,10 @@ class _SegmentWriter:
         self._store.add(bytes_compacted=nbytes)
         self._written += nbytes
         worked, self._worked = time.thread_time() - self._worked, time.thread_time()
-        if self._rate is not None and not self._store.flush and not self._is_late():
+        # Late: training fills the log index faster than compaction empties it, so that it would wait.
+        filled = self._store.log_index.fullness - self._fullness
+        is_late = filled * self._total >= self._written * (1 - self._fullness)
+        if self._rate is not None and not self._store.flush and not is_late:
             early = self._written / self._rate - (time.monotonic() - self._started)
             time.sleep(max(0.0, early, worked * (1 / PROCESSOR_SHARE - 1)))
         let_commits_pass(self._store, self._stops)
@@ -365,11 +368,6 @@ class _SegmentWriter:
     def _check_stop(self) -> None:
         if self._stops():
             raise CompactionStopped
-
-    def _is_late(self) -> bool:
-        """Return whether training fills the log index faster than compaction empties it, so that it would wait."""
-        filled = self._store.log_index.fullness - self._fullness
-        return filled * self._total >= self._written * (1 - self._fullness)
 
 
 def chunk_rows(rows: int, stride: int) -> int:

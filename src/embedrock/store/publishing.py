@@ -73,7 +73,6 @@ class BaseManifest:
         return dict(vars(self))
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
         return to_bytes({"format": self.format} | self.body())
 
 

@@ -294,9 +294,7 @@ class RecordStore:
         """Append ``records[slots]``, the newest records of `ids`, to the log of the next commit."""
         sealed = self.seal(records, slots, ids)
         with self.lock:
-            if self._active is None:
-                self._active = self._new_log()
-            self.place(ids, self.append_sealed(self._active, sealed, ids))
+            self.place(ids, self.append_sealed(self._open_log(), sealed, ids))
 
     def seal(
         self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray, room: np.ndarray | None = None
@@ -333,11 +331,9 @@ class RecordStore:
         if not len(ids):
             return
         with self.lock:
-            if self._active is None:
-                self._active = self._new_log()
-            self._active.noted.append(ids)
-            self.some_are_gone = True
-            self.log_index.insert(ids, np.full(len(ids), gone_at(self._active.number)))
+            log, self.some_are_gone = self._open_log(), True
+            log.noted.append(ids)
+            self.log_index.insert(ids, np.full(len(ids), gone_at(log.number)))
 
     def withhold(self, ids: np.ndarray, is_writer: bool) -> np.ndarray:
         """Hide rows that were deleted after the commit to start from. Return the ids that had a record."""
@@ -363,11 +359,14 @@ class RecordStore:
         gone = (part[self.log_index.find(part) == gone_at(log.number)] for part in parts)
         return joined((part[~have_newer(part)] for part in gone), log.noted.count, "rows without a record")
 
-    def _new_log(self) -> Log:
-        log = self.create_log(self.next_run())
-        self.take(log)
-        self.logs.append(log)
-        return log
+    def _open_log(self) -> Log:
+        """Return the log of the next commit, new or with earlier rows of it."""
+        if self._active is None:
+            log = self.create_log(self.next_run())
+            self.take(log)
+            self.logs.append(log)
+            self._active = log
+        return self._active
 
     def create_log(self, number: int) -> Log:
         """Return a new log with a number. No reader knows it yet."""
@@ -455,8 +454,7 @@ class RecordStore:
             for log in self.logs:
                 if log.noted.count and log.entry is None:
                     log.gone = self._tombstones_of(log, have_newer)
-            if self._active is None:
-                self._new_log()
+            self._open_log()
             self._active = None
             return CommitSnapshot(self, self.logs, self._is_compaction_blocked)
 
