@@ -19,6 +19,7 @@ from embedrock.io.vfs import BLOCK
 from embedrock.store import segments as runs
 from embedrock.store.reading import marks_of
 from embedrock.store.segments import CRC_BYTES, Log, Segment, SegmentEntry, owner_of, run_bytes
+from embedrock.system.arena import joined as joined_ids
 from suites import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -405,7 +406,7 @@ def test_ids_that_come_one_after_the_other_are_all_there(parts: list[list[int]],
         patch.setattr(runs, "_BLOCK_IDS", block)
         for part in parts:
             ids.append(np.array(part, np.int64))
-        made, joined = list(ids), ids.joined()
+        made, joined = list(ids), joined_ids(ids, ids.count, "a test")
     expected = [row for part in parts for row in part]
     assert joined.tolist() == [row for array in made for row in array.tolist()] == expected
     assert ids.count == len(expected)

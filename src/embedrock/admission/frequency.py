@@ -209,8 +209,3 @@ class CountMinSketch:
 
 
 FrequencyCounter: TypeAlias = ExactCounter | CountMinSketch
-
-
-def counter(admission: Admission, key: np.uint64) -> FrequencyCounter:
-    """Return an empty counter. `key` is the table's seed."""
-    return ExactCounter() if admission.sketch is None else CountMinSketch(admission, key)

@@ -30,11 +30,10 @@ class IdTable:
         return reserve(count * ENTRY_BYTES, self._subject).view(np.int64).reshape(-1, 2)
 
     def _rehash(self, count: int) -> None:
-        """Grow to `count` entries, a power of two, unless it has as many."""
-        if count > len(self._entries):
-            larger = self._new_entries(count)
-            kernels.cpu.directory.rehash(self._entries, larger)
-            self._entries = larger
+        """Grow to `count` entries, a power of two."""
+        larger = self._new_entries(count)
+        kernels.cpu.directory.rehash(self._entries, larger)
+        self._entries = larger
 
     @property
     def index(self) -> SlotIndex:
@@ -87,7 +86,8 @@ class IdNumbers(IdTable):
 
     def make_room(self, more: int) -> None:
         """Grow the table for `more` new ids."""
-        self._rehash(entries_for(self.count + more))
+        if self.count + more > FULLEST * len(self._entries):
+            self._rehash(entries_for(self.count + more))
 
     def set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
         """Overwrite the numbers of known ids."""

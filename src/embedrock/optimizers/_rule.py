@@ -151,9 +151,8 @@ class Rule(ABC):
     HISTORY: ClassVar[type[StepHistory] | None] = None  # with the argument `dense`, if the rule has it
     COLUMNS: ClassVar[tuple[StateColumn, ...]] = ()  # of the state, before the last step of `dense`
     FADE: ClassVar[str]  # hyperparameter by which untouched rows fade then
-    last_numbers: ClassVar[Any] = (
-        None  # step, its constants and log fades, and `StepHistory.content` after it by before
-    )
+    # A step, its constants and log fades, and `StepHistory.content` after it by before.
+    last_numbers: ClassVar[Any] = None
     lr: float
 
     @property

@@ -184,7 +184,8 @@ class SlotCache(IdTable):
         entries = len(self._entries)
         while count * self._most_entries > self.capacity * entries:
             entries *= 2
-        self._rehash(entries)
+        if entries > len(self._entries):
+            self._rehash(entries)
 
     def remove(self, slots: np.ndarray) -> None:
         """Free slots (without repeats) that hold rows without pins. Rows of the current batch are allowed."""

@@ -103,12 +103,8 @@ class CommitWriter:
 
     def __init__(self, commit: StorageCommit, tier: DiskBackend, snapshot: CommitSnapshot) -> None:
         self._commit, self.tier, self._snapshot = commit, tier, snapshot
-        self._writing, self._awaited, self.flush, self.wait = (
-            threading.Lock(),
-            commit.awaited,
-            commit.flush,
-            commit.wait,
-        )
+        self._writing, self._awaited = threading.Lock(), commit.awaited
+        self.flush, self.wait = commit.flush, commit.wait
         self._saved: SimpleQueue[_WriteBuffer | None] = SimpleQueue()  # to be written; None: a thread waits for the end
         self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
         self.rows = self._freeze()

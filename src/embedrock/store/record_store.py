@@ -32,7 +32,7 @@ class CommitSnapshot:
         base, delta: the segments of earlier commits.
         logs: open logs of this commit. Dirty rows that are still in the cache go to the last one.
         is_whole: whether the logs have all rows, so that the commit needs no earlier segment.
-        replaced: segments without use once the commit is published.
+        replaced: segments without use once the commit is published, empty logs too.
         parts, dropped: see `StoreEntry`.
     """
 
@@ -91,16 +91,13 @@ class CommitSnapshot:
         if self.is_whole:
             self.replaced = [*store.base.runs, *store.delta]
             store.base, store.delta = Base([]), []
+        self.replaced = [*self.replaced, *(log for log in self.logs if log.is_empty)]
         for log in self.logs:  # their indexes have all that is needed
             log.noted.clear()
         store.delta = [*store.delta, *(log for log in self.logs if not log.is_empty)]
         store.logs = [log for log in store.logs if log not in self.logs]
         store.content, store.snapshot_files = content, set()
         store.base_is_ahead = store.base_is_ahead and store.base.runs != self.base
-
-    def clear_up(self) -> None:
-        """Remove the files that the published snapshot does not need: empty logs, and replaced segments."""
-        self.store.remove([*self.replaced, *(log for log in self.logs if log.is_empty)])
 
     def forget_traces(self, rest: Callable[[float], None]) -> None:
         """Remove deleted rows from the log index, after the published snapshot has all rows.

@@ -246,9 +246,6 @@ class IdBuffer:
         for number, block in enumerate(self._blocks):
             yield block[: self.count - number * self._size]
 
-    def joined(self) -> np.ndarray:
-        return joined(self, self.count, "ids of a file")
-
     def clear(self) -> None:
         self._blocks, self.count = [], 0
 
@@ -308,7 +305,7 @@ class Log(Segment):
         return first
 
     def ids(self) -> np.ndarray:
-        return self.index() if self.entry is not None else self._ids.joined()
+        return joined(self._ids, self._ids.count, "ids of a file") if self.entry is None else self.index()
 
     def seal(self, ids_in: tuple[int, int] | None = None) -> SegmentEntry:
         """Write the index, and make the file and its name durable. After an error it can be called again.

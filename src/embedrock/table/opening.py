@@ -94,10 +94,8 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> TableState:
 def opening_of(options: Mapping[str, Any], at: int | None = None) -> OpenOptions:
     """Return how to open files, from checked options."""
     own = {name: options[name] for name in OpenOptions._fields if name in options}
-    own |= {name: index(options[name]) for name in ("keep", "commit_every")} | {
-        "path": options["path"],
-        "at": index(at),
-    }
+    own |= {name: index(options[name]) for name in ("keep", "commit_every")}
+    own |= {"path": options["path"], "at": index(at)}
     return OpenOptions(**own).checked()
 
 
