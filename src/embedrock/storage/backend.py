@@ -16,8 +16,7 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.listeners import EvictionListener
 from embedrock.storage.records import Records
-from embedrock.storage.slot_index import cut
-from embedrock.system.arena import Arena
+from embedrock.system.arena import Arena, cut
 
 SCANNED_ROWS = 1 << 16  # scanned at a time for the ids of a range
 
@@ -54,7 +53,6 @@ class Pin:
         self._pins = pins
 
     def release(self) -> None:
-        """Unpin the rows."""
         for pin in self._pins:
             pin.release()
 
@@ -85,14 +83,12 @@ class Backend(ABC):
         is_shared: it is a pool, of all tables with the same record layout. Each has a range of its keys.
         parts: key ranges of a group's tables, by number; None for a table alone.
         batch_rows: rows that fit the backend at once.
-        base: key of id 0, in a pool.
     """
 
     evicts = is_shared = False
     base = number = 0
     parts: dict[int, Any] | None = None
     batch_rows = sys.maxsize
-    base = 0
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject

@@ -532,7 +532,7 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     """Return float32 values rounded to the table's dtype."""
     if spec.dtype == "float32":
         return values
-    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.storage.words), counting(len(values))
+    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.words), counting(len(values))
     slots = positions.astype(np.int64)
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)

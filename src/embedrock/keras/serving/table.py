@@ -285,7 +285,7 @@ def _count(table: Table) -> int:
 
 def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
     """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
-    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.storage.words.itemsize
+    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.words.itemsize
     found = _count(table) * (row_bytes + ID_BYTES)
     if table.rows is None:
         return False, found
