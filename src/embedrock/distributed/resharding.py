@@ -31,7 +31,7 @@ from embedrock.distributed.commits import (
 )
 from embedrock.distributed.owners import Shard, owners
 from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError, counted
-from embedrock.io.vfs import OS_SYSTEM, full_disk, is_full
+from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -211,16 +211,14 @@ class Resharding:
         for rank in ranks:
             shutil.rmtree(self.after.part(rank), ignore_errors=True)
 
-    @contextlib.contextmanager
-    def undone_on_full_disk(self, ranks: Iterable[int]) -> Iterator[None]:
+    def undone_on_full_disk(self, ranks: Iterable[int]) -> contextlib.AbstractContextManager[None]:
         """Remove the new shards if the disk is full after all: no later call could continue them."""
-        try:
-            yield
-        except Exception as error:
-            if not is_full(error):
-                raise
+
+        def undo() -> OSError:
             self._remove(ranks)
-            raise self._full_disk(self._needed_bytes) from error
+            return self._full_disk(self._needed_bytes)
+
+        return explained_if_full(undo)
 
     def _own_name(self) -> str:
         """Return a name that no earlier shards have, so that those do not pass for new ones."""

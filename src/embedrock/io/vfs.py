@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -55,6 +55,17 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+@contextlib.contextmanager
+def explained_if_full(explain: Callable[[], OSError]) -> Iterator[None]:
+    """Raise the error that `explain` returns in place of one of a full disk."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise explain() from error
 
 
 def full_disk(path: str, what: str, needed: int, remedy: str) -> OSError:

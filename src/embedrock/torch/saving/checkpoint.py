@@ -35,7 +35,6 @@ from embedrock.frontend.checkpoints import (
     older,
     one_of_each,
     retire,
-    told_last,
 )
 from embedrock.frontend.references import (
     Relocate,
@@ -47,7 +46,7 @@ from embedrock.frontend.references import (
     relocation,
     tell_resumed,
 )
-from embedrock.io.vfs import full_disk, is_full, lacks_files, opened
+from embedrock.io.vfs import lacks_files, opened
 from embedrock.system.paths import local_path
 from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
@@ -267,7 +266,7 @@ def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], ran
     starts = tuple(prefix + ROWS for prefix in _shared(states))
     if not starts:
         return
-    with _explain_full_disk(made, model, content):
+    with _explained_if_full(made, model, content):
         opened(made.folder.mkdir, parents=True, exist_ok=True)
         try:
             with part.draft.open("wb") as file:
@@ -303,28 +302,19 @@ def _content(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> dict[
 
 
 def _write(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> None:
-    with _explain_full_disk(made, model, content):
+    with _explained_if_full(made, model, content):
         with opened(made.draft.open, "wb") as file:
             torch.save(content, file)
         _check_readable(made.draft)
         made.publish()
 
 
-@contextlib.contextmanager
-def _explain_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> Iterator[None]:
-    """Explain an error of a full disk, and free the space of the draft."""
-    try:
-        yield
-    except Exception as error:
-        if not is_full(error):
-            raise
-        if made.draft.exists():
-            made.draft.write_bytes(b"")
-        in_ram = [handle.label for handle in handles(model) if not handle.table.is_on_disk]
-        rows = f", with the rows of {', '.join(in_ram)}," if in_ram else ""
-        what = f"the checkpoint of step {made.step}{rows} could not be saved"
-        remedy = f"Free some space, or save to a folder on another disk. {told_last(made)}"
-        raise full_disk(str(made.file), what, _bytes_in(content), remedy) from error
+def _explained_if_full(
+    made: Checkpoint, model: nn.Module, content: dict[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    in_ram = [handle.label for handle in handles(model) if not handle.table.is_on_disk]
+    rows = f", with the rows of {', '.join(in_ram)}," if in_ram else ""
+    return made.explained_if_full(lambda: _bytes_in(content), rows)
 
 
 def _bytes_in(state: Any) -> int:
