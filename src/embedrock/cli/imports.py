@@ -24,6 +24,7 @@ from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatc
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
+from embedrock.distributed.resharding import prefetched
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.planner.demand import RULE_NAMES
 from embedrock.system import platform
@@ -402,15 +403,8 @@ def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: in
 @contextmanager
 def ahead(items: Generator[Item]) -> Iterator[Iterator[Item]]:
     """Iterate over `items`, none of which is None, while a thread makes the next one."""
-
-    def iterate() -> Iterator[Item]:
-        coming = maker.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = maker.submit(next, items, None)
-            yield item
-
     with closing(items), ThreadPoolExecutor(1) as maker:
-        yield iterate()
+        yield prefetched(maker, items)
 
 
 def _check_range(job: ImportJob, table: er.Table, batch: RowBatch, done: int) -> None:

@@ -25,6 +25,7 @@ from embedrock.store.verify import Verification, verify_commits
 from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import parse_bytes
 from embedrock.table.group import asked
 from embedrock.table.group import open_table as open_alone
@@ -170,11 +171,8 @@ class OpenShards(NamedTuple):
         if (layout, last_of(layout)) == (self.layout, self.commit):
             return None
         newer = OpenShards.as_of(layout, None, self.options)
-        try:
+        with on_failure(newer.close):
             _check_like(self.tables[0], newer.tables[0], STAY)
-        except BaseException:
-            newer.close()
-            raise
         return newer
 
     @property
@@ -362,8 +360,5 @@ def open_table(
         )
     with held_back():  # or Ctrl-C may leave files open that belong to no table
         location = ShardedTableReader(OpenShards.as_of(layout, at, options), opening)
-        try:
+        with on_failure(location.close_all):
             return Table.over(location.rows(given), location, given)
-        except BaseException:
-            location.close_all()
-            raise

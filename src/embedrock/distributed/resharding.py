@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from embedrock.store.record_store import changed_ids
 from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
+from embedrock.system.scopes import on_failure
 from embedrock.table.group import open_table
 from embedrock.table.saved import SavedState, load, saved_of
 from embedrock.table.table import Table, rows_of
@@ -59,6 +60,7 @@ GONE = ".gone"  # shards that are being removed
 SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the old shards: each of their rows is read once
 
 
+Item = TypeVar("Item")
 Batch = tuple[np.ndarray, np.ndarray]  # ids int64 (n,) and records uint8 (n, record_bytes)
 Picked = Sequence[tuple[Batch, np.ndarray]]  # batches of several shards, and a mask of the rows of each, bool (n,)
 
@@ -294,12 +296,8 @@ class Resharding:
 @contextlib.contextmanager
 def _closing(table: Table) -> Iterator[Table]:
     """Close a new shard afterwards. An error may leave it incomplete."""
-    with table:
-        try:
-            yield table
-        except BaseException:
-            rows_of(table).version.commit()
-            raise
+    with table, on_failure(rows_of(table).version.commit):
+        yield table
 
 
 def _is_like(one: Table, other: Table) -> bool:
@@ -315,7 +313,7 @@ def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table
     """
     with ThreadPoolExecutor(len(tables) + len(shards)) as pool:
         size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
-        streams = [_prefetched(pool, _records(table, size)) for table in tables]
+        streams = [prefetched(pool, _records(table, size)) for table in tables]
         _send(merged(streams), shards, [_BatchFeed(pool, _write, table, tables) for table in made])
 
 
@@ -458,12 +456,12 @@ def _records(table: Table, size: int) -> Iterator[Batch]:
             yield ids, _taken(records.bytes, slots)
 
 
-def _prefetched(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Iterate over batches; a thread makes the next one meanwhile."""
-    coming = pool.submit(next, batches, None)
-    while (batch := coming.result()) is not None:
-        coming = pool.submit(next, batches, None)
-        yield batch
+def prefetched(pool: ThreadPoolExecutor, items: Iterator[Item]) -> Iterator[Item]:
+    """Iterate over `items`, none of which is None, while a thread makes the next one."""
+    coming = pool.submit(next, items, None)
+    while (item := coming.result()) is not None:
+        coming = pool.submit(next, items, None)
+        yield item
 
 
 def _overlap(one: Shard, other: Shard) -> bool:

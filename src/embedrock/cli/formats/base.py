@@ -9,14 +9,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
+from embedrock.cli.terminal.arguments import import_extra
 from embedrock.cli.terminal.tables import format_count
-from embedrock.errors import EmbedrockError, RequirementError
+from embedrock.errors import EmbedrockError
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.system import platform
 
@@ -124,19 +124,8 @@ def rows_at_once(dim: int) -> int:
 
 
 def import_pyarrow(kind: str, *parts: str) -> Any:
-    """Import pyarrow and some of its modules, to read or write files of a kind.
-
-    Raises:
-        RequirementError: it is not installed.
-    """
-    try:
-        for part in parts:
-            import_module(f"pyarrow.{part}")
-        return import_module("pyarrow")
-    except ImportError as error:
-        raise RequirementError(
-            f'{kind} needs pyarrow, which does not import: {error}. pip install "embedrock[files]"'
-        ) from error
+    """Import pyarrow and some of its modules, to read or write files of a kind: see `import_extra`."""
+    return import_extra(kind, "pyarrow", "files", *parts)
 
 
 class Output(NamedTuple):

@@ -20,9 +20,10 @@ from embedrock.keras.training import host_calls
 from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
 from embedrock.keras.training.placement import executor_of
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
-from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, reading
+from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, may_read
 from embedrock.keras.workers.shards import shard_of
 from embedrock.optimizers import Rule
+from embedrock.system.scopes import set_within
 from embedrock.table.changes import RuleTaker
 from embedrock.table.table import Table, rows_of
 
@@ -175,7 +176,7 @@ class TableHandle:
 
     def value(self) -> tf.Tensor:
         """Return, in a program, the variable's value, which lookups are functions of."""
-        with reading():
+        with set_within(may_read, True):
             return tf.convert_to_tensor(self.variable.value)
 
     def gradient(self, token: tf.Tensor) -> RowSlices:

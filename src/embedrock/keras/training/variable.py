@@ -9,8 +9,7 @@ import contextvars
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
@@ -44,17 +43,7 @@ WRITING_REFUSED = (
     f"{BEGIN_ANEW}"
 )
 
-_may_read = contextvars.ContextVar("embedrock_may_read", default=False)
-
-
-@contextmanager
-def reading() -> Iterator[None]:
-    """Allow reads of guarded variables."""
-    token = _may_read.set(True)
-    try:
-        yield
-    finally:
-        _may_read.reset(token)
+may_read = contextvars.ContextVar("embedrock_may_read", default=False)  # guarded variables
 
 
 class GuardedVariable:
@@ -86,7 +75,7 @@ class GuardedCell(GuardedVariable):
 
     def _read_variable_op(self: Any, no_copy: bool = False) -> Any:
         # Reads by model files, by lookups, and by TensorFlow's gradient functions, which record their variables.
-        if no_copy or _may_read.get() or _in_gradient_function("tensorflow."):
+        if no_copy or may_read.get() or _in_gradient_function("tensorflow."):
             return super()._read_variable_op(no_copy)  # pyright: ignore[reportAttributeAccessIssue]
         self._refuse_read()
 

@@ -8,10 +8,10 @@ of them for one tensor. No tensor shares memory with the rows, or with another t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from embedrock.frontend.references import is_reference, lasting_reference_to, re
 from embedrock.initializers import Zeros
 from embedrock.spec.description import rule_of
 from embedrock.spec.spec import STATE_BYTES, Spec
+from embedrock.system.scopes import set_within
 from embedrock.table import saved
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
@@ -104,14 +105,9 @@ def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
 _are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own", default=False)
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
+def apart() -> AbstractContextManager[None]:
     """Allow state dicts to contain only this process's shard of rows."""
-    token = _are_apart.set(True)
-    try:
-        yield
-    finally:
-        _are_apart.reset(token)
+    return set_within(_are_apart, True)
 
 
 def are_apart() -> bool:
