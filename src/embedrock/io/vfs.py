@@ -312,16 +312,13 @@ def read_whole(system: System, path: str, limit_bytes: int) -> bytes:
     Raises:
         CorruptTableError: the file is larger than `limit_bytes`, and was not read.
     """
-    file = open_file(system, path)
-    try:
+    with contextlib.closing(open_file(system, path)) as file:
         if file.size > limit_bytes:
             raise CorruptTableError(
                 f"{path} is too large: at most {limit_bytes} bytes were expected, and it has {file.size}. "
                 "Restore the file, or open an older commit."
             )
         return file.read(0, file.size)
-    finally:
-        file.close()
 
 
 LOCK_HEAD = 7  # bytes that identify our lock files

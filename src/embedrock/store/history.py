@@ -6,6 +6,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from math import prod
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
         file = open_file(system, where)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(f"{where} is missing: the commit needs it. {REMEDY}") from error
-    try:
+    with closing(file):
         if file.size != part.size or part.size > MAX_BYTES:
             raise damaged(where, f"{min(part.size, MAX_BYTES)} bytes", file.size)
         data, crc = b"", 0
@@ -86,8 +87,6 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
         if crc != part.crc:
             raise damaged(where, f"bytes with CRC-32 {part.crc:#010x}", f"{crc:#010x}")
         data = data if file.size <= PIECE_BYTES else file.read(0, file.size)
-    finally:
-        file.close()
     check_header(data[:HEADER_BYTES], where, uuid, 0, part.file)
     try:
         return _arrays(memoryview(data)[HEADER_BYTES:])

@@ -407,11 +407,8 @@ def owner_of(page: bytes, path: str) -> str | None:
 
 def read_start(system: System, path: str, size: int) -> bytes:
     """Return the first `size` bytes of a file, or all if it is shorter."""
-    file = open_file(system, path)
-    try:
+    with contextlib.closing(open_file(system, path)) as file:
         return file.read(0, min(size, file.size))
-    finally:
-        file.close()
 
 
 def make_header(uuid: str, record_bytes: int, path: str) -> bytes:

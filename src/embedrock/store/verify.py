@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
@@ -103,11 +104,8 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
 
 
 def _check_segment(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
-    segment = Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)
-    try:
+    with closing(Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)) as segment:
         bad = _bad_ids(segment)
-    finally:
-        segment.close()
     if len(bad):
         named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
         raise CorruptTableError(
