@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 import numpy as np
 
 from embedrock.batch.plan import NO_BITS, SlotIndex
-from embedrock.distributed.commits import CommonCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
+from embedrock.distributed.commits import ShardCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
 from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, CacheTooSmallError, CorruptTableError, TableFileError, UnsupportedError
 from embedrock.spec.description import check_same, describe_spec
@@ -119,14 +119,10 @@ class ShardedBackend(Backend):
     def has_room(self, rows: int) -> bool:
         return False
 
-    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> NoReturn:
+    def _change(self, *arguments: Any, **options: Any) -> NoReturn:
         raise AssertionError(self.subject)  # unreachable: the location refuses changes before
 
-    def discard(self, ids: np.ndarray, is_final: bool = False) -> NoReturn:
-        raise AssertionError(self.subject)
-
-    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> NoReturn:
-        raise AssertionError(self.subject)
+    admit = discard = bulk_insert = _change
 
     def stats(self) -> dict[str, float]:
         each = [part.tier.stats() for part in self._parts]
@@ -147,7 +143,7 @@ class OpenShards(NamedTuple):
     """A sharded table, open as of a commit that all shards have."""
 
     layout: ShardFolders
-    commit: CommonCommit
+    commit: ShardCommit
     tables: Sequence[Table]  # the shards
     options: Mapping[str, Any]  # the arguments that opened the whole table
 
@@ -186,7 +182,7 @@ class OpenShards(NamedTuple):
             table.close()
 
 
-def _commit(layout: ShardFolders, at: int | None) -> CommonCommit:
+def _commit(layout: ShardFolders, at: int | None) -> ShardCommit:
     if at is None:
         return last_of(layout)
     found = {common.numbers[0]: common for common in readable_of(layout)}
@@ -198,7 +194,7 @@ def _commit(layout: ShardFolders, at: int | None) -> CommonCommit:
     return found[at]
 
 
-def _open_all(layout: ShardFolders, common: CommonCommit, options: Mapping[str, Any]) -> list[Table]:
+def _open_all(layout: ShardFolders, common: ShardCommit, options: Mapping[str, Any]) -> list[Table]:
     own = {key: value for key, value in options.items() if key != "name"}  # of the whole table
     if own.get("memory") is not None:
         own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)

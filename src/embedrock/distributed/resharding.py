@@ -20,7 +20,7 @@ import numpy as np
 from embedrock.distributed.commits import (
     FILE,
     FOLDER,
-    CommonCommit,
+    ShardCommit,
     ShardFolders,
     kept_in,
     kept_of,
@@ -134,7 +134,7 @@ class Resharding:
         name: its name in each new shard.
     """
 
-    common: CommonCommit
+    common: ShardCommit
     name: str
 
     def __init__(self, before: ShardFolders, ranks: int, memory: int | str = MEMORY) -> None:

@@ -85,14 +85,12 @@ class Backend(ABC):
         is_shared: it is a pool, of all tables with the same record layout. Each has a range of its keys.
         parts: key ranges of a group's tables, by number; None for a table alone.
         batch_rows: rows that fit the backend at once.
-        base: key of id 0, in a pool.
     """
 
     evicts = is_shared = False
     base = number = 0
     parts: dict[int, Any] | None = None
     batch_rows = sys.maxsize
-    base = 0
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
