@@ -319,18 +319,24 @@ def keep_lines(path: Path, count: int) -> None:
     Raises:
         FileError: it has fewer.
     """
-    seen = size = 0
-    expected = f"{format_count(count, 'line')} from an earlier run"
+    seen, expected = 0, f"{format_count(count, 'line')} from an earlier run"
     if not path.exists():
         fail(path, expected, "no such file", "Begin anew: --restart.")
-    with open(path, "r+b") as file:
-        while seen < count and (block := file.read(BLOCK_BYTES)):
-            ends = line_ends(block)
-            size += int(ends[count - seen - 1]) + 1 if seen + len(ends) >= count else len(block)
-            seen += len(ends)
-        if seen < count:
-            fail(path, expected, f"{seen}", "Begin anew: --restart.")
-        file.truncate(size)
+    for starts in line_starts(path):
+        if seen + len(starts) > count:
+            return os.truncate(path, int(starts[count - seen]))
+        seen += len(starts)
+    fail(path, expected, f"{seen - 1}", "Begin anew: --restart.")
+
+
+def line_starts(path: Path) -> Iterator[np.ndarray]:
+    """Yield where lines begin, some at a time. After the last end of a line, another one begins."""
+    yield np.zeros(1, np.int64)
+    offset = 1
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield line_ends(block) + offset
+            offset += len(block)
 
 
 def line_ends(block: bytes) -> np.ndarray:
