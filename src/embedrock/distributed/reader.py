@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,14 +200,11 @@ def _open_all(layout: ShardFolders, common: ShardCommit, options: Mapping[str, A
     if own.get("memory") is not None:
         own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)
     opened = list[Table]()
-    try:
+    with contextlib.ExitStack() as held:
         for part, number in zip(layout.parts, common.numbers, strict=True):
-            opened.append(open_alone(part, "r", number, **own))
+            opened.append(held.enter_context(open_alone(part, "r", number, **own)))
             _check_like(opened[0], opened[-1], CONTENTS)
-    except BaseException:
-        for table in opened:
-            table.close()
-        raise
+        held.pop_all()
     return opened
 
 

@@ -249,7 +249,8 @@ class Resharding:
                 for table in tables:
                     opened.callback(table.close)
                 made = made or [opened.enter_context(_closing(self._new_part(rank, tables[0]))) for rank in missing]
-                if last and _is_like(last[0], tables[0]):
+                # Records of commits with one record layout can share a shard.
+                if last and _layout(last[0]) == _layout(tables[0]):
                     _follow(last, tables, shards, made)
                 else:
                     _fill(tables, shards, made)
@@ -300,10 +301,8 @@ def _closing(table: Table) -> Iterator[Table]:
         yield table
 
 
-def _is_like(one: Table, other: Table) -> bool:
-    """Return whether two commits have the same record layout, so that their records can share a shard."""
-    first, second = one.spec, other.spec
-    return (first.rows, first.seed, first.layout) == (second.rows, second.seed, second.layout)
+def _layout(table: Table) -> tuple[Any, ...]:
+    return table.spec.rows, table.spec.seed, table.spec.layout
 
 
 def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:

@@ -76,7 +76,10 @@ def open_table(
     """
     rows_name, dim_name = names
     if isinstance(rows, Table):
-        _refuse_options(layer, [dim_name] * (dim is not None) + ["group"] * (group is not None), options)
+        known = declared(TableOptions).items()
+        given = [dim_name] * (dim is not None) + ["group"] * (group is not None)
+        for name in given + [name for name, option in known if name in options and options[name] != option.default]:
+            raise ArgumentError(f"`{name}` of {layer} belongs to the table: pass it when you make the er.Table.")
         return rows
     if dim is None:
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
@@ -100,13 +103,6 @@ def open_table(
     if padding is not None and not rows_of(table).tier.count:
         zero_rows(table, [padding])
     return table
-
-
-def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) -> None:
-    known = declared(TableOptions).items()
-    changed = [name for name, option in known if name in options and options[name] != option.default]
-    for name in given + changed:
-        raise ArgumentError(f"`{name}` of {layer} belongs to the table: pass it when you make the er.Table.")
 
 
 def _member(
