@@ -224,7 +224,10 @@ class StringFiles(Folder[VocabularyManifest]):
         try:
             KIND.publish(self.system, self.folder, made)
         except OSError as error:
-            self._broken = self._may_be_there(made.commit)
+            try:
+                self._broken = self.is_published(made.commit)
+            except (OSError, EmbedrockError):
+                self._broken = True
             raise self.commit_error(error) from error
         self.manifest = made
         self.collect(1)
@@ -247,12 +250,6 @@ class StringFiles(Folder[VocabularyManifest]):
             f"{self.manifest.commit} is whole, and so are the strings in RAM",
             self.folder,
         )
-
-    def _may_be_there(self, number: int) -> bool:
-        try:
-            return self.is_published(number)
-        except (OSError, EmbedrockError):
-            return True
 
     # ------------------------------------------------------------ closing
 
