@@ -248,7 +248,10 @@ class Resharding:
                 tables = [open_table(self.before.part(n), "r", common.numbers[n], memory=memory) for n in sources]
                 for table in tables:
                     opened.callback(table.close)
-                made = made or [opened.enter_context(_closing(self._new_part(rank, tables[0]))) for rank in missing]
+                if not made:
+                    made = [opened.enter_context(self._new_part(rank, tables[0])) for rank in missing]
+                    for table in made:  # an error may leave it incomplete
+                        opened.enter_context(on_failure(rows_of(table).version.commit))
                 # Records of commits with one record layout can share a shard.
                 if last and _layout(last[0]) == _layout(tables[0]):
                     _follow(last, tables, shards, made)
@@ -292,13 +295,6 @@ class Resharding:
         if self.before.ranks != self.after.ranks:
             self.after.publish()
         _remove_others(self.after)
-
-
-@contextlib.contextmanager
-def _closing(table: Table) -> Iterator[Table]:
-    """Close a new shard afterwards. An error may leave it incomplete."""
-    with table, on_failure(rows_of(table).version.commit):
-        yield table
 
 
 def _layout(table: Table) -> tuple[Any, ...]:
