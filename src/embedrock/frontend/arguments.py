@@ -20,11 +20,11 @@ from embedrock.optimizers import Rule
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import OPEN_IDS, check_count
 from embedrock.system.interrupts import held_back
-from embedrock.table import changes
-from embedrock.table.changes import RuleTaker, set_rule
+from embedrock.table.changes import RuleTaker, check_may_bind, set_rule
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import InitialValuesOf, make_rows
 from embedrock.table.options import TableOptions, declared, index, table_options
+from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
 WIRES = ("float32", "bfloat16")  # dtypes of float32 numbers on the wire between processes
@@ -260,28 +260,10 @@ def written(rule: Rule) -> str:
     return f"er.{type(rule).__name__}({', '.join(parts)})"
 
 
-def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:
-    """Set an optimizer's rule as the rule of a table. Rows of a snapshot are never stepped.
-
-    Raises:
-        ArgumentError: a chosen rule, or optimizer state of rows, would be lost.
-    """
-    if table.mode == "w":
-        with (rows := rows_of(table)).table_lock.whole():
-            rows.check()
-            changes.bind_rule(rows, rule, taker)
-
-
-def check_may_bind(table: Table, rule: Rule, taker: RuleTaker) -> None:
-    """Raise the error that `bind_rule` would raise, if any."""
-    if table.mode == "w" and not taker.resets_state:
-        changes.check_may_bind(rows_of(table), rule, taker)
-
-
-def may_bind(table: Table, rule: Rule, taker: RuleTaker) -> bool:
+def may_bind(rows: TableState, rule: Rule, taker: RuleTaker) -> bool:
     """Return whether `check_may_bind` raises nothing."""
     try:
-        check_may_bind(table, rule, taker)
+        check_may_bind(rows, rule, taker)
     except ArgumentError:
         return False
     return True

@@ -89,7 +89,7 @@ class StorageManager(Location):
         with on_failure(table_folder.close):
             pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
         super().__init__(pools, is_alone, table_lock, f"{table_folder.kind} {opening.name or opening.path!r}")
-        self.table_folder, self.opening = table_folder, opening
+        self.table_folder, self.opening, self.writes = table_folder, opening, opening.mode == "w"
         self.upkeep = BackgroundCompaction(opening.path)
         self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
         self._commit: StorageCommit | None = None  # the last one
@@ -103,10 +103,6 @@ class StorageManager(Location):
         self._dropped = set[str]()  # names of members
         self._named_at = dict[str, int]()  # of a name that went to another table: the first commit that has this
         self._saving: list[RowLifecycle] = []  # lifecycles saved by the last started commit
-
-    @property
-    def writes(self) -> bool:
-        return self.opening.mode == "w"
 
     @property
     def last_commit(self) -> int:
