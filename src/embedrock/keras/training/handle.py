@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras shows a symbolic build in no other way
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, ForgottenGradientsError, UnsupportedError
 from embedrock.frontend.arguments import written
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
+from embedrock.keras.training.pending import SLOTS, PendingGradients
 from embedrock.keras.training.placement import executor_of
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
 from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, may_read

@@ -17,10 +17,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
-from embedrock.errors import UnsupportedError
+from embedrock.errors import ForgottenGradientsError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.pending import ForgottenGradientsError
 from embedrock.keras.training.slices import DENSE_WEIGHTS
 from embedrock.table.table import rows_of
 
