@@ -110,7 +110,7 @@ def _pretty(lines: Sequence[dict[str, Any]]) -> Any:
 
 
 def _publish(arguments: Namespace) -> int:
-    prometheus_client = import_extra("--prometheus", "prometheus_client", "metrics")
+    prometheus_client = import_extra("prometheus_client", "metrics", "--prometheus")
     while True:
         write_metrics(prometheus_client, _lines(arguments.folder), arguments.prometheus)
         if arguments.once:

@@ -9,8 +9,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
+from typing import BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -123,9 +124,7 @@ def rows_at_once(dim: int) -> int:
     return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
 
 
-def import_pyarrow(kind: str, *parts: str) -> Any:
-    """Import pyarrow and some of its modules, to read or write files of a kind: see `import_extra`."""
-    return import_extra(kind, "pyarrow", "files", *parts)
+import_pyarrow = partial(import_extra, "pyarrow", "files")  # for a kind of files
 
 
 class Output(NamedTuple):

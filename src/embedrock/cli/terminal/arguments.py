@@ -119,8 +119,8 @@ def add_command(
     return parser
 
 
-def import_extra(what: str, package: str, extra: str, *parts: str) -> Any:
-    """Import a package that an extra of Embedrock installs, and some of its modules, for an option or a kind of file.
+def import_extra(package: str, extra: str, what: str, *parts: str) -> Any:
+    """Import a package that an extra of Embedrock installs, and some of its modules. `what` needs them, for errors.
 
     Raises:
         RequirementError: it is not installed.
