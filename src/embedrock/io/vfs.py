@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from embedrock.errors import CorruptTableError, TableFileError
 from embedrock.io import readers
 from embedrock.system import forks, platform
 from embedrock.system.platform import O_DIRECT, O_NOFOLLOW, O_NONBLOCK
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import format_bytes
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -54,6 +55,17 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+@contextlib.contextmanager
+def explained_if_full(explain: Callable[[], OSError]) -> Iterator[None]:
+    """Raise the error that `explain` returns in place of one of a full disk."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise explain() from error
 
 
 def full_disk(path: str, what: str, needed: int, remedy: str) -> OSError:
@@ -244,11 +256,8 @@ def open_file(system: System, path: str, direct: bool = False) -> File:
         direct: read past the page cache where the file system can. For random reads of files larger than RAM.
     """
     fd = retried(system.open, path, os.O_RDONLY | (O_DIRECT if direct else 0))
-    try:
+    with on_failure(lambda: system.close(fd)):
         return File(system, path, fd, retried(system.size, fd))
-    except BaseException:
-        system.close(fd)
-        raise
 
 
 def write_whole(system: System, path: str, parts: Iterable[Data], link_to: str | None = None) -> None:
@@ -480,7 +489,7 @@ class System:
         if os.path.islink(path) or os.path.isdir(path):
             raise no_lock_file(path)
         fd = opened(os.open, path, os.O_RDWR | os.O_CREAT | O_NONBLOCK | O_NOFOLLOW, 0o666)
-        try:
+        with on_failure(lambda: os.close(fd)):
             found = os.fstat(fd)
             is_ours = stat.S_ISREG(found.st_mode) and os.pread(fd, LOCK_HEAD, 0) == text.encode()[:LOCK_HEAD]
             if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and not is_ours):
@@ -491,9 +500,6 @@ class System:
             # Write before truncation: a table on a full disk can be opened, because the lock's old bytes are reused.
             if is_there := self.is_at(fd, path):
                 os.ftruncate(fd, os.pwrite(fd, text.encode(), 0))
-        except BaseException:
-            os.close(fd)
-            raise
         if not is_there:  # this or another writer removed the name
             os.close(fd)
             return self.lock(path, text)

@@ -18,6 +18,7 @@ from embedrock.store.manifest import MAX_PARTS, StoreEntry, TableEntry
 from embedrock.store.record_store import RecordStore, keys_of_part
 from embedrock.store.table_folder import TableFolder, emptied
 from embedrock.system.interrupts import held_back
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size
 
 OF_VOLUME = ("commit", "collections_failed")  # statistics of the folder, equal in each of its backends
@@ -85,12 +86,9 @@ class DiskPools(RecordPools):
         check_budget(layout, self._budgets.share(), subject, is_shared)
         content = StoreEntry(last.uuid, last.commit, layout.record_bytes, None, 0, parts=0 if is_shared else None)
         store = self._table_folder.add(content)
-        try:
+        with on_failure(lambda: self._table_folder.discard(store)):
             members = [spec.rows or 0] if is_shared else []
             pool = self._pool(layout, self._table_folder.stores.index(store), members)
-        except BaseException:
-            self._table_folder.discard(store)
-            raise
         self._pools.append(pool)
         return pool
 

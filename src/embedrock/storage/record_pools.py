@@ -27,6 +27,7 @@ from embedrock.store.segments import damaged
 from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.ram import memory_limit
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
@@ -75,11 +76,8 @@ class RecordPools(ABC):
         If `fill` raises an error, the old backend stays.
         """
         made = self.part(spec, subject)
-        try:
+        with on_failure(lambda: self.release(made)):
             fill(made)
-        except BaseException:
-            self.release(made)
-            raise
         self.release(tier)
         return made
 

@@ -20,6 +20,7 @@ from embedrock.store.pieces import CompactionGoal, KeyRange, bounds, choose
 from embedrock.store.record_store import SCAN_ROWS, RecordStore, is_gone, keys_of_part, open_run
 from embedrock.store.segments import CRC_BYTES, Log, Segment
 from embedrock.system.arena import cut, joined, returned, taken
+from embedrock.system.scopes import on_failure
 from embedrock.system.spans import spanned
 
 CHUNK_BYTES = 128 << 20  # bytes of records in a sorted segment, at most
@@ -434,12 +435,9 @@ def _new_segments(store: RecordStore, first_kept: int) -> Iterator[_NewSegments]
     Make their names durable, or remove all after an error.
     """
     segments = _NewSegments(store, first_kept)
-    try:
+    with on_failure(segments.remove):
         yield segments
         retried(store.system.fsync_folder, folders.join(store.folder, "base"))
-    except BaseException:
-        segments.remove()
-        raise
 
 
 def fill(store: RecordStore, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> int:

@@ -21,6 +21,7 @@ from embedrock.store.manifest import KEYS, PART_BITS, SegmentEntry, StoreEntry
 from embedrock.store.reading import read_records
 from embedrock.store.segments import CRC_BYTES, Log, Segment, damaged, piece_rows
 from embedrock.system.arena import cut, joined, returned
+from embedrock.system.scopes import on_failure
 
 GONE = (1 << RUN_SHIFT) - 1  # stands for a position in a segment: the row was deleted when that segment was the newest
 
@@ -71,15 +72,11 @@ class CommitSnapshot:
             # Rows with newer records in a later log count too: this commit needs the records of its snapshot.
             ids, old = newest_of([log], store.base)
             ids, old = ids[~is_gone(old)], old[~is_gone(old)]
-            try:
+            with on_failure(lambda: store.table_folder.unlink([made.path], lambda: False)), on_failure(made.close):
                 store.copy(ids, old, made)
                 store.move(ids, old, made.locations())
                 made.gone = log.gone
                 made.noted.append(log.gone)
-            except BaseException:
-                made.close()
-                store.table_folder.unlink([made.path], lambda: False)
-                raise
             store.logs[store.logs.index(log)] = made
             store.take(made)
             store.table_folder.unlink([log.path], lambda: log.entry is not None)

@@ -22,6 +22,7 @@ from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatErr
 from embedrock.io.vfs import BLOCK, File, System, create, open_file, retried
 from embedrock.kernels.constants import CRC_BYTES, MARK_STEP, RUN_SHIFT
 from embedrock.system.arena import joined, returned
+from embedrock.system.scopes import on_failure
 
 FORMAT = 2  # of new files
 GOING = 3  # of commits of tables with dynamic or deleted rows
@@ -148,13 +149,10 @@ class Segment:
         """
         where = f"{folder}/{entry.file}"
         file = open_needed(system, where, f"its {counted(entry.count, 'record')}", direct)
-        try:
+        with on_failure(file.close):
             if file.size != entry.size:
                 raise damaged(where, f"{entry.size} bytes", f"{file.size}")
             _check_salt(file.read(0, HEADER_BYTES), where, uuid, record_bytes, entry)
-        except BaseException:
-            file.close()
-            raise
         segment = cls(file, entry.file, record_bytes, number)
         segment.count, segment.lo, segment.hi = entry.count, entry.lo, entry.hi
         segment.kind, segment.entry = entry.index, entry

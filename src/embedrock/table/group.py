@@ -39,6 +39,7 @@ from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, opened
 from embedrock.table.batches import FeatureLayout
@@ -533,12 +534,9 @@ def asked(
 
 
 def _as_of_last_commit(table_folder: TableFolder, opening: OpenOptions) -> StorageManager:
-    try:
+    with on_failure(table_folder.close):
         storage = StorageManager(table_folder, opening)
         storage.resume()
-    except BaseException:
-        table_folder.close()
-        raise
     return storage
 
 

@@ -20,6 +20,7 @@ from embedrock.storage.record_pools import RamOfTable
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
+from embedrock.system.scopes import on_failure
 from embedrock.table.changes import change_policies, set_rule
 from embedrock.table.opened import open_alone
 from embedrock.table.options import OpenOptions, index, refuse_options_of_files
@@ -116,7 +117,7 @@ def rows_of_last_commit(
         given: arguments that the table must agree with.
     """
     storage, rule = StorageManager(table_folder, opening), options["rule"]
-    try:
+    with on_failure(storage.lose):
         spec = spec_of(table_folder.manifest.members[0], table_folder.manifest, opening.path, init)
         if given is not None:
             check_same(dict(given), describe_spec(spec), opening.path)
@@ -132,9 +133,6 @@ def rows_of_last_commit(
         change_policies(rows, check_policies(options), storage.writes)
         if storage.writes:
             rows.tell()
-    except BaseException:
-        storage.lose()
-        raise
     return rows, storage
 
 

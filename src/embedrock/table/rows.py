@@ -100,12 +100,14 @@ class Location(ABC):
         is_alone: it is of one table without a group.
         table_lock: the common lock of the tables.
         subject: name of the table or group in error messages.
+        writes: whether its tables can change.
         prepared: the last step of the tables that was prepared, and not made yet.
         steps_to_look: steps of a table between calls of `look`.
         went_back_to: the commit whose content the last one has, if that was a rollback.
         listener: weak reference to a function that gets the names of closed members.
     """
 
+    writes = True
     steps_to_look: int = NEVER
     went_back_to: int | None = None
 

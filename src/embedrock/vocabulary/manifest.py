@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from embedrock.store import publishing
 from embedrock.store.publishing import COMMIT, LIST, check_fields, text, whole
 from embedrock.store.reading import VOCABULARY
-from embedrock.store.segments import CRC_BYTES, HEADER_BYTES, SegmentEntry, damaged
+from embedrock.store.segments import CRC_BYTES, HEADER_BYTES, damaged
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
 from embedrock.vocabulary.shape import ALL_BYTES, Shape
 
@@ -66,11 +66,6 @@ class StringFile:
     @property
     def shape(self) -> Shape:
         return Shape(self.count, self.text_bytes, self.longest, self.symbols)
-
-    @property
-    def as_run(self) -> SegmentEntry:
-        """Return the file's entry as a segment of pages."""
-        return SegmentEntry(self.file, self.size, self.pages, "full", 0, self.pages, 0, self.salt)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from embedrock.batch.gradients import RowGradients
 from embedrock.device.requirements import device_side, indexed
 from embedrock.distributed.owners import Replica, Shard
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, ForgottenGradientsError, UnsupportedError
 from embedrock.frontend.arguments import lags_behind
 from embedrock.optimizers import Rule
 from embedrock.table.table import Table, rows_of
@@ -29,7 +29,7 @@ from embedrock.torch.training.handle_gradient import HandleGradient, Pending, nu
 from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
-from embedrock.torch.training.unapplied import BOTH, ForgottenGradientsError, StateDictCheck, UnappliedGradientsCheck
+from embedrock.torch.training.unapplied import BOTH, StateDictCheck, UnappliedGradientsCheck
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
