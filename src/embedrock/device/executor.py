@@ -324,6 +324,10 @@ class GpuExecutor(ABC):
     @abstractmethod
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients: ...
 
+    def no_gradients(self) -> DeviceRowGradients:
+        nothing = torch.empty(0, self.spec.dim, device=self.device)
+        return self.sum(self.plan(torch.empty(0, dtype=torch.int64, device="cpu"), True), nothing, None, False)
+
     # ------------------------------------------------------------ bags
 
     def bounds(self, offsets: Tensor, n: int) -> Tensor:

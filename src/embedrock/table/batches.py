@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids
-from embedrock.batch.plan import Plan, bounds_of, plan_tables, sources_of
+from embedrock.batch.plan import Plan, bounds_of, plan_of_rows, plan_tables, sources_of
 from embedrock.batch.pooling import ONES, Bags, PooledSource
 from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
@@ -291,6 +291,7 @@ class PoolLookup:
         traces: of `pooling.sum_bags`, for each pool plan.
         values: rows of each pool plan, float32 (unique, dim), if weights get gradients.
         side_by_side: the only array has the bags of a sample one after the other, float32 (bags, sum of dims).
+        by_frequency: divide a row's gradient by the number of times its id occurs. Of one table.
     """
 
     batch: GroupPlan
@@ -298,6 +299,7 @@ class PoolLookup:
     traces: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
+    by_frequency: bool = False
 
     def parts(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
         """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
@@ -329,22 +331,32 @@ class PoolLookup:
 # -------------------------------------------------------------------- plans
 
 
-def plan(features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
+Planner = Callable[[np.ndarray], Plan]  # of the ids of a feature
+
+
+def plan(
+    features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock, planner: Planner | None = None
+) -> GroupPlan:
     """Plan a batch of tables with one lock: of a group, or a table alone. The last step may still be running.
 
     Args:
         features: of the batch.
         routes: layouts of earlier batches, which the caller keeps.
         table_lock: of the tables.
+        planner: plans the ids of the only feature, whose rows other processes have; None: the tables have them.
 
     Raises:
         IdError, IdTypeError: as for `Table.lookup`.
     """
+    if planner is not None:
+        return _planned(_given(features), routes, table_lock, planner)
     with table_lock.lock:  # not exclusively: a step moves no record
         return _planned(_given(features), routes, table_lock)
 
 
-def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock) -> GroupPlan:
+def _planned(
+    given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock, planner: Planner | None = None
+) -> GroupPlan:
     key = tuple([(feature.table, feature.mode, feature.padding) for feature in given])
     found = routes.get(key)
     if found is None or not _are_current(found):
@@ -354,9 +366,9 @@ def _planned(given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: Tab
     for route in found:
         _check(route.rows)
         for rows in route.rows:
-            if rows.owns is not None:
+            if rows.owns is not None and planner is None:
                 _check_owned(rows, given)
-    return GroupPlan(given, [_share(route, given) for route in found], routes, table_lock)
+    return GroupPlan(given, [_share(route, given, planner) for route in found], routes, table_lock)
 
 
 def _are_current(layouts: Sequence[PoolLayout]) -> bool:
@@ -434,7 +446,7 @@ def _route(
     return PoolLayout(dim, kind, list(asked), rows, parts, paddings, numbers, own, modes, *about)
 
 
-def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
+def _share(route: PoolLayout, features: Sequence[BatchFeature], planner: Planner | None) -> PoolPlan:
     own = [features[number] for number in route.numbers]
     kept: list[np.ndarray | None] = [None] * len(own)
     if route.skips:
@@ -442,6 +454,8 @@ def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
         own, kept = [feature for feature, _ in left], [each for _, each in left]
     layout, tier = route.layout(own), route.rows[0].tier
     ids = [feature.ids for feature in own]
+    if planner is not None:
+        return PoolPlan(route, layout, planner(ids[0]), _weights(own), kept)
     made = plan_tables(sources_of(ids), route.described(), layout.tables, tier.index, tier.epoch)
     if made is None:
         reading.refuse([rows_of(feature.table) for feature in own], ids)
@@ -523,7 +537,7 @@ def read(
         batch: its plan.
         for_weights: `weight_gradients` will be called.
         side_by_side: the only array is (batch, sum of dims). The batch must be `may_be_side_by_side`.
-        values: of a batch of one table and kind, its rows, float32 (unique, dim), if they are known.
+        values: of a batch of one table and kind, its rows, float32 (unique, dim), if they are known. Its plan stays.
     """
     table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
     table_lock.queue()
@@ -534,7 +548,7 @@ def read(
 
 
 def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.ndarray | None) -> PoolLookup:
-    if not _are_current([share.route for share in batch.shares]):
+    if known is None and not _are_current([share.route for share in batch.shares]):
         batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
     for share in batch.shares:
         _check(share.route.rows)
@@ -636,6 +650,8 @@ def _summed(
         values, squares = pooling.sum_bags(places[number], route.dim, share.weights, share.bags, trace)
         norms = squares.tolist()
         whole = RowGradients(share.plan, values, sum(norms), norms)
+        if lookup.by_frequency:
+            whole = whole.with_values(values / np.diff(share.plan.starts).astype(np.float32)[:, None])
         if touched is None and not route.has_padding:
             found.append((route.tables, whole))
             continue
@@ -645,6 +661,16 @@ def _summed(
                 summed = summed.kept(touched[number][share.plan.of(k)])
             found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
     return found
+
+
+def by_position(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the id of each position of a batch of one feature, and its gradient, float32 (n, dim), without padding."""
+    (share,), (trace,), (places, _kept) = lookup.batch.shares, lookup.traces, _places(lookup, grads)
+    ids = share.plan.ids[share.plan.inverse]
+    alone = share.bags._replace(plan=plan_of_rows(ids, ids, -1))
+    values, _squares = pooling.sum_bags(places, share.route.dim, share.weights, alone, trace)
+    counts = ids != share.route.paddings[0] if share.route.has_padding else slice(None)
+    return ids[counts], values[counts]
 
 
 def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -13,17 +14,17 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
-from embedrock.batch.plan import Plan
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
+from embedrock.distributed.stages import GradientBlock
 from embedrock.errors import IdTypeError, UnsupportedError
-from embedrock.storage.table_lock import TableLock
 from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import BatchFeature
-from embedrock.table.table import Table
+from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
-from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
-from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.cpu_executor import CpuExecutor, PositionGradients, host_grads, host_weights
+from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
 from embedrock.torch.training.ranks import are_there_groups
@@ -103,16 +104,6 @@ def refuse_second_derivative() -> NoReturn:
     )
 
 
-def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
-    """Shrink rows with a norm above `max_norm` in the table, as `torch.embedding_renorm_` does."""
-    rows = torch.from_numpy(table.read_rows(plan))
-    norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
-    over = norms > max_norm
-    if over.any():
-        factors = max_norm / (norms[over].double() + 1e-7)
-        table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
-
-
 class LayerLayout:
     """Common facts of lookups of features by layers, for one `generation`.
 
@@ -120,7 +111,6 @@ class LayerLayout:
 
     Args:
         now: the generation.
-        joins: of the layers: see `RowLayer.joined_by`.
         layers: layers of the features.
 
     Attributes:
@@ -129,22 +119,25 @@ class LayerLayout:
         distinct: each handle once.
         forms: tables, modes and paddings of the features.
         dtypes: of the outputs.
-        table_lock: of the tables, if the CPU reads them together, as they are; else None.
+        executor: of the rows, if the CPU has them; else None.
+        table_lock: of the tables, if the CPU has their rows; else None.
         routes: see `batches.plan`.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
         most_dims: most dimensions of a feature's ids.
     """
 
-    def __init__(self, now: int, joins: Any, layers: Sequence[Any]) -> None:
-        self.generation, self.joins = now, joins
+    def __init__(self, now: int, layers: Sequence[Any]) -> None:
+        self.generation = now
         self.handles: list[Handle] = [layer.handle for layer in layers]
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
         tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
         self.forms = tables, modes, [layer.padding_idx for layer in layers]
         self.dtypes, self.by_frequency = [layer.dtype for layer in layers], layers[0].scale_grad_by_freq
-        self.table_lock = joins if isinstance(joins, TableLock) else None
+        executor: Any = self.handles[0].executor()
+        self.joins, self.executor = executor.joins, executor if isinstance(executor, CpuExecutor) else None
+        self.table_lock: Any = None if self.executor is None else rows_of(executor.table).table_lock
         self.routes = dict[tuple[Any, ...], Any]()
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
@@ -156,15 +149,17 @@ class LayerLayout:
     def leave(self, handle: Handle) -> None:
         """Drop the tables if one is of this handle: their records may go."""
         if any(own is handle for own in self.distinct):
-            self.forms = [], [], []
+            self.forms, self.executor = ([], [], []), None
             self.routes.clear()
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
         if self.generation != generation.now or self.owners[0][0] is not parameters or not self.has_its_handles():
             return False
-        # A process group may share the rows from now on.
-        return self.joins is None or not are_there_groups() or self.handles[0].executor().joins is self.joins
+        if not are_there_groups():
+            return True
+        executor = self.handles[0].executor()  # a process group may share the rows from now on
+        return executor is self.executor or (self.executor is None and not isinstance(executor, CpuExecutor))
 
     def has_its_handles(self) -> bool:
         """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
@@ -176,8 +171,8 @@ class LayerLayout:
             return False
         return True
 
-    def trained(self, layers: Iterable[Any]) -> list[Handle]:
-        """Return each handle whose rows train, after the checks of a forward. `layers` has each layer once."""
+    def trained(self, layers: Sequence[Any]) -> list[Handle]:
+        """Return each handle whose rows train, after the checks of a forward."""
         if torch._C._is_tracing():
             raise UnsupportedError(
                 "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
@@ -187,7 +182,8 @@ class LayerLayout:
         if not torch.is_grad_enabled():
             return []
         for handle in self.distinct:
-            if handle.unapplied.passed_by and handle.requires_grad and _are_training(layers, handle):
+            passed_by = handle.unapplied.passed_by and handle.requires_grad
+            if passed_by and any(layer.training for layer in layers if layer.handle is handle):
                 handle.unapplied.check(handle.label)
         return [handle for handle in self.distinct if handle.requires_grad]
 
@@ -203,10 +199,6 @@ class LayerLayout:
             return list(map(_AS_ARRAY, given))
         except RuntimeError:  # a negating view
             return None
-
-
-def _are_training(layers: Iterable[Any], handle: Handle) -> bool:
-    return any(layer.training for layer in layers if layer.handle is handle)
 
 
 INT64, STRIDED = torch.int64, torch.strided
@@ -284,7 +276,7 @@ class LookupState(ABC):
 
 
 class ExecutorLookup(LookupState):
-    """Lookup of one feature by the verbs of its rows' executor.
+    """Lookup of one feature by the verbs of its rows' executor on a GPU.
 
     Args:
         executor: executor of the rows.
@@ -297,7 +289,7 @@ class ExecutorLookup(LookupState):
         self,
         layout: LayerLayout,
         trained: Sequence[Handle],
-        executor: Executor,
+        executor: Any,
         plan: Any,
         weights: Tensor | None = None,
         bags: Any = None,
@@ -372,7 +364,7 @@ class DeviceLookupState(LookupState):
 
 
 class HostLookup(LookupState):
-    """Lookup of features of tables with one lock, whose rows the CPU has.
+    """Lookup by the CPU: of one feature, or of features of tables with one lock.
 
     Args:
         ids, bounds, weights: of the features: see `HostInput`.
@@ -397,15 +389,20 @@ class HostLookup(LookupState):
         values = [host_weights(own) for own in weights] if weights else layout.none
         tables, modes, paddings = layout.forms
         features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
-        assert layout.table_lock is not None
-        self._batch = batches.plan(features, layout.routes, layout.table_lock)
+        self._executor: Any = layout.executor
+        planner: Any = self._executor.planner
+        if planner is not None:
+            planner = functools.partial(planner, trains=bool(trained))
+        self._batch = batches.plan(features, layout.routes, layout.table_lock, planner)
         is_whole = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
         self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
-        layout = self.layout
-        self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
+        layout, rows = self.layout, self._executor.rows
+        values = None if rows is None else rows(self._batch.shares[0].plan)
+        self._found = found = batches.read(self._batch, for_weights, self.side_by_side, values)
+        found.by_frequency = layout.by_frequency
         if self.side_by_side:
             whole = torch.from_numpy(found.arrays[0])
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
@@ -432,15 +429,19 @@ class HostLookup(LookupState):
             blocks = batches.sum_array(self._found, grads[0])
         else:
             blocks = batches.sum_blocks(self._found, grads)
+            if self._executor.sums_positions:
+                blocks = [([self.handles[0].table], self._with_positions(blocks, grads))]
             if type(None) in set(map(type, grads)):
                 given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
         return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        found = batches.sum_gradients(self._found, grads)
-        of = {handle.table: handle for handle in self.trained}
-        return {of[table]: HostGradients.of(rows) for table, rows in found if table in of}
+        blocks = batches.sum_blocks(self._found, grads)  # one, of one feature: others come by `bring`
+        return {self.handles[0]: self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]}
+
+    def _with_positions(self, blocks: Sequence[batches.Block], grads: Sequence[Any]) -> RowGradients:
+        return PositionGradients.of_sums(blocks[0][1], (GradientBlock(*batches.by_position(self._found, grads)),))
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._found, grads)
