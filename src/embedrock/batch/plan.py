@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.ids, self.inverse, self.starts, self.order, self.slots))
+        return sum([each.nbytes for each in (self.ids, self.inverse, self.starts, self.order, self.slots)])
 
     def __post_init__(self) -> None:
         for array in (self.ids, self.inverse, self.starts, self.order, self.slots):

@@ -238,15 +238,16 @@ class SingleLookup:
         trains: a step may follow.
 
     Attributes:
+        rows: unique rows of bags, after `read`.
         trace: of the pooling, see `pooling.pool`.
         weights: of the positions; None for ones.
     """
 
-    trace: Tensor
+    trace: Any = None
 
     def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool) -> None:
         self._feature, (executor, ids, padding, bags) = feature, feature
-        self._plan, self._rows = executor.plan(ids.reshape(-1), trains), None
+        self._plan, self.rows = executor.plan(ids.reshape(-1), trains), None
         self._bags: DeviceBags | None = None
         self.weights = None if bags is None else bags.weights
         if bags is not None and not as_rows:
@@ -255,14 +256,18 @@ class SingleLookup:
             bounds = executor.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
             self._bags = executor.bags(self._plan, bounds, bags.mode, padding)
 
+    @property
+    def nbytes(self) -> int:
+        return self._plan.nbytes
+
     def read(self) -> Tensor:
         """Return the row of each position, float32 ``ids.shape + (dim,)``, or the bags, (bags, dim)."""
         executor, ids, _, bags = self._feature
         if self._bags is None:
             rows = executor.read(self._plan)
             return rows if bags is not None else rows.view(*ids.shape, rows.shape[1])
-        self._rows = executor.read_rows(self._plan)
-        out, self.trace = executor.pool(self._rows, self.weights, self._bags)
+        self.rows = executor.read_rows(self._plan)
+        out, self.trace = executor.pool(self.rows, self.weights, self._bags)
         return out
 
     def sum(self, grads: Tensor) -> DeviceRowGradients:
@@ -277,7 +282,7 @@ class SingleLookup:
         executor, ids, _, _ = self._feature
         if grads is None:
             return torch.zeros(ids.numel(), dtype=torch.float32, device=executor.device)
-        return executor.weight_grads(grads, self._rows, self._bags)
+        return executor.weight_grads(grads, self.rows, self._bags)
 
 
 class TableRowSums:

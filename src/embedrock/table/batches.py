@@ -278,7 +278,7 @@ class GroupPlan:
 
     @property
     def nbytes(self) -> int:
-        return sum(share.plan.nbytes for share in self.shares)
+        return sum([share.plan.nbytes for share in self.shares])
 
 
 @dataclass(eq=False)

@@ -34,8 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 REFUSED = {
     "weights": "use from_pretrained(weights), which copies nothing",
-    "lora_rank": "rows are trained themselves. Leave it out",
-    "lora_alpha": "rows are trained themselves. Leave it out",
+    **dict.fromkeys(("lora_rank", "lora_alpha"), "rows are trained themselves. Leave it out"),
     "quantization_config": 'use dtype="bfloat16" for rows of half the size',
     "input_length": "it is not needed. Leave it out",
     **dict.fromkeys(("input_shape", "batch_shape", "batch_input_shape", "batch_size"), "use keras.Input"),
@@ -182,10 +181,8 @@ def _translated(made: Any, given: Any, rows: int | None, dim: int) -> Initialize
 # ---------------------------------------------------------------- pretrained weights
 
 OF_WEIGHTS = {
-    "input_dim": "it is that of the weights. Leave it out",
-    "output_dim": "it is that of the weights. Leave it out",
-    "embeddings_initializer": "rows start as the weights. Leave it out",
-    "seed": "rows start as the weights. Leave it out",
+    **dict.fromkeys(("input_dim", "output_dim"), "it is that of the weights. Leave it out"),
+    **dict.fromkeys(("embeddings_initializer", "seed"), "rows start as the weights. Leave it out"),
 }
 
 

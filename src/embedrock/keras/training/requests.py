@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import OrderedDict
@@ -110,8 +111,8 @@ class HostLookup:
         return self._asking(lambda features: batches.plan(features, self._routes, self._table_lock), inputs)
 
     def read(
-        self, inputs: Sequence[Any], keep: bool, plan: GroupPlan | None = None, rows: np.ndarray | None = None
-    ) -> tuple[list[np.ndarray], np.ndarray | None, GroupPlan | None]:
+        self, inputs: Sequence[Any], keep: bool, plan: Any = None, rows: np.ndarray | None = None
+    ) -> tuple[list[Any], Any, Any]:
         """Return the rows or bags of each request, the array to save, and the plan.
 
         Args:
@@ -131,8 +132,8 @@ class HostLookup:
         return outputs, saved, lookup.batch
 
     def sum_gradients(
-        self, inputs: Sequence[Any], plan: GroupPlan | None, grads: Sequence[np.ndarray], saved: np.ndarray | None
-    ) -> tuple[list[tuple[TableHandle, Any]], list[np.ndarray]]:
+        self, inputs: Sequence[Any], plan: Any, grads: Sequence[Any], saved: Any
+    ) -> tuple[list[tuple[TableHandle, Any]], list[Any]]:
         """Sum the gradients of all rows and bags that were read.
 
         Args:
@@ -147,7 +148,6 @@ class HostLookup:
         lookup = batches.unread(self.plan(inputs) if plan is None else plan)
         own = [grads[k] for k in self.which]
         if self._is_max:
-            assert saved is not None  # as `saved` says
             lookup.traces = [saved]
         summed = [
             (self._handles[table], joint.of(number))
@@ -164,26 +164,21 @@ class HostLookup:
         try:
             return ask([self._feature(request, inputs) for request in self.requests])
         except IdError:
-            refuse_outside([request.of(map(inputs.__getitem__, request.parts())) for request in self.requests])
+            array = self.requests[0].handle.executor.host_array
+            refuse_outside([one.of(iter([array(inputs[k]) for k in one.parts()])) for one in self.requests])
             raise
 
     def _feature(self, request: LookupRequest, inputs: Sequence[Any]) -> BatchFeature:
-        handle, ids, weights = request.handle, inputs[request.ids], None
+        handle, ids = request.handle, inputs[request.ids]
         if handle not in self._pooled:
             return BatchFeature(handle.table, ids)
-        if request.offsets is None:
-            return BatchFeature(handle.table, ids.reshape(-1), np.arange(ids.size + 1), mode="sum")
-        if request.weights is not None and len(weights := inputs[request.weights]) != len(ids):
-            raise wrong_weights(handle, len(weights), len(ids))
-        return BatchFeature(handle.table, ids, inputs[request.offsets], weights, "max" if self._is_max else "sum")
-
-
-def wrong_weights(handle: TableHandle, given: int, ids: int) -> ArgumentError:
-    """Return the error of weights that do not fit their ids."""
-    return ArgumentError(
-        f"`weights` of {handle.label} must have one weight for each id: got {given} for {counted(ids, 'id')}. Give "
-        "them the shape of the ids."
-    )
+        offsets, weights = (None if part is None else inputs[part] for part in request[2:4])
+        if weights is not None and len(weights) != len(ids):
+            raise ArgumentError(
+                f"`weights` of {handle.label} must have one weight for each id: got {len(weights)} for "
+                f"{counted(len(ids), 'id')}. Give them the shape of the ids."
+            )
+        return BatchFeature(handle.table, ids.reshape(-1), offsets, weights, "max" if self._is_max else "sum")
 
 
 def refuse_outside(requests: Sequence[LookupRequest]) -> None:
@@ -216,7 +211,7 @@ class KeptPlans:
 
     def grant(self, lookup: Any, plans: list[Any]) -> int:
         """Keep plans in a lookup's dict ``kept``, and return their number."""
-        dropped, own = list[Any](), _size(plans)  # dropped when the lock is free
+        dropped, own = list[Any](), sum([plan.nbytes for plan in plans])  # dropped when the lock is free
         with self._lock:
             number = next(self._numbers)
             lookup.kept[number] = plans
@@ -236,10 +231,6 @@ class KeptPlans:
             return lookup.kept.pop(number, None)
 
 
-def _size(plans: list[Any]) -> int:
-    return sum(plan.nbytes for plan in plans)
-
-
 KEPT_PLANS = KeptPlans()
 
 
@@ -251,15 +242,14 @@ class WorkerLookup:
         self._handles = [part.requests[0].handle for part in parts]
         self._shard = self._handles[0].shard or Shard(0, 1)
 
-    def fetch(self, ids: tf.Tensor) -> list[tf.Tensor]:
-        """Return, in a program, the argument `served` of `rows`, given the message of `ask`."""
-        asked = gather(ids)
+    def fetch(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return, in a program, the argument `served` of `rows`, given the parts of all requests."""
+        call = functools.partial(host_calls.call, functions=functions_of(self._handles), stateful=False)
+        asked = gather(call(self.ask, parts, [tf.int32])[0])
         with tf.control_dependencies(host_calls.after_earlier_steps()):
-            functions = functions_of(self._handles)
-            served = host_calls.call(self.serve, [asked], [tf.int32], functions=functions, stateful=False)
-        return [gather(served[0])]
+            return [gather(call(self.serve, [asked], [tf.int32])[0])]
 
-    def ask(self, inputs: Sequence[Any]) -> np.ndarray:
+    def ask(self, *inputs: np.ndarray) -> np.ndarray:
         """Return a message with the unique ids that each lookup needs."""
         ids = self._ids([part.plan(inputs) for part in self._parts])
         return addressed(stages.ask(ids, self._splits(ids)))
