@@ -38,7 +38,7 @@ STAY = ("dim", "dtype", "init", "seed")  # the same for one table at all times: 
 
 
 class ShardedBackend(Backend):
-    """The records of a sharded table, read only. It copies the records of a batch into one array.
+    """The records of a sharded table, read only: the location refuses changes. It copies those of a batch to an array.
 
     Args:
         spec: spec of the whole table.
@@ -114,18 +114,6 @@ class ShardedBackend(Backend):
             f"rows of {self.subject}, which is in parts, cannot be used by a GPU. Share them out over one rank, "
             "embedrock reshard --shards 1, and open its part; or look them up on the CPU."
         )
-
-    def has_room(self, rows: int) -> bool:
-        return False
-
-    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> NoReturn:
-        raise AssertionError(self.subject)  # unreachable: the location refuses changes before
-
-    def discard(self, ids: np.ndarray, is_final: bool = False) -> NoReturn:
-        raise AssertionError(self.subject)
-
-    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> NoReturn:
-        raise AssertionError(self.subject)
 
     def stats(self) -> dict[str, float]:
         each = [part.tier.stats() for part in self._parts]

@@ -209,7 +209,7 @@ class DiskBackend(Backend):
             self.new_epoch()
             raise
 
-    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
+    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         slots = self.bring(ids, slots)
         while self._make_free(int(np.count_nonzero(slots < 0))):  # others may have had the table meanwhile
             slots = self.bring(ids, self.cache.find(ids))

@@ -440,9 +440,9 @@ def _share(route: PoolLayout, features: Sequence[BatchFeature]) -> PoolPlan:
     if route.skips:
         left = [_without_padding(feature) for feature in own]
         own, kept = [feature for feature, _ in left], [each for _, each in left]
-    layout, tier = route.layout(own), route.rows[0].tier
+    layout, pool = route.layout(own), route.rows[0].tier.pool
     ids = [feature.ids for feature in own]
-    made = plan_tables(sources_of(ids), route.described(), layout.tables, tier.index, tier.epoch)
+    made = plan_tables(sources_of(ids), route.described(), layout.tables, pool.index, pool.epoch)
     if made is None:
         reading.refuse([rows_of(feature.table) for feature in own], ids)
     return PoolPlan(route, layout, made, _weights(own), kept)
