@@ -7,6 +7,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -221,13 +222,14 @@ class Backend(ABC):
     def admitted(self, rows: int) -> None:  # noqa: B027
         """Count records that `pool` has made (below 0: deleted) for this table."""
 
-    def begin_bring(self) -> None:  # noqa: B027
-        """Announce a call of `bring_ahead`, so that files stay open for it. Caller holds the table lock."""
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context that keeps files and rows in place while the table lock may be released."""
+        return nullcontext()
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Load the records of a later batch, and hold them until their pin is released. Ids may repeat.
 
-        Any thread may call it, after `begin_bring`. Other threads may use the table meanwhile.
+        Any thread may call it, while the backend is `in_use`. Other threads may use the table meanwhile.
         """
         return Pin()
 
