@@ -154,7 +154,8 @@ class RecordRange(Backend):
         pool.parts[number] = self
         self.history = None
         self.room, self._count = room, 0
-        self.evicts, self.new_epoch, self.stats = pool.evicts, pool.new_epoch, pool.stats
+        self.evicts, self.new_epoch, self.begin_batch = pool.evicts, pool.new_epoch, pool.begin_batch
+        self.copy_before_write, self.mark_dirty, self.stats = pool.copy_before_write, pool.mark_dirty, pool.stats
         self.add_listener, self.remove_listener = pool.add_listener, pool.remove_listener
         self._arena: Arena | None = None
 
@@ -179,6 +180,9 @@ class RecordRange(Backend):
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return self.pool.find(self.keys(ids))
+
+    def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        return self.pool.bring(self.keys(ids), slots)
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         return self.pool.read_through(self.keys(ids))
