@@ -71,7 +71,7 @@ def reads(request, monkeypatch):
             made._linux.works = False
         elif not made._linux.works or made._linux._new_context() is None:
             pytest.skip("no asynchronous reads here")
-        monkeypatch.setattr(readers, "_readers", made)
+        monkeypatch.setattr(readers, "READERS", made)
         return made
 
     return start
@@ -619,7 +619,7 @@ class TestReadMany:
         fds[bad] = os.dup(file.fd)
         os.close(fds[bad[0]])
         out = aligned(count * BLOCK)
-        readers.read((fds, at, np.full(count, BLOCK), out, at, got), {file.fd, int(fds[bad[0]])})
+        readers.READERS.read((fds, at, np.full(count, BLOCK), out, at, got), {file.fd, int(fds[bad[0]])})
         assert np.flatnonzero(got < 0).tolist() == bad
         good = np.delete(np.arange(count), bad)
         blocks = out.reshape(count, BLOCK)
@@ -643,7 +643,7 @@ class TestReadMany:
         # As in containers: the system call is there, and refused.
         made = Readers()
         made._linux._calls = 10**6, 10**6, 10**6
-        monkeypatch.setattr(readers, "_readers", made)
+        monkeypatch.setattr(readers, "READERS", made)
         made._linux.works = True
         for seed in range(5):
             self.read_and_check(file, seed)

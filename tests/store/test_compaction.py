@@ -192,7 +192,7 @@ def none_has_newer(ids: np.ndarray) -> np.ndarray:
 
 
 def rows_in_logs(store: RecordStore) -> set[int]:
-    return {int(row) for ids, _ in store.log_index.items(100) for row in ids}
+    return {int(row) for ids, _ in store.log_parts() for row in ids}
 
 
 def read_all(store: RecordStore, ids: list[int]) -> dict[int, bytes]:

@@ -557,17 +557,17 @@ def test_a_commit_that_says_other_rows_of_a_member_than_its_pool_has_is_damaged(
         group.commit()
         part = rows_of(group["b"]).tier
         assert isinstance(part, RecordRange)
-        part.count += 1  # as a forged manifest says
+        part.admitted(1)  # as a forged manifest says
         with pytest.raises(
             er.CorruptTableError, match=r"the pool of table 'b' is damaged: expected 1\d rows of it, got"
         ):
             group["b"].export()
-        part.count -= 2
+        part.admitted(-2)
         with pytest.raises(
             er.CorruptTableError, match=r"the pool of table 'b' is damaged: expected \d+ rows? of it, got"
         ):
             group["b"].export()
-        part.count += 1
+        part.admitted(1)
         part.spec = replace(part.spec, rows=3)  # as a forged log has keys that no id of the table has
         with pytest.raises(er.CorruptTableError, match=r"expected ids in \[0, 3\), got \d+ to \d+\. Restore the file"):
             group["b"].export()

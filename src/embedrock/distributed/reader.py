@@ -40,7 +40,7 @@ STAY = ("dim", "dtype", "init", "seed")  # the same for one table at all times: 
 
 
 class ShardedBackend(Backend):
-    """The records of a sharded table, read only. It copies the records of a batch into one array.
+    """The records of a sharded table, read only: the location refuses changes. It copies those of a batch to an array.
 
     Args:
         spec: spec of the whole table.
@@ -116,14 +116,6 @@ class ShardedBackend(Backend):
             f"rows of {self.subject}, which is in parts, cannot be used by a GPU. Share them out over one rank, "
             "embedrock reshard --shards 1, and open its part; or look them up on the CPU."
         )
-
-    def has_room(self, rows: int) -> bool:
-        return False
-
-    def _change(self, *arguments: Any, **options: Any) -> NoReturn:
-        raise AssertionError(self.subject)  # unreachable: the location refuses changes before
-
-    admit = discard = bulk_insert = _change
 
     def stats(self) -> dict[str, float]:
         each = [part.tier.stats() for part in self._parts]

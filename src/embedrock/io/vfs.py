@@ -524,7 +524,7 @@ class System:
             starts: position of each piece in `out`, likewise. Bytes behind the end of a file are zeroed.
         """
         got = np.empty(len(fds), np.int64)
-        readers.read((fds, offsets, sizes, out, starts, got), self._direct)
+        readers.READERS.read((fds, offsets, sizes, out, starts, got), self._direct)
         for i in np.flatnonzero(got != sizes).tolist():
             start, end = int(starts[i]), int(starts[i] + sizes[i])
             found = self._read_again(int(fds[i]), out.data[start:end], int(offsets[i]))

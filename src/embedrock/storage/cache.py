@@ -148,20 +148,14 @@ class SlotCache(IdTable):
         levels = np.zeros(len(ids), np.uint8)
         if len(self._ghosts):
             kernels.cpu.launch(kernels.cpu.cache.recall, self._ghosts, ids, self._epoch, levels)
-        return self._enter(ids, levels)
-
-    def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
-        """Return new slots for the rows in `slots` of another cache, with the same flags and scores, without pins."""
-        made = self._enter(other.ids_in(slots), other.scores_in(slots))
-        self.flags[made] = other.flags[slots]
-        return made
+        return self.enter(ids, levels)
 
     def scores_in(self, slots: np.ndarray) -> np.ndarray:
         """Return the scores of the rows in slots, uint8: what they are worth to keep."""
         return self._scores[slots]
 
-    def _enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
-        """Assign new slots to ids (without repeats) that have none, with their scores."""
+    def enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        """Assign new slots to ids (without repeats) that have none, with their scores, and return them."""
         assert len(ids) <= self.free
         self._grow(self.count + len(ids))
         cpu, launch, slots = kernels.cpu.cache, kernels.cpu.launch, np.empty(len(ids), np.int64)
@@ -358,10 +352,8 @@ class FullCache(DenseIndex):
         super().remove(ids)
         self.flags[ids] = 0
 
-    def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
-        made = self.insert(other.ids_in(slots))
-        self.flags[made] = other.flags[slots]
-        return made
+    def enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        return self.insert(ids)
 
     def scores_in(self, slots: np.ndarray) -> np.ndarray:
         """Return zeros: this cache counts no uses."""

@@ -68,7 +68,7 @@ class DiskBackend(Backend):
         self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
         self.is_shared = store.parts is not None
         self.commit: Any = None  # the part of a running commit: a `CommitWriter`
-        self.brings = self.brought = 0  # running calls of bring_ahead, and rows that such calls read
+        self.brought = 0  # rows that calls of bring_ahead read
         self.cache: FullCache | SlotCache = SlotCache(1)  # others may request room before this one has its own
         budget.join(self, claim_of(spec, self.is_shared))
         self.subject = subject
@@ -209,7 +209,7 @@ class DiskBackend(Backend):
             self.new_epoch()
             raise
 
-    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
+    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         slots = self.bring(ids, slots)
         while self._make_free(int(np.count_nonzero(slots < 0))):  # others may have had the table meanwhile
             slots = self.bring(ids, self.cache.find(ids))
@@ -267,9 +267,9 @@ class DiskBackend(Backend):
     def _known_ids(self) -> tuple[Base, np.ndarray, np.ndarray]:
         """Return the base, the ids that only logs or the cache have, and those of the base that were deleted."""
         with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
+            above, gone = self.store.ids_beside_base()
             resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(MOVED_ROWS)]
-            above = np.concatenate([self.store.ids_above_base(), *resident])
-            return self.store.base, above, self.store.ids_gone_from_base()
+            return self.store.base, np.concatenate([above, *resident]), gone
 
     def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
         base, rest, gone = self._known_ids()
@@ -514,8 +514,9 @@ class DiskBackend(Backend):
         self.new_epoch()
         done = 0
         try:
-            for _, slots in self.cache.batches(MOVED_ROWS):  # they ascend
-                records.bytes[cache.take_over(self.cache, slots)] = self.records.bytes[slots]
+            for ids, slots in self.cache.batches(MOVED_ROWS):  # they ascend
+                made = cache.enter(ids, self.cache.scores_in(slots))
+                cache.flags[made], records.bytes[made] = self.cache.flags[slots], self.records.bytes[slots]
                 done = self.arena.give_back(done, (int(slots[-1]) + 1) * self.spec.record_bytes)
         except BaseException as error:
             self.table_lock.failure = error
@@ -533,7 +534,6 @@ class DiskBackend(Backend):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep files and rows in place while the table lock may be released."""
         with self.table_lock.lock:
             self._users += 1
         try:
@@ -546,7 +546,7 @@ class DiskBackend(Backend):
     @property
     def is_idle(self) -> bool:
         """Return whether no other thread works with it."""
-        return not self.brings and not self._users and self._may_move
+        return not self._users and self._may_move
 
     def becomes_idle(self) -> bool:
         """Return whether it is idle, and flush the running commit."""
@@ -569,14 +569,7 @@ class DiskBackend(Backend):
         except BaseException:
             pin.release()
             raise
-        finally:
-            with self.table_lock.lock:
-                self.brings -= 1
-                self.table_lock.notify()
         return pin
-
-    def begin_bring(self) -> None:
-        self.brings += 1
 
     def _bring_part(self, ids: np.ndarray, pin: _CachePin) -> np.ndarray:
         """Load records; return the ids that moved meanwhile."""

@@ -59,7 +59,7 @@ class DiskPools(RecordPools):
         for member, spec in members:
             parts.append(RecordRange(spec, self._pools[member.pool], member.part or 0, self, f"table {member.name!r}"))
             _, withheld = table_folder.withheld.get(member.name, ((), ()))
-            parts[-1].count = member.count - len(withheld)
+            parts[-1].admitted(member.count - len(withheld))
         return parts
 
     def _pool(self, layout: Spec, number: int, members: list[int]) -> DiskBackend:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.plan import SlotIndex
 from embedrock.errors import MemoryBudgetError, counted
 from embedrock.initializers import Zeros
 from embedrock.spec.spec import Spec
@@ -127,7 +126,7 @@ def takes(pool: Backend, spec: Spec) -> bool:
 
 
 class RecordRange(Backend):
-    """The records of one table in a pool.
+    """The records of one table in a pool. Batches are planned, read and stepped by keys in the pool itself.
 
     Args:
         pool: backend of the records, with those of other tables if it is shared.
@@ -140,7 +139,6 @@ class RecordRange(Backend):
     """
 
     arena: Any = property(operator.attrgetter("pool.arena"))
-    batch_rows: Any = property(operator.attrgetter("pool.batch_rows"))
     budget_bytes: Any = property(operator.attrgetter("pool.budget_bytes"))
     epoch: Any = property(operator.attrgetter("pool.epoch"))
     placement: Any = property(operator.attrgetter("pool.placement"))
@@ -157,13 +155,11 @@ class RecordRange(Backend):
         self.evicts, self.new_epoch, self.begin_batch = pool.evicts, pool.new_epoch, pool.begin_batch
         self.copy_before_write, self.mark_dirty, self.stats = pool.copy_before_write, pool.mark_dirty, pool.stats
         self.add_listener, self.remove_listener = pool.add_listener, pool.remove_listener
-        if not self.base:  # keys are ids
-            self.find, self.look_up, self.bring = pool.find, pool.look_up, pool.bring
         self._arena: Arena | None = None
 
     def drop(self) -> None:
         """Leave the pool, which keeps the records."""
-        self.count = 0
+        self._count = 0
         del self.pool.parts[self.number]
 
     @property
@@ -173,40 +169,21 @@ class RecordRange(Backend):
             self._arena, self._records = arena, Records(self.spec, arena.memory)
         return self._records
 
-    def keys(self, ids: np.ndarray) -> np.ndarray:
-        return ids + self.base if self.base else ids
-
     @property
     def count(self) -> int:
         return self._count if self.pool.is_shared else self.pool.count
 
-    @count.setter
-    def count(self, count: int) -> None:
-        self._count = count
-
     def admitted(self, rows: int) -> None:
         self._count += rows
 
-    @property
-    def index(self) -> SlotIndex:
-        return self.pool.index
-
     def find(self, ids: np.ndarray) -> np.ndarray:
         return self.pool.find(self.keys(ids))
-
-    def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self.pool.look_up(self.keys(ids), positions, out)
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         return self.pool.bring(self.keys(ids), slots)
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         return self.pool.read_through(self.keys(ids))
-
-    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
-        if self.evicts:
-            return self.pool.make_room(self.keys(ids), slots, leaving)
-        return super().make_room(ids, slots, leaving)
 
     def check_room(self, more: int) -> None:
         if more:
@@ -218,14 +195,9 @@ class RecordRange(Backend):
     def has_room(self, rows: int) -> bool:
         return self.room.has_room([NewRows(self, rows)])
 
-    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
-        slots = self.pool.admit(self.keys(ids), slots, fresh, first_state)
-        self.count += len(fresh)
-        return slots
-
     def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
         self.pool.bulk_insert(self.keys(ids), records)
-        self.count += len(ids)
+        self.admitted(len(ids))
 
     def holds(self, ids: np.ndarray) -> np.ndarray:
         return self.pool.holds(self.keys(ids))
@@ -235,7 +207,7 @@ class RecordRange(Backend):
             self.pool.discard(self.keys(ids), is_final)
         else:  # keeps the records of a pool dense
             self.pool.remove(self.keys(ids))
-        self.count -= len(ids)
+        self.admitted(-len(ids))
 
     def key_batches(self, size: int) -> Iterator[np.ndarray]:
         """Iterate over the keys of all rows that have records, at most `size` at a time."""

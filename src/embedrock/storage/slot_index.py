@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.id_table import ENTRY_BYTES, IdNumbers, entries_for
+from embedrock.batch.id_table import ENTRY_BYTES, IdNumbers, IdTable, entries_for
 from embedrock.batch.plan import NO_ENTRIES, SlotIndex
 from embedrock.system.arena import cut, reserve
 from embedrock.system.spans import spanned
@@ -82,6 +82,8 @@ class HashIndex(IdNumbers):
         count: number of ids.
         used: assigned slots, from the first on. Slots of deleted ids are reused first.
     """
+
+    _subject = IdTable._subject
 
     def __init__(self, capacity: int) -> None:
         super().__init__()

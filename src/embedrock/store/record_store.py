@@ -398,20 +398,15 @@ class RecordStore:
             last = int(ids[-1])
             yield ids, locations
 
-    def ids_above_base(self) -> np.ndarray:
-        """Return the ids that have records in logs only."""
+    def ids_beside_base(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids that have records in logs only, and the deleted ids that the base still has, ascending."""
+        above, gone = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         with self.lock:
-            parts = [ids[(self.base.find(ids) < 0) & ~is_gone(at)] for ids, at in self.log_index.items(SCAN_ROWS)]
-        return np.concatenate([np.empty(0, np.int64), *parts])
-
-    def ids_gone_from_base(self) -> np.ndarray:
-        """Return the deleted ids that the base still has, ascending."""
-        if not self.some_are_gone:
-            return np.empty(0, np.int64)
-        with self.lock:
-            parts = [ids[is_gone(at)] for ids, at in self.log_index.items(SCAN_ROWS)]
-            ids = np.concatenate([np.empty(0, np.int64), *parts])
-            return np.sort(ids[self.base.find(ids) >= 0])
+            for ids, at in self.log_parts():
+                in_base, are_gone = self.base.find(ids) >= 0, is_gone(at)
+                above.append(ids[~in_base & ~are_gone])
+                gone.append(ids[in_base & are_gone])
+        return np.concatenate(above), np.sort(np.concatenate(gone))
 
     @property
     def disk_bytes(self) -> int:

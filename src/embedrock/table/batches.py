@@ -424,8 +424,8 @@ def _plan_of(pool: PoolLayout, at: PositionLayout, ids: Sequence[np.ndarray]) ->
     for rows in pool.rows:
         if rows.owns is not None:
             _check_owned(pool, ids)
-    tier = pool.rows[0].tier
-    made = plan_tables(sources_of(ids), pool.described, at.tables, tier.index, tier.epoch)
+    backend = pool.rows[0].tier.pool
+    made = plan_tables(sources_of(ids), pool.described, at.tables, backend.index, backend.epoch)
     return reading.refuse(_rows_of_features(pool), ids) if made is None else made
 
 

@@ -79,12 +79,16 @@ def _lay_out(rows: TableState, spec: Spec) -> None:
 
 def _refill(rows: TableState, spec: Spec, made: Backend) -> None:
     """Fill an empty backend with the same rows, in the new record layout, with initial optimizer state."""
+    pool = made.pool
     for ids in rows.tier.id_batches(reading.EXPORT_BATCH_ROWS):
         while len(ids):
-            made.begin_batch()  # sets `batch_rows`
-            part, ids = np.split(ids, [made.batch_rows])
-            slots = made.make_room(part, np.full(len(part), -1, np.int64))
-            made.admit(part, slots, reading.weights_of(rows, part), spec.first_state)
+            pool.begin_batch()  # sets `batch_rows`
+            part, ids = np.split(ids, [pool.batch_rows])
+            made.check_room(len(part))
+            keys = made.keys(part)
+            slots = pool.make_room(keys, np.full(len(part), -1, np.int64))
+            pool.admit(keys, slots, reading.weights_of(rows, part), spec.first_state)
+            made.admitted(len(part))
 
 
 def first_scale(rows: TableState) -> float:

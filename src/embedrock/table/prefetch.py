@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -101,11 +102,12 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
     pins, left = list[Pin](), dict(wanted)
     try:
         while left:
-            with table_lock.lock:
-                tier, keys, done = _first(left)
-                tier.begin_bring()
-            left = {rows: ids for rows, ids in left.items() if rows not in done}
-            pins.append(tier.bring_ahead(keys))
+            with ExitStack() as users:
+                with table_lock.lock:
+                    tier, keys, done = _first(left)
+                    users.enter_context(tier.in_use())
+                left = {rows: ids for rows, ids in left.items() if rows not in done}
+                pins.append(tier.bring_ahead(keys))
     except BaseException:
         Pin(pins).release()
         raise
