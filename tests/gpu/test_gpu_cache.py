@@ -11,14 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import DEVICE, Poisoned, one, same, tensor
+from tensors import DEVICE, Poisoned, one, same, table, tensor
 
 from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache, plan
+from embedrock.kernels.gpu.runtime import RecordForm
 from reference import device
 from slow import slow
 
 START = 2**22 - 5  # the first stamp: they soon begin anew
+
+
+def form_of(record_bytes: int) -> RecordForm:
+    return RecordForm(record_bytes // 4, "float32", record_bytes, record_bytes // 4, 0)
 
 
 def empty_slots(far: int, near: int) -> homes.CacheSlots:
@@ -52,8 +57,11 @@ class Side:
     def memory(self) -> homes.RecordMemory:
         return homes.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
 
-    def homes(self) -> homes.RecordAddresses:
-        return homes.RecordAddresses(self.slots.where, self.slots.dirty, False, len(self.slots.where), self.memory())
+    def homes(self) -> Any:
+        where, dirty, memory = self.slots.where, self.slots.dirty, self.memory()
+        if self.kernels is device:
+            return device.RecordAddresses(where, dirty, False, len(where), memory)
+        return table(form_of(self._record_bytes), memory[:2], where, dirty)
 
     def search(self, n: int, window: int, size: int) -> cache.VictimScratch:
         shapes = (
@@ -339,13 +347,12 @@ def test_addresses_beyond_2_to_the_32() -> None:
     near = tensor(np.arange(32, dtype=np.uint8).reshape(2, 16))
     high, low = len(far) - 1, len(far) - 1 - 2**28
     far[high], far[low] = 7, 8
-    memory = homes.RecordMemory(near.data_ptr(), far.data_ptr(), 16)
     at = [near.data_ptr() + 16, *(far.data_ptr() + 16 * row for row in (high - 1, high))]
     cache.exchange(tensor(np.array([at, [-1, 0, 0]])), 16)
     assert near[1].tolist() == [7] * 16
     assert far[high - 1].tolist() == list(range(16, 32))
     assert (far[low] == 8).all()
     places = tensor(np.array([5, 5]))
-    everywhere = homes.RecordAddresses(None, None, False, len(far), memory)
+    everywhere = table(form_of(16), (near.data_ptr(), far.data_ptr()))
     home_kernels.locate(tensor(np.array([high, low])), one(2), everywhere, places)
     assert (places - far.data_ptr()).tolist() == [high * 16, low * 16]

@@ -16,7 +16,7 @@ from twins import DIM, ROWS, check_equal, embedding_twins, gradient_of, rows_of,
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.torch.training.cpu_executor import HostGradients
+from embedrock.batch.gradients import RowGradients
 
 IDS = torch.tensor([3, 1, 3, 7])
 
@@ -24,8 +24,8 @@ IDS = torch.tensor([3, 1, 3, 7])
 def exact_norm(layer: ert.Embedding) -> float:
     """The norm of the pending gradients, rounded once."""
     grads = layer.handle.pending.grads
-    assert isinstance(grads, HostGradients)  # the rows are on the CPU
-    return float(np.float32(np.sqrt(np.square(grads.rows.values, dtype=np.float64).sum())))
+    assert isinstance(grads, RowGradients)  # the rows are on the CPU
+    return float(np.float32(np.sqrt(np.square(grads.values, dtype=np.float64).sum())))
 
 
 def grad_of(layer: nn.Module) -> float:

@@ -11,7 +11,8 @@ import torch
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.distributed import stages
-from embedrock.torch.training.cpu_executor import CpuExecutor, PositionExecutor
+from embedrock.torch.training.cpu_executor import CpuExecutor
+from embedrock.torch.training.lookup import HostLookup, LayerLayout
 
 DIM, BAGS, EACH = 3, 40, 5
 PARTS = slice(0, 13), slice(13, 13), slice(13, BAGS)  # of the bags, by rank: one has none
@@ -19,14 +20,16 @@ PARTS = slice(0, 13), slice(13, 13), slice(13, BAGS)  # of the bags, by rank: on
 
 def gradients(executor: CpuExecutor, ids: np.ndarray, grads: np.ndarray, weights: Any, mode: str) -> Any:
     """Return what a lookup of bags (n, EACH) brings, in which 0 is padding; "rows" is one without bags."""
-    flat = torch.from_numpy(ids.reshape(-1))
-    plan = executor.plan(flat, trains=True)
-    if mode == "rows":
-        return executor.sum(plan, torch.from_numpy(np.repeat(grads, EACH, axis=0)), 0, False)
-    bags = executor.bags(plan, np.arange(0, len(flat) + 1, EACH), mode, 0)
-    given = torch.from_numpy(weights.reshape(-1)) if mode == "sum" else None
-    _, trace = executor.pool(executor.read_rows(plan), given, bags)
-    return executor.unpool(torch.from_numpy(grads), given, bags, trace, False)
+    layer: Any = ert.Embedding(executor.table) if mode == "rows" else ert.EmbeddingBag(executor.table, mode=mode)
+    layer.padding_idx = 0
+    layout = LayerLayout(0, (layer,))
+    layout.executor = executor
+    given = [torch.from_numpy(weights.reshape(-1))] if mode == "sum" else ()
+    lookup = HostLookup(layout, layout.handles, [ids], weights=given)
+    lookup.read(for_weights=False)
+    return lookup.sums([np.repeat(grads, EACH, axis=0).reshape(*ids.shape, DIM) if mode == "rows" else grads])[
+        layer.handle
+    ]
 
 
 @pytest.mark.parametrize("mode", ["rows", "sum", "mean", "max"])
@@ -35,10 +38,10 @@ def test_parts_of_a_batch_by_position_are_summed_as_the_batch(mode: str) -> None
     ids = draw.integers(0, 10, (2, BAGS, EACH))
     grads = draw.normal(size=(2, BAGS, DIM)).astype(np.float32)
     weights = draw.normal(size=(2, BAGS, EACH)).astype(np.float32)
-    whole, by_position = CpuExecutor(table), PositionExecutor(table)
+    whole, by_position = CpuExecutor(table), CpuExecutor(table, sums_positions=True)
     lookups = [(ids[k], grads[k], weights[k]) for k in range(2)]
     first, second = (gradients(whole, *lookup, mode) for lookup in lookups)
-    expected, ranks = whole.merge(first, second).rows, []
+    expected, ranks = whole.merge(first, second), []
     for part in PARTS:
         own = [(ids[part], grads[part], weights[part]) for ids, grads, weights in lookups]
         first, second = (gradients(by_position, *lookup, mode) for lookup in own)

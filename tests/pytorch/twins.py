@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.torch.training.cpu_executor import HostGradients
+from embedrock.batch.gradients import RowGradients
 
 ROWS, DIM = 23, 5
 
@@ -54,11 +54,11 @@ def gradient_of(layer: ert.Embedding | ert.EmbeddingBag) -> Tensor:
     grads = layer.handle.gradients()
     if grads is None:
         return dense
-    assert isinstance(grads, HostGradients)  # the rows are on the CPU
-    dense[torch.from_numpy(grads.rows.plan.ids.copy())] = torch.from_numpy(grads.rows.values)
+    assert isinstance(grads, RowGradients)  # the rows are on the CPU
+    dense[torch.from_numpy(grads.plan.ids.copy())] = torch.from_numpy(grads.values)
     assert layer.handle.grad is not None
     with np.errstate(over="ignore"):
-        norm = np.float32(np.sqrt(np.square(grads.rows.values, dtype=np.float64).sum()))
+        norm = np.float32(np.sqrt(np.square(grads.values, dtype=np.float64).sum()))
     np.testing.assert_allclose(abs(layer.handle.grad.numpy()), norm, rtol=2**-23)
     return dense
 

@@ -16,11 +16,12 @@ from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from same_tables import RULES, check_same
 from suites import FaultFS
+from support import features as features_of
+from support.features import BatchFeature
 
 MOST = 6  # members at a time
 ROWS = 60
@@ -112,13 +113,13 @@ class GroupPair:
         modes = {name: self.draw.choice((("sum", "mean"), ("max",))) for name in names}
         padding = {name: self.draw.choice((None, 3)) for name in names}
         features = [self._feature(name, kinds[name], modes[name], padding[name]) for name in names]
-        batch = self.group.plan(features)
+        batch = features_of.plan(features)
         between = self.draw.choice(
             (None, None, GroupPair.update, GroupPair.add, GroupPair.grow, GroupPair.set_rule, GroupPair.load)
         )
         if between is not None:
             between(self)
-        reading = self.group.read(batch, for_weights=True)
+        reading = batches.read_planned(batch, for_weights=True)
         grads = [self.rng.standard_normal(out.shape).astype(np.float32) for out in reading.outputs]
         weighed, due = batches.weight_gradients(reading, grads), []
         for table, summed in batches.sum_gradients(reading, grads):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from embedrock.batch.plan import Plan, bounds_of, make_plan, merge_plans, plan_o
 from embedrock.batch.pooling import ONES, Bags, places_of, sum_bags
 from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(eq=False)
@@ -26,6 +28,8 @@ class RowGradients:
         square_norm: sum of squares of all values, in float64; NaN or Inf exactly where a value is.
         squares: `square_norm` of each table; empty for one.
         whole, number: the gradients of several tables of which `of` has taken these, and the index of the table.
+        scaled_to: number to which outside code has scaled `shown`; None: it has not.
+        spare: numbers on a device for outside code: none.
     """
 
     plan: Plan
@@ -34,11 +38,16 @@ class RowGradients:
     squares: Sequence[float] = ()
     whole: RowGradients | None = None
     number: int = 0
+    scaled_to: float | None = None
+    spare = ()
 
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
-        """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence."""
-        return RowGradients.of_bags([np.ascontiguousarray(grads, np.float32)], None, Bags.of_rows(plan), ONES)
+        """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence.
+
+        The columns of a row are neighbours in memory.
+        """
+        return RowGradients.of_bags([grads], None, Bags.of_rows(plan), ONES)
 
     @staticmethod
     def of_bags(grads: Sequence[np.ndarray], weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
@@ -87,8 +96,13 @@ class RowGradients:
         return math.sqrt(self.square_norm)
 
     @property
+    def shown(self) -> float:
+        """Norm that outside code sees, a float32; Inf if an element is not finite. Scaling it scales the gradients."""
+        return shown_for(self.norm) if self.scaled_to is None else self.scaled_to
+
+    @property
     def is_finite(self) -> bool:
-        return math.isfinite(self.square_norm)
+        return self.square_norm < math.inf
 
     def has_width(self, dim: int) -> bool:
         """Return whether `values` is float32 with one row of `dim` columns for each row of the plan."""
@@ -141,6 +155,54 @@ class RowGradients:
 
     def with_values(self, values: np.ndarray) -> RowGradients:
         return RowGradients.of_rows(self.plan, values)
+
+    # ------------------------------------------------------------ for outside code
+
+    def row_ids(self) -> np.ndarray:
+        """Return the ids of the rows, int64 (unique,)."""
+        return self.plan.ids
+
+    def rescaled_by(self, number: Any) -> Self | None:
+        """Return the gradients, scaled as outside code scaled `shown` to get `number`; None if the factor is zero."""
+        shown = number.item()
+        if shown == self.shown:
+            return self
+        if shown == 0.0:
+            return None
+        # Any factor keeps zero gradients at zero, but must not hide a number that is not finite.
+        return self._rescaled(shown / self.shown if self.shown else shown, shown)
+
+    def _rescaled(self, factor: float, shown: float) -> Any:
+        return replace(self.scaled(factor), scaled_to=shown)
+
+    def clipped(self, clip_value: float | None) -> RowGradients:
+        """Return gradients for a step, with every element clamped to ``[-clip_value, clip_value]``."""
+        return self.scaled(1.0, clip_value)
+
+    def vector_norm(self, order: float) -> float:
+        """Return the norm of any order from 0 to Inf of all elements, as `torch.linalg.vector_norm` does."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            sizes = np.abs(self.values, dtype=np.float64)
+            if order == 0:
+                return float(np.count_nonzero(sizes))
+            if order == math.inf:
+                return float(sizes.max(initial=0.0))
+            return float((sizes if order == 1 else sizes**order).sum() ** (1.0 / order))
+
+    def clamped(self, low: float | None, high: float | None) -> RowGradients:
+        """Return gradients with every element clamped to ``[low, high]``. The interval contains 0."""
+        return self.with_values(np.clip(self.values, low, high))
+
+    def growth_since(self, earlier: RowGradients | None) -> float:
+        """Return the growth of `shown` over that of earlier gradients, which these gradients contain."""
+        if earlier is None:
+            return self.shown
+        return self.shown - earlier.shown if math.isfinite(earlier.shown) else 0.0
+
+
+def shown_for(norm: float) -> float:
+    """Return a norm as a float32; Inf for larger ones, and for NaN."""
+    return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # comparisons with NaN are false
 
 
 def as_one(parts: Sequence[RowGradients]) -> RowGradients:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from embedrock.device.stream_order import StreamOrder
-from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache
+from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, RecordMemory
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
@@ -22,6 +24,8 @@ HALF_LIFE = 30.0
 # Sorted victims are written back in ascending order, which is fast on a bus. A small batch of victims is written
 # quickly in any order, so a sort would cost more than it saves.
 SORTED_FROM = 1 << 14
+
+_generations = itertools.count()
 
 
 def present(where: Tensor) -> Tensor:
@@ -42,6 +46,11 @@ class DeviceCache:
         placement: the split of the records between GPU memory and RAM.
         form: layout of the records.
         far: address of the first record in RAM.
+
+    Attributes:
+        kind: of the record addresses. Without a map, all rows have a record in RAM.
+        limit: keys outside ``[0, limit)`` are of no row.
+        generation: of the addresses of `records` and `slots`, unlike that of any other.
     """
 
     def __init__(self, where: Tensor, placement: DeviceLayout, form: RecordForm, far: int) -> None:
@@ -49,9 +58,9 @@ class DeviceCache:
         self.placement = placement
         self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
-        self.memory = homes.RecordMemory(self.records.data_ptr(), far, form.record_bytes)
+        self.memory = RecordMemory(self.records.data_ptr(), far, form.record_bytes)
         slots = count if self.is_cache else 0
-        self.slots = homes.CacheSlots(
+        self._use(
             where,
             torch.empty(slots, dtype=torch.int64, device=device),
             torch.empty(slots, dtype=torch.float32, device=device),
@@ -59,7 +68,6 @@ class DeviceCache:
             torch.zeros(slots, dtype=torch.uint8, device=device),
             torch.zeros(8, dtype=torch.int64, device=device),
         )
-        self.homes = self._homes()
         self.not_counted = torch.zeros_like(self.slots.tallies)
         self._hand = 0
         self._scratch: cache.VictimScratch | None = None
@@ -70,16 +78,14 @@ class DeviceCache:
         known = self.slots.where
         where[: len(known)] = known
         timeline.uses(known)
-        self.slots = self.slots._replace(where=where)
-        self.homes = self._homes()
+        self._use(where, *self.slots[1:])
 
-    def _homes(self) -> homes.RecordAddresses:
-        """Return the record addresses. Without a map, all rows have a record in RAM."""
-        where = self.slots.where
-        dirty = self.slots.dirty if self.is_cache else None
-        if not len(where):
-            return homes.RecordAddresses(None, None, False, EVERYWHERE, self.memory)
-        return homes.RecordAddresses(where, dirty, self.is_identity, len(where), self.memory)
+    def _use(self, where: Tensor, *state: Tensor) -> None:
+        """Use `CacheSlots` from now on."""
+        self.slots, is_mapped = CacheSlots(where, *state), len(where) > 0
+        self.kind = AddressKind(is_mapped, is_mapped and self.is_identity, is_mapped and self.is_cache)
+        self.limit = len(where) or EVERYWHERE
+        self.generation = next(_generations)
 
     @property
     def nbytes(self) -> int:
@@ -90,8 +96,7 @@ class DeviceCache:
     def free(self) -> None:
         """Release the GPU memory. Nothing may use it any more."""
         self.records, self._scratch = self.records[:0].clone(), None
-        self.slots = homes.CacheSlots(*(part[:0].clone() for part in self.slots))
-        self.homes = self._homes()
+        self._use(*(part[:0].clone() for part in self.slots))
 
     def clear(self) -> None:
         """Empty the cache. The caller has written dirty records back."""
@@ -101,13 +106,13 @@ class DeviceCache:
 
     # ------------------------------------------------------------ insertion and eviction
 
-    def begin_batch(self, n: int, clock: BatchCounter, trains: bool) -> homes.BatchTime:
+    def begin_batch(self, n: int, clock: BatchCounter, trains: bool) -> BatchTime:
         """Begin a batch of n positions; return its time. `trains`: a step may follow."""
         hand = self._hand
         if self.is_cache:
             self._hand = (hand + self.window(n)) % len(self.slots.owner)
         stamp = clock.stamp
-        return homes.BatchTime(stamp & homes.AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
+        return BatchTime(stamp & AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
 
     def window(self, n: int) -> int:
         """Return how many device slots a batch of n positions searches for victims."""
@@ -121,9 +126,7 @@ class DeviceCache:
         """Return the half-life of a row's score, in batches of n positions."""
         return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
 
-    def arrival(
-        self, n: int, time: homes.BatchTime, timeline: StreamOrder, counts: bool
-    ) -> cache.CacheInsertion | None:
+    def arrival(self, n: int, time: BatchTime, timeline: StreamOrder, counts: bool) -> cache.CacheInsertion | None:
         """Return the cache insertion of a batch; None without a cache or without positions.
 
         Args:

@@ -21,8 +21,7 @@ from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, ma
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache, rows
-from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, BatchTime
-from embedrock.kernels.gpu.joint import TableEntryWords
+from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, BatchTime, TableEntryWords
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend, take_ram
 from embedrock.system.spans import spanned
@@ -163,7 +162,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
-        rows.read(*which, self.cache.homes, int(self.spec.key), self.drawn, self.form, out)
+        rows.read(*which, self.tables, out)
 
     def begin_together(self) -> None:
         self._begin()
@@ -192,7 +191,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     @functools.cached_property
     def known(self) -> TableEntryWords:
-        return self._entry_words()
+        return self.entry_words()
 
     def take_ahead(self) -> PrefetchedPlan | None:
         if self.timeline.captured is not None:  # captured steps have none

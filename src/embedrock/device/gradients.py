@@ -87,13 +87,6 @@ class DeviceRowGradients:
     def rescaled_by(self, number: Tensor) -> DeviceRowGradients:
         return DeviceRowGradients(self.sums, self.shown, number.detach(), self.spare, self.clip_value)
 
-    def nothing(self) -> Tensor:
-        return self.spare[0].detach()
-
-    def instead_of(self, nothing: Tensor) -> Tensor | None:
-        zero, shown = self.spare
-        return shown.detach() if nothing.data_ptr() == zero.data_ptr() else None
-
     def vector_norm(self, order: float) -> Tensor:
         return torch.linalg.vector_norm(self.whole(), order, dtype=torch.float64)
 

@@ -197,7 +197,7 @@ class HostPlannedExecutor(GpuExecutor):
             slots = host.slots.copy()
             slots[absent] = -1 - np.arange(len(absent))
             keys = uploaded(slots, self.device)
-        rows.gather(keys, fresh, plan.count, self.cache.homes, self.form, out)
+        rows.read(keys, plan.count, self.tables, out, fresh=fresh)
 
     def prepare(self, grads: DeviceRowGradients) -> None:
         self.prepare_all([(self, grads)])

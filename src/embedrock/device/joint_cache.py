@@ -15,9 +15,8 @@ from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import joint_cache as kernels
-from embedrock.kernels.gpu.addresses import BatchTime
+from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart
-from embedrock.kernels.gpu.joint import DeviceTables
 
 
 class VictimSearch(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from embedrock.batch.gradients import RowGradients
@@ -43,20 +44,26 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
         stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], mark_dirty)
 
 
-def of_joint(
-    joint: RowGradients, rule: Rule, executor: Any, tables: Mapping[int, TableState]
-) -> list[stepping.StepRequest]:
+Part = tuple[RowGradients, Rule, Any, int, TableState]  # joint gradients, rule, executor, the table's number and state
+
+
+def of_joint(parts: Sequence[Part]) -> list[stepping.StepRequest]:
     """Return the steps of tables whose gradients were summed together: one step, if it is of all of them.
 
-    Args:
-        joint: gradients of several tables.
-        rule: of the step.
-        executor: of the front end.
-        tables: some of these tables, by their number in `joint`.
+    Parts with the same gradients and rule follow each other.
     """
-    if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
-        return [stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint, None, executor)]
-    return [stepping.StepRequest((rows,), rule, joint.of(k), None, executor) for k, rows in tables.items()]
+    found: list[stepping.StepRequest] = []
+    tables: dict[int, TableState] = {}
+    for (joint, rule, executor, number, rows), after in itertools.zip_longest(parts, parts[1:]):
+        tables[number] = rows
+        if after is not None and after[0] is joint and after[1] is rule:
+            continue
+        if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
+            found += (stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint, None, executor),)
+        else:
+            found += [stepping.StepRequest((own,), rule, joint.of(k), None, executor) for k, own in tables.items()]
+        tables = {}
+    return found
 
 
 def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.CheckedStep]:

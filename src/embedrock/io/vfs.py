@@ -23,7 +23,6 @@ import numpy.typing as npt
 from embedrock.errors import CorruptTableError, TableFileError
 from embedrock.io import readers
 from embedrock.system import forks, platform
-from embedrock.system.arena import returned
 from embedrock.system.platform import O_DIRECT, O_NOFOLLOW, O_NONBLOCK
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import format_bytes
@@ -173,8 +172,9 @@ class File:
             except OSError as error:
                 raise self._named(error, end - at) from error
         self.size = end
-        if end >= DIRECT_BYTES and self.fd == self._writing_fd:
-            self._read_directly()
+        if end >= DIRECT_BYTES and self.fd == self._writing_fd:  # read past the page cache from now on, if possible
+            with contextlib.suppress(OSError):
+                self.fd = retried(self._system.open, self.path, os.O_RDONLY | O_DIRECT)
         return start
 
     def read(self, offset: int, size: int) -> bytes:
@@ -228,11 +228,6 @@ class File:
         # A merged or dropped segment stays open until its last reader is done.
         self.close()
 
-    def _read_directly(self) -> None:
-        """Read past the page cache from now on, where the file system can. Appending does not change."""
-        with contextlib.suppress(OSError):
-            self.fd = retried(self._system.open, self.path, os.O_RDONLY | O_DIRECT)
-
     def _named(self, error: OSError, needed: int = 0) -> OSError:
         """Return the error with the path, and with the missing space on a full disk."""
         text = os.strerror(error.errno) if error.errno else str(error)
@@ -243,11 +238,6 @@ class File:
 
 def _folder_of(path: str) -> str:
     return os.path.dirname(path) or "."
-
-
-def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory that direct writes need not copy."""
-    return returned(nbytes, np.uint8, "a copy of records")
 
 
 def create(system: System, path: str) -> File:
@@ -454,11 +444,9 @@ class System:
         platform.sync(fd)
 
     def size(self, fd: int) -> int:
-        """Return the size of an open file in bytes."""
         return os.fstat(fd).st_size
 
     def fsync_folder(self, path: str) -> None:
-        """Make the entries of a folder durable."""
         opened(platform.sync_folder, path)
 
     def mkdir(self, path: str) -> None:
@@ -466,7 +454,6 @@ class System:
         os.mkdir(path)
 
     def rmdir(self, path: str) -> None:
-        """Remove an empty folder."""
         os.rmdir(path)
 
     def link(self, source: str, target: str) -> None:
@@ -490,7 +477,6 @@ class System:
         return True
 
     def free_bytes(self, path: str) -> int:
-        """Return the free bytes of the file system of `path`."""
         return platform.free_bytes(path)
 
     def lock(self, path: str, text: str) -> int:
@@ -556,8 +542,9 @@ class System:
                 found = done + platform.read_into(fd, memory[done:], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and not is_refused:
-                    is_refused = True
-                    self._give_up_direct(fd)
+                    is_refused = True  # some file systems accept O_DIRECT at open, and refuse reads
+                    platform.give_up_direct(fd)
+                    self._direct.discard(fd)
                     continue
                 raise OSError(error.errno, os.strerror(error.errno or 0), self._paths.get(fd)) from error
             if found == done or offset + found >= os.fstat(fd).st_size:
@@ -566,27 +553,19 @@ class System:
             done = found // BLOCK * BLOCK if fd in self._direct else found
         return done
 
-    def _give_up_direct(self, fd: int) -> None:
-        """Read through the page cache from now on: some file systems accept O_DIRECT at open, and refuse reads."""
-        platform.give_up_direct(fd)
-        self._direct.discard(fd)
-
     def behind(self, fd: int, start: int, end: int) -> None:
         """Start to write back appended bytes, which bounds dirty memory and shortens a later sync."""
         tail = self._tails.setdefault(fd, _UnsyncedTail(start))
         try:
             if end - tail.started >= WRITE_BEHIND_BYTES:
-                self._start_writing(fd, tail, end)
+                if self._sync_file_range is not None:
+                    self._sync_file_range(fd, tail.started, end, _WRITE)
+                tail.started = end
             if end - tail.done >= DIRTY_BYTES:
                 self._finish_writing(fd, tail, end - DIRTY_BYTES // 2)
         except OSError as error:
             tail.failure = error
             raise
-
-    def _start_writing(self, fd: int, tail: _UnsyncedTail, end: int) -> None:
-        if self._sync_file_range is not None:
-            self._sync_file_range(fd, tail.started, end, _WRITE)
-        tail.started = end
 
     def _finish_writing(self, fd: int, tail: _UnsyncedTail, end: int) -> None:
         if self._sync_file_range is not None:

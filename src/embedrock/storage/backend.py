@@ -16,8 +16,7 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.listeners import EvictionListener
 from embedrock.storage.records import Records
-from embedrock.storage.slot_index import cut
-from embedrock.system.arena import Arena
+from embedrock.system.arena import Arena, cut
 
 SCANNED_ROWS = 1 << 16  # scanned at a time for the ids of a range
 
@@ -54,7 +53,6 @@ class Pin:
         self._pins = pins
 
     def release(self) -> None:
-        """Unpin the rows."""
         for pin in self._pins:
             pin.release()
 
@@ -140,7 +138,7 @@ class Backend(ABC):
 
     def begin_batch(self) -> None:
         """Announce that the next call of `bring` begins another batch."""
-        self.arena.densify(self.count * self.spec.record_bytes)
+        self.arena.densify(self.count * self.spec.layout.record_bytes)
 
     def goes_on_with(self, ids: np.ndarray) -> bool:
         """Return whether a step of `ids` belongs to the batch of the last `bring`, so that no new one begins."""

@@ -60,10 +60,12 @@ class RecordPools(ABC):
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
         """Return whether new records of key ranges fit."""
-        return True
+        return all(pool.has_room(rows) for pool, rows in by_pool(new).items())
 
-    def check_room(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # `Backend.make_room` frees slots on disk
+    def check_room(self, new: Sequence[NewRows]) -> None:
         """Raise `MemoryBudgetError` unless new records fit."""
+        for pool, rows in by_pool(new).items():
+            pool.check_room(rows)
 
     def check_ram(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # caches already have their RAM
         """Raise `MemoryBudgetError` if no budget was given and new records find no RAM: see `Backend.check_ram`."""
@@ -274,13 +276,6 @@ class RamOfTable(RecordPools):
     def part(self, spec: Spec, subject: str) -> RamBackend:
         return RamBackend(spec, place(spec, self._memory, self._directory, subject), subject)
 
-    def has_room(self, new: Sequence[NewRows]) -> bool:
-        return all(part.has_room(rows) for part, rows in new)
-
-    def check_room(self, new: Sequence[NewRows]) -> None:
-        for part, rows in new:
-            part.check_room(rows)
-
     def grown(self, tier: RamBackend, spec: Spec, subject: str) -> RamBackend:
         return tier.grown(spec, place(spec, self._memory, self._directory, subject))
 
@@ -316,7 +311,7 @@ class RamPools(RecordPools):
     def part(self, spec: Spec, subject: str) -> RecordRange:
         pool = next((pool for pool in self._pools if takes(pool, spec)), None)
         if pool is None:
-            pool = self._made(_plain(spec), "hashed", may_share(spec), subject)
+            pool = self._made(spec, "hashed", may_share(spec), subject)
             self._pools.append(pool)
         number = next(number for number in itertools.count() if number not in (pool.parts or ()))
         return RecordRange(spec, pool, number, self, subject)
@@ -335,7 +330,7 @@ class RamPools(RecordPools):
         if is_direct and (spec.rows is None or spec.has_residents):
             return None
         try:
-            pool = self._made(spec if is_direct else _plain(spec), directory, False, subject)
+            pool = self._made(spec, directory, False, subject)
         except MemoryBudgetError:
             return None
         if self._bytes_asked([], pool.bytes_with(part.count)) > self.budget_bytes:
@@ -346,7 +341,8 @@ class RamPools(RecordPools):
         self.release(part)
         return made
 
-    def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> RamBackend:
+    def _made(self, spec: Spec, directory: str, is_shared: bool, subject: str) -> RamBackend:
+        layout = spec if directory == "direct" else replace(plain(spec), rows=None)
         made = RamBackend(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
         made.is_shared, made.parts = is_shared, {}
         return made
@@ -410,8 +406,9 @@ class RamPools(RecordPools):
         return f"{self._subject} has {rows} in RAM and this batch touches new ones, {', '.join(named)}"
 
 
-def _plain(spec: Spec) -> Spec:
-    return replace(spec, rows=None, init=Zeros(), seed=0)
+def plain(spec: Spec) -> Spec:
+    """Return the spec of a pool of tables like `spec`, whose initial values are their own."""
+    return replace(spec, init=Zeros(), seed=0)
 
 
 def _bytes(new: NewRows) -> int:

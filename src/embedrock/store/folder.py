@@ -412,7 +412,6 @@ class Folder(Generic[AManifest]):
 
     @classmethod
     def newest_of(cls, system: System, folder: str) -> Any:
-        """Return the manifest of the last commit."""
         return cls.folder_kind.read(system, folder, cls.folder_kind.numbers(system, folder)[-1])
 
     def prepare_to_write(self) -> None:

@@ -268,7 +268,7 @@ class TableFolder(Folder[Manifest]):
             self._deleting, self._renaming, begun, self._begun = [], [], self._begun, []
         self.unlink(begun[:-1])  # files of a failed first try
         for snapshot in snapshots:
-            snapshot.clear_up()
+            snapshot.store.remove(snapshot.replaced)
         self.collect(keep)
         for snapshot in snapshots:
             snapshot.forget_traces(rest)

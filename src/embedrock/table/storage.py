@@ -50,7 +50,6 @@ from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEnt
 from embedrock.store.reading import holds_table
 from embedrock.store.segments import damaged
 from embedrock.store.table_folder import TableFolder
-from embedrock.store.verify import Verification, verify
 from embedrock.system import forks
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
 from embedrock.system.scopes import on_failure
@@ -107,13 +106,6 @@ class StorageManager(Location):
     @property
     def last_commit(self) -> int:
         return self.table_folder.manifest.commit
-
-    @property
-    def last_step(self) -> int | None:
-        return self.table_folder.manifest.step
-
-    def verify(self) -> Verification:
-        return verify(self.table_folder.system, self.table_folder.folder)
 
     @property
     def all_versions(self) -> list[ChangeCounter]:

@@ -16,11 +16,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from embedrock import optimizers as rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.arguments import is_number, may_bind
-from embedrock.frontend.steps import of_joint, step_all
+from embedrock.frontend.steps import Part, of_joint, step_all
 from embedrock.optimizers import Rule
 from embedrock.table.changes import RuleTaker, bind_rule, check_may_bind
 from embedrock.table.checks import of_step
-from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
@@ -243,7 +242,7 @@ class RowOptimizer(torch.optim.Optimizer):
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a context manager takes four times as long
         try:
-            due = list[StepRequest]()
+            due: list[StepRequest] = []
             for group in self.param_groups:
                 self._add_due(group, due)
             if are_there_groups():
@@ -267,17 +266,12 @@ class RowOptimizer(torch.optim.Optimizer):
         """Add the steps of a param group to `due`: one for all tables whose gradients were summed together."""
         bound = self._bound(group)
         check_untouched([part.handle for part in bound if part.rule is not None])
-        last, tables = None, dict[int, TableState]()
-        for part in bound:
-            handle, rule, clip, rows = part
+        together: list[Part] = []
+        for handle, rule, clip, rows in bound:
             pending = handle.pending
             joint = pending.joint
             if joint is not None and rule is not None and clip is None and not handle.followers:
-                if last is None or joint is not last[0] or rule is not last[1]:
-                    if last is not None:
-                        due += of_joint(*last, tables)
-                    last, tables = (joint, rule, pending.executor), {}
-                tables[pending.number] = rows
+                together += ((joint, rule, pending.executor, pending.number, rows),)
             elif (grads := handle.gradients()) is not None:
                 if rule is None:
                     pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
@@ -286,8 +280,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     follower.note(grads)
                 executor = handle.executor_of_gradients()
                 due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
-        if last is not None:
-            due += of_joint(*last, tables)
+        due += of_joint(together)
 
     def bound(self) -> list[OptimizedRows]:
         """Return the rows that a step may change, each with its rule and clip value.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from embedrock.store import publishing
-from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
+from embedrock.store.publishing import COMMIT, LIST, check_fields, text, whole
 from embedrock.store.reading import VOCABULARY
 from embedrock.store.segments import CRC_BYTES, HEADER_BYTES, damaged
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
@@ -157,15 +157,7 @@ def _check_runs(manifest: VocabularyManifest, where: str) -> None:
 
 
 _WORD, _STEP = whole(0, 2**64), whole(-(2**63), 2**63)
-_FIELDS = {
-    "uuid": UUID,
-    "commit": NUMBER,
-    "parent": or_null(NUMBER),
-    "time": TIME,
-    "salt": LIST,
-    "count": whole(0, MOST_STRINGS + 1),
-    "runs": LIST,
-}
+_FIELDS = COMMIT | {"salt": LIST, "count": whole(0, MOST_STRINGS + 1), "runs": LIST}
 _ENTRY = {
     "file": text(_FILE, "a path below runs/"),
     "size": whole(0, 2**63),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial, partialmethod
 from typing import Any, NoReturn, Unpack
 
 import keras
@@ -289,16 +290,11 @@ class KerasRowLayer(keras.layers.Layer):
 
     embeddings = property(_no_embeddings, _no_embeddings, doc="Raise an error: the rows are no variable.")
 
-    def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an error: see `REFUSED_METHODS`."""
-        raise self._refused("quantize")
+    def _refuse(self, method: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{method} of {self.label}: {REFUSED_METHODS[method]}.")
 
-    def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an error: see `REFUSED_METHODS`."""
-        raise self._refused("enable_lora")
-
-    def _refused(self, method: str) -> UnsupportedError:
-        return UnsupportedError(f"{method} of {self.label}: {REFUSED_METHODS[method]}.")
+    quantize: Any = partialmethod(_refuse, "quantize")
+    enable_lora: Any = partialmethod(_refuse, "enable_lora")
 
     # ------------------------------------------------------------ Keras
 
@@ -319,7 +315,7 @@ class KerasRowLayer(keras.layers.Layer):
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)
-        state.refuse_get_weights(self)
+        handle.variable.numpy = partial(state.refuse_get_weights, self.label)
         self.supports_masking |= self.mask_zero
         self.built = True
 

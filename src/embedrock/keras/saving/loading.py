@@ -20,7 +20,7 @@ from keras.src.backend.common import global_state
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import make_table
 from embedrock.frontend.references import Relocate, is_reference, relocation
-from embedrock.initializers import FromArray, Initializer
+from embedrock.initializers import FromArray
 from embedrock.keras import callers
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
@@ -163,7 +163,7 @@ def found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], A
 
 def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
     """Open a table or group for reading, as of a commit."""
-    drawn = ["init"] * is_from_array(options.get("init"))
+    drawn = ["init"] * isinstance(options.get("init"), FromArray)
     names = ("memory", "on_nonfinite", "policy", "device_memory", "name", *drawn)
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 
@@ -178,11 +178,6 @@ def path_now(path: str) -> str:
     """Return the path now of a table in a loading file."""
     loading = _loading.get()
     return path if loading is None else os.path.abspath(loading.where(path))
-
-
-def is_from_array(init: Any) -> bool:
-    """Return whether initial values come from an array."""
-    return isinstance(init, Initializer) and init.describe()["name"] == FromArray.__name__
 
 
 def _open_in_this_process(path: str) -> Table | Group | None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 import weakref
 import zipfile
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -186,18 +186,9 @@ def refuse_legacy_format(layer: Any) -> None:
         )
 
 
-def refuse_get_weights(layer: Any) -> None:
-    """Make `get_weights` raise an error for a layer's proxy variable: no list of arrays can hold the rows."""
-    label = layer.label
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise _not_in_arrays(label)
-
-    layer.handle.variable.numpy = refuse
-
-
-def _not_in_arrays(label: str) -> UnsupportedError:
-    return UnsupportedError(
+def refuse_get_weights(label: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise the error of `get_weights`: no list of arrays can hold the rows."""
+    raise UnsupportedError(
         f"get_weights cannot return the rows of {label}, and set_weights cannot bring them back: "
         "EarlyStopping(restore_best_weights=True) and the like would lose them. Use "
         'ModelCheckpoint("best.keras", save_best_only=True) (or save_weights_only=True for rows on disk) beside '
@@ -212,7 +203,7 @@ def check_callbacks(layer: Any) -> None:
     """
     for callback in getattr(callers.local(callers.KERAS_TRAINER, "fit", "callbacks"), "callbacks", ()):
         if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:
-            raise _not_in_arrays(layer.label)
+            refuse_get_weights(layer.label)
         saves_weights_alone = isinstance(callback, keras.callbacks.BackupAndRestore) or (
             isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_weights_only
         )

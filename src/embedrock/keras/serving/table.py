@@ -34,11 +34,6 @@ def first_values(spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.cast(values, STORAGES[spec.dtype]), tf.float32)
 
 
-def is_drawable(init: Initializer) -> bool:
-    """Return whether `first_values` can draw an initializer's values."""
-    return type(init) in _DRAWS
-
-
 def philox(counter: list[Any], seed: int) -> list[Any]:
     """Return Philox4x32-10 of four words (uint64, below 2**32, of shapes that broadcast) under a seed of 64 bits."""
     c0, c1, c2, c3 = counter
@@ -225,7 +220,7 @@ class ServingTable(tf.Module):
         return values if self._first_scale == 1.0 else values * self._first_scale
 
     def _check_found_rows(self, table: Table) -> None:
-        if self._default_row is None and not is_drawable(table.spec.init):
+        if self._default_row is None and type(table.spec.init) not in _DRAWS:
             raise UnsupportedError(
                 f"{self._subject} cannot be served: its ids are open, and its rows start as {table.spec.init!r}, which "
                 "only Python computes. Use one of Embedrock's initializers, or a table with a number of rows."
@@ -286,12 +281,12 @@ def _count(table: Table) -> int:
 
 def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
     """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
-    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.storage.words.itemsize
+    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.words.itemsize
     found = _count(table) * (row_bytes + ID_BYTES)
     if table.rows is None:
         return False, found
     whole = table.rows * row_bytes
-    is_whole = not is_drawable(table.spec.init) or whole <= max(limit, found)
+    is_whole = type(table.spec.init) not in _DRAWS or whole <= max(limit, found)
     return is_whole, whole if is_whole else found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.frontend.executor import ArrayExecutor
+from embedrock.frontend.steps import judge_on_host
 from embedrock.keras.training import host_calls
 from embedrock.storage.listeners import PlacementWarning
 from embedrock.system.buffers import buffers
@@ -35,15 +35,15 @@ class ProgramExecutor:
 
     is_on_gpu = False
     call: Callable[..., list[tf.Tensor]] = staticmethod(host_calls.call)
+    judge = staticmethod(judge_on_host)
 
     def __init__(self, table: Table, label: str) -> None:
         self.table, self._label = table, label
-        self._host = ArrayExecutor(table)
 
     @property
     def stepped(self) -> Any:
-        """The executor that reads and steps the rows: an `ArrayExecutor`, or a `GpuExecutor`."""
-        return self._host
+        """The executor of a `StepRequest`: this one, or a `GpuExecutor`."""
+        return self
 
     def begin(self) -> None:
         """Begin a lookup. Warn if rows are copied to RAM from a GPU that PyTorch's layers use."""

@@ -17,14 +17,13 @@ from embedrock.distributed.messages import MessageReader, as_sent, pack_all
 from embedrock.distributed.stages import GradientBlock, fold
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.references import keep_rule
-from embedrock.frontend.steps import of_joint, step_all
+from embedrock.frontend.steps import Part, of_joint, step_all
 from embedrock.keras.training.following import follow
 from embedrock.keras.training.handle import TableHandle
 from embedrock.keras.training.regularization import constraint_on
 from embedrock.keras.workers.shards import own_part, wire_of
 from embedrock.optimizers import Rule
 from embedrock.table.checks import of_step
-from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest
 
 
@@ -103,17 +102,14 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
     found = [step_rule(optimizer, handle, lr, steps, made) for handle in handles]
     for handle, rule in zip(handles, found, strict=True):
         handle.check_rule(optimizer, rule)  # before rows are copied to the GPU
-    due, joints = list[StepRequest](), dict[tuple[int, int], tuple[Any, dict[int, TableState]]]()
+    due, together = list[StepRequest](), list[Part]()
     for handle, rule, grads in zip(handles, found, summed, strict=True):
         change, executor = constraint_on(handle), handle.executor.stepped
         if change is None and type(grads) is RowGradients and grads.whole is not None:  # of tables without shards
-            key = id(grads.whole), id(rule)
-            _, tables = joints.setdefault(key, ((grads.whole, rule, executor), {}))
-            tables[grads.number] = handle.state
+            together.append((grads.whole, rule, executor, grads.number, handle.state))
         else:
             due.append(StepRequest((handle.state,), rule, own_part(handle.shard, grads), change, executor))
-    for (joint, rule, executor), tables in joints.values():
-        due += of_joint(joint, rule, executor, tables)
+    due += of_joint(sorted(together, key=lambda part: (id(part[0]), id(part[1]))))
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
     for handle in handles:
         handle.pending.end_step()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.addresses import touch_rows
+from embedrock.kernels.gpu.addresses import WORDS, last_begun, span_of, touch_rows
 from embedrock.kernels.gpu.cache import (
     BINS,
     are_missing,
@@ -21,7 +21,6 @@ from embedrock.kernels.gpu.cache import (
     offer_slots,
     swap_rows,
 )
-from embedrock.kernels.gpu.joint import WORDS, last_begun, span_of
 from embedrock.kernels.gpu.plan import BLOCK, blocks, sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
@@ -124,7 +123,7 @@ def touch(tables, search, keys, count):
     """Mark rows as used by a batch, and count rows to load.
 
     Args:
-        tables: see `joint.DeviceTables`; all have a cache.
+        tables: see `addresses.DeviceTables`; all have a cache.
         search: scratch.
         keys: int64 (n,), of the batch, ascending, without repeats.
         count: number of keys, int32 (1,).

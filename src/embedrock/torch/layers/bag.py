@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.wrong_ids import in_bags
-from embedrock.errors import ArgumentError, EmbedrockError, IdError, UnsupportedError, not_one_of
+from embedrock.errors import ArgumentError, IdError, UnsupportedError, not_one_of
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
@@ -74,7 +74,7 @@ class EmbeddingBag(RowLayer):
             raise not_one_of("`mode` of ert.EmbeddingBag", mode, MODES)
         if mode == "max" and scale_grad_by_freq:
             raise ArgumentError("`scale_grad_by_freq` has no meaning in mode 'max', as in PyTorch. Leave it out.")
-        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     @classmethod
@@ -122,7 +122,10 @@ class EmbeddingBag(RowLayer):
         """
         layout = self._layout()
         value = BagInput(input, offsets, per_sample_weights)
-        return looked_up(self._planned_lookup(layout, value, layout.trained((self,))))[0]
+        try:
+            return looked_up(self._planned_lookup(layout, layout.trained((self,)), value))[0]
+        except IdError as error:
+            raise self.outside(error, value) from None
 
     def in_graph(
         self,
@@ -139,39 +142,37 @@ class EmbeddingBag(RowLayer):
     def looked_up(
         self, layout: LayerLayout, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any, weights_train: bool
     ) -> tuple[Tensor, LookupState]:
-        lookup = self._planned_lookup(layout, BagInput(ids, offsets, weights), trained)
-        return lookup.read(weights_train)[0], lookup
-
-    def _planned_lookup(self, layout: LayerLayout, value: BagInput, trained: list[Handle]) -> LookupState:
+        value = BagInput(ids, offsets, weights)
         try:
-            if layout.table_lock is None:
-                return self._planned_by_executor(layout, trained, *value[:3])
-            arrays = layout.plain((value.ids,)) if value.offsets is None else None
-            if arrays is not None and arrays[0].ndim == 2:
-                weights = self._flat_weights(value.ids, value.weights, arrays[0].size)
-                return HostLookup(layout, trained, arrays, weights=() if weights is None else [weights])
-            given = self._flat_input(*value[:3])
-            return HostLookup(layout, trained, [given.ids], False, [given.bounds], [given.weights])
+            lookup = self._planned_lookup(layout, trained, value)
+            return lookup.read(weights_train)[0], lookup
         except IdError as error:
             raise self.outside(error, value) from None
 
-    def _planned_by_executor(
-        self,
-        layout: LayerLayout,
-        trained: list[Handle],
-        ids: Tensor,
-        offsets: Tensor | None,
-        weights: Tensor | None,
+    def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], value: BagInput) -> LookupState:
+        ids, offsets, weights, _ = value
+        try:
+            if layout.features is None:
+                return self._planned_on_gpu(layout, trained, ids, offsets, weights)
+            arrays = layout.plain((ids,)) if offsets is None else None
+            if arrays is not None and arrays[0].ndim == 2:
+                array, bounds, factors = arrays[0], None, self._flat_weights(ids, weights, arrays[0].size)
+            else:
+                array, bounds, factors = self._flat_input(ids, offsets, weights)
+            if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
+                self._shrink(array, self.max_norm)
+            return HostLookup(layout, trained, [array], False, [bounds], () if factors is None else [factors])
+        except Exception as error:
+            self._refuse(error, layout, trained, value)
+
+    def _planned_on_gpu(
+        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any
     ) -> LookupState:
         handle = layout.handles[0]
-        executor = handle.executor()
-        try:
-            flat, bounds = self._flat(ids, offsets, handle)
-            weights = self._flat_weights(ids, weights, len(flat))
-            bounds = executor.bounds(bounds, len(flat))
-        except EmbedrockError as error:
-            handle.refuse(error, bool(trained))
-        plan = self._planned(executor, flat, bool(trained))
+        executor: Any = handle.executor()
+        flat, bounds = self._flat(ids, offsets, handle)
+        weights = self._flat_weights(ids, weights, len(flat))
+        bounds, plan = executor.bounds(bounds, len(flat)), executor.plan(flat, bool(trained))
         bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
         return ExecutorLookup(layout, trained, executor, plan, weights, bags)
 
@@ -225,7 +226,6 @@ class EmbeddingBag(RowLayer):
         return executor.pooled_feature(flat, self.padding_idx, self.mode, starts, weights), weights
 
     def outside(self, error: IdError, value: Any) -> IdError:
-        """Return the error of a lookup, with the position of the id in the arguments of `forward`."""
         ids, offsets, _ = BagInput.of(value).arguments
         flat, _ = self._flat(ids, offsets, self.handle)
         if offsets is None:  # each row, or each part of a jagged tensor, is a bag

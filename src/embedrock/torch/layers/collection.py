@@ -117,23 +117,18 @@ class Layers(nn.ModuleDict):
         self._modules[name] = module
 
 
-class Share:
+class Share(NamedTuple):
     """Features of a collection that one call looks up.
 
-    Args:
-        now: the generation.
-        joins: see `Executor.joins`.
-        layers: of the features, by the names of their outputs.
-
     Attributes:
-        each_once: each layer once.
+        layers: of the features, by the names of their outputs.
+        each: the layers.
         layout: of the layers.
     """
 
-    def __init__(self, now: int, joins: Any, layers: dict[str, Any]) -> None:
-        self.layers, self.features = layers, tuple(layers)
-        self.each_once = tuple(dict.fromkeys(layers.values()))
-        self.layout = LayerLayout(now, joins, tuple(layers.values()))
+    layers: dict[str, Any]
+    each: Sequence[Any]
+    layout: LayerLayout
 
 
 class Route(NamedTuple):
@@ -158,7 +153,7 @@ class Route(NamedTuple):
     @property
     def may_be_kept(self) -> bool:
         """Return whether a later lookup can tell that something has changed."""
-        are_on_host = all(share.layout.table_lock is not None for share in self.shares)
+        are_on_host = all(share.layout.features is not None for share in self.shares)
         return are_on_host and not any(self.hooks) and not are_there_groups()
 
     def is_current(self, container: dict[str, Any]) -> bool:
@@ -291,7 +286,7 @@ class Collection(nn.Module):
             joins = layer.joined_by() if is_own and not any(map(vars(layer).get, HOOKS)) else None
             if joins is not None:
                 joint.setdefault(joins, {})[feature] = layer
-        shares = [Share(now, *one) for one in joint.items()]
+        shares = [Share(own, each := list(own.values()), LayerLayout(now, each)) for own in joint.values()]
         alone = [feature for feature in layers if not any(feature in share.layers for share in shares)]
         hooks = [vars(layer).get(name) for layer in container.values() for name in HOOKS]
         return Route(now, dict(container), layers, shares, alone, hooks)
@@ -325,10 +320,11 @@ class Collection(nn.Module):
         """Return the output of each feature. Features of a group take one call."""
         found: dict[str, Tensor] = {}
         for share in route.shares:
-            found |= zip(share.features, self._looked_up(share, given), strict=True)
-        called, layers = self.layer_type.called, route.layers
-        alone = self._call_for_each(lambda each: called(layers[each], given[each]), route.alone)
-        found |= zip(route.alone, alone, strict=True)
+            found |= zip(share.layers, self._looked_up(share, given), strict=True)
+        if route.alone:
+            called, layers = self.layer_type.called, route.layers
+            alone = self._call_for_each(lambda each: called(layers[each], given[each]), route.alone)
+            found |= zip(route.alone, alone, strict=True)
         return {feature: found[feature] for feature in given}
 
     def _looked_up(self, share: Share, given: Mapping[str, Any], side_by_side: bool = False) -> Sequence[Tensor]:
@@ -343,15 +339,15 @@ class Collection(nn.Module):
             raise
 
     def _read(self, share: Share, given: Mapping[str, Any], side_by_side: bool) -> Sequence[Tensor]:
-        layout, layers, values = share.layout, share.layers, [given[feature] for feature in share.features]
-        trained, is_on_host = layout.trained(share.each_once), layout.table_lock is not None
+        layout, layers, values = share.layout, share.layers, [given[feature] for feature in share.layers]
+        trained, is_on_host = layout.trained(share.each), layout.features is not None
         if is_on_host and (arrays := layout.plain(values)) is not None:
             return looked_up(HostLookup(layout, trained, arrays, side_by_side))
         if not is_on_host:
-            inputs = self._call_for_each(lambda each: layers[each].gpu_input(given[each]), share.features)
+            inputs = self._call_for_each(lambda each: layers[each].gpu_input(given[each]), layers)
             outputs = look_up_on_gpu(layout, trained, *zip(*inputs, strict=True))
         else:
-            inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), share.features)
+            inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), layers)
             ids, bounds, weights = map(list, zip(*inputs, strict=True))
             outputs = looked_up(HostLookup(layout, trained, ids, side_by_side, bounds, weights))
         if len(outputs) < len(values):

@@ -15,8 +15,7 @@ from embedrock.batch.wrong_ids import Place, in_array, in_jagged
 from embedrock.errors import IdError, IdTypeError, UnsupportedError
 from embedrock.system.spans import span
 from embedrock.table.options import shows
-from embedrock.table.table import Table
-from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
+from embedrock.torch.layers.arguments import PretrainedOptions
 from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
@@ -192,19 +191,6 @@ class Embedding(RowLayer):
     _kind = "ert.Embedding"
     shown = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 
-    @shows(RowOptions)
-    def __init__(
-        self,
-        num_embeddings: int | Table | None,
-        embedding_dim: int | None = None,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        **options: Unpack[RowOptions],
-    ) -> None:
-        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, options)
-
     @classmethod
     @shows(PretrainedOptions)
     def from_pretrained(
@@ -265,7 +251,7 @@ class Embedding(RowLayer):
                 raise self.outside(error, ids) from None
         layout = self._layout()
         trained = layout.trained((self,))
-        return looked_up(self._planned_lookup(layout, input, trained))[0] if trained else self._read(layout, input)
+        return looked_up(self._planned_lookup(layout, trained, input))[0] if trained else self._read(layout, input)
 
     def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
@@ -280,35 +266,36 @@ class Embedding(RowLayer):
         """Return the output of an operator, and its lookup if that trains."""
         if not trained:
             return self._read(layout, ids), None
-        lookup = self._planned_lookup(layout, ids, trained)
+        lookup = self._planned_lookup(layout, trained, ids)
         return lookup.read(for_weights=False)[0], lookup
 
-    def _planned_lookup(self, layout: LayerLayout, ids: Tensor, trained: list[Handle]) -> LookupState:
-        if layout.table_lock is not None:
-            return HostLookup(layout, trained, layout.plain((ids,)) or [self.host_input(ids).ids])
-        executor = layout.handles[0].executor()
-        plan = self._planned(executor, self._checked(layout.handles[0], ids, bool(trained)), bool(trained))
-        return ExecutorLookup(layout, trained, executor, plan)
+    def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], ids: Tensor) -> LookupState:
+        try:
+            if layout.features is not None:
+                arrays = layout.plain((ids,)) or [self.host_input(ids).ids]
+                if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
+                    self._shrink(arrays[0], self.max_norm)
+                return HostLookup(layout, trained, arrays)
+            executor: Any = layout.handles[0].executor()
+            plan = executor.plan(check_ids(ids, layout.handles[0].label), bool(trained))
+            return ExecutorLookup(layout, trained, executor, plan)
+        except Exception as error:
+            self._refuse(error, layout, trained, ids)
 
     def _read(self, layout: LayerLayout, ids: Tensor) -> Tensor:
         """Return rows that do not train, if possible without a plan."""
-        if self.max_norm is not None:
-            return self._planned_lookup(layout, ids, []).read(for_weights=False)[0]
-        handle = layout.handles[0]
-        given = ids if layout.table_lock is not None else self._checked(handle, ids, False)
+        executor: Any = layout.executor
+        if self.max_norm is not None or (executor is not None and executor.rows is not None):
+            return self._planned_lookup(layout, [], ids).read(for_weights=False)[0]
+        handle: Any = layout.handles[0]
+        given = ids if executor is not None else check_ids(ids, handle.label)
         with span("read"):
-            if layout.table_lock is None:
+            if executor is None:
                 rows = handle.executor().lookup(given)
             else:
                 array, *_ = layout.plain((ids,)) or self.host_input(ids)
                 rows = torch.from_numpy(self._table.lookup(array))
         return rows if layout.are_as_read else rows.to(handle.device, self.dtype)
-
-    def _checked(self, handle: Handle, ids: Tensor, trains: bool) -> Tensor:
-        try:
-            return check_ids(ids, handle.label)
-        except IdTypeError as error:
-            handle.refuse(error, trains)
 
     # ------------------------------------------------------------ as a feature of a collection
 
@@ -347,6 +334,5 @@ class Embedding(RowLayer):
         executor: Any = self.handle.executor()
         return executor.feature(check_ids(flat_ids(ids), self.handle.label), self.padding_idx), None
 
-    def outside(self, error: IdError, ids: Tensor) -> IdError:
-        """Return the error of a lookup of ids, dense or jagged, with the position of the id."""
-        return self._outside(error, flat_ids(ids), place_in(ids))
+    def outside(self, error: IdError, value: Tensor) -> IdError:
+        return self._outside(error, flat_ids(value), place_in(value))

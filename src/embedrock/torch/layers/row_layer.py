@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
+from embedrock.table.options import shows
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers import operators, row_state
 from embedrock.torch.layers.arguments import (
@@ -30,10 +31,9 @@ from embedrock.torch.layers.arguments import (
     pretrained_table,
     table_of,
 )
-from embedrock.torch.training.executor import Executor
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import LayerLayout, needs_gradient, renormalize
+from embedrock.torch.training.lookup import LayerLayout, needs_gradient
 from embedrock.torch.training.sharing import ShardingOptions
 
 IMPORT_ROWS = 65_536
@@ -61,10 +61,7 @@ class RowLayer(nn.Module):
 
     Layers on one table share its handle, as tied layers share a parameter.
 
-    Args:
-        rows: number of rows, or their table.
-        dim, padding_idx, max_norm, norm_type, scale_grad_by_freq: as in PyTorch.
-        options: options of the layer and its table.
+    The arguments are those of `Embedding`.
     """
 
     _kind: ClassVar[str]  # name of the class in error messages
@@ -74,19 +71,20 @@ class RowLayer(nn.Module):
     _known_layout: LayerLayout | None = None
     _number: Tensor  # graphs identify the layer by it
 
+    @shows(RowOptions)
     def __init__(
         self,
-        rows: int | Table | None,
-        dim: int | None,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        options: RowOptions,
+        num_embeddings: int | Table | None,
+        embedding_dim: int | None = None,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        **options: Unpack[RowOptions],
     ) -> None:
         check_norm(max_norm, norm_type)  # before the table opens: an error would keep its folder open
         check_positions(self._kind, scale_grad_by_freq, options)
-        table = table_of(self._kind, rows, dim, padding_idx, options)
+        table = table_of(self._kind, num_embeddings, embedding_dim, padding_idx, options)
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
@@ -270,18 +268,33 @@ class RowLayer(nn.Module):
         now = generation.now
         if not isinstance(self._own_handle(), Handle):
             raise UnsupportedError(REPLACED)
-        known = LayerLayout(now, self.joined_by(), (self,))
+        known = LayerLayout(now, (self,))
         self.__dict__["_known_layout"] = known  # an attribute that is set otherwise begins a generation
         return known
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known_layout": None}  # a copy has a handle of its own
 
-    def _planned(self, executor: Executor, ids: Tensor, trains: bool) -> Any:
-        plan = executor.plan(ids, trains)
-        if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
-            renormalize(self.table, plan, self.max_norm, self.norm_type)
-        return plan
+    def _refuse(self, error: Exception, layout: LayerLayout, trained: list[Handle], value: Any) -> NoReturn:
+        """Raise the error of a lookup of the input `value`, on all processes that share the rows."""
+        try:
+            layout.handles[0].refuse(error, bool(trained))
+        except IdError as refused:
+            raise self.outside(refused, value) from None
+
+    def outside(self, error: IdError, value: Any) -> IdError:
+        """Return the error of a lookup, with the position of the id in the layer's input `value`."""
+        raise NotImplementedError
+
+    def _shrink(self, ids: np.ndarray, max_norm: float) -> None:
+        """Shrink rows with a larger norm in the table, as `torch.embedding_renorm_` does."""
+        plan = self._table.plan(ids)
+        rows = torch.from_numpy(self._table.read_rows(plan))
+        norms = torch.linalg.vector_norm(rows, self.norm_type, dim=1)
+        over = norms > max_norm
+        if over.any():
+            factors = max_norm / (norms[over].double() + 1e-7)
+            self._table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
 
     # ------------------------------------------------------------ graphs of torch.compile
 

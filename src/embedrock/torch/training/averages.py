@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from embedrock.batch.plan import Plan, make_plan
+from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import is_number, lags_behind
 from embedrock.initializers import Zeros
@@ -152,23 +152,6 @@ class RowAverage:
         self._store(ids, averages.astype(np.float64) - self.table.lookup(ids))
 
 
-class _AveragedExecutor(CpuExecutor):
-    """`Executor` that looks up averages and never steps."""
-
-    def __init__(self, average: RowAverage) -> None:
-        super().__init__(average.table)
-        self._average = average
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        return self.read(self.plan(ids, trains=False))
-
-    def read(self, plan: Plan) -> Tensor:
-        return torch.from_numpy(self.read_rows(plan)[plan.inverse].reshape(*plan.shape, self.table.dim))
-
-    def read_rows(self, plan: Plan) -> np.ndarray:
-        return self._average.of(plan.ids)
-
-
 class AveragedHandle(Handle):
     """Handle of layers with averages as rows. It never trains."""
 
@@ -179,7 +162,7 @@ class AveragedHandle(Handle):
         handle.check_whole("averaged")
         average, made = RowAverage(handle, decay), AveragedHandle(handle.table)
         made.average, made.label = average, f"the average of {handle.label}"
-        made.pending.executor = made._host = _AveragedExecutor(average)
+        made.pending.executor = made._host = CpuExecutor(handle.table, rows=lambda plan: average.of(plan.ids))
         made.requires_grad_(False)
         made.is_watched = True  # so that `receive` refuses at once
         made.move(handle.device)

@@ -16,7 +16,6 @@ from torch.autograd import Variable, profiler
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.system.spans import PREFIX, trace_by
-from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.handle_gradient import Pending, number_of
 from embedrock.torch.training.ranks import are_there_groups
@@ -183,7 +182,7 @@ def bring(blocks: list[Block], handles: Sequence[Any], ctx: Any) -> list[Tensor 
             grads = run.take(handle)
             if grads is not None:
                 node = ctx.next_functions[number + 1][0]
-                found[number] = handle.receive(HostGradients.of(grads), node, run)
+                found[number] = handle.receive(grads, node, run)
     return found
 
 

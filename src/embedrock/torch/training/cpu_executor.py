@@ -1,135 +1,60 @@
-"""`CpuExecutor`: reads and steps rows of a table on the CPU, for tensors on any device."""
+"""`CpuExecutor`: reads and steps rows of a table on the CPU; and the gradients of rows that ranks share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.batch import pooling
-from embedrock.batch.gradients import RowGradients
-from embedrock.batch.plan import Plan
-from embedrock.batch.pooling import Bags
+from embedrock.batch.gradients import RowGradients, shown_for
+from embedrock.batch.plan import Plan, make_plan
 from embedrock.distributed.exchange import Exchange
 from embedrock.distributed.owners import Placement, Replica
 from embedrock.distributed.stages import GradientBlock
-from embedrock.frontend.executor import ArrayExecutor
+from embedrock.frontend.steps import judge_on_host
 from embedrock.storage.table_lock import TableLock
-from embedrock.table.table import rows_of
-
-FLOAT32_MAX = float(np.finfo(np.float32).max)
+from embedrock.table.table import Table, rows_of
 
 
-@dataclass(frozen=True, eq=False)
-class HostGradients:
-    """Row gradients, with their norm for outside code.
+@dataclass(eq=False)
+class CpuExecutor:
+    """`Executor` that reads and steps rows on the CPU.
 
     Attributes:
-        rows: the gradients.
-        shown: their L2 norm as a float32, Inf if an element is not finite. Later scaling is applied to it.
+        table: the rows.
+        planner: plans ids, and is told whether a step may follow; None: the table plans them.
+        rows: returns the rows of a plan, float32 (unique, dim); None: the table reads them.
+        sums_positions: gradients are `PositionGradients`.
     """
 
-    rows: RowGradients
-    shown: float
-
-    @staticmethod
-    def of(grads: RowGradients, shown: float | None = None) -> HostGradients:
-        """Wrap gradients. `shown` is their norm, computed if None."""
-        return HostGradients(grads, _shown(grads.norm) if shown is None else shown)
-
-    def row_ids(self) -> np.ndarray:
-        return self.rows.plan.ids
-
-    def rescaled_by(self, number: Tensor) -> HostGradients | None:
-        shown = number.item()
-        if shown == self.shown:
-            return self
-        if shown == 0.0:
-            return None
-        # Any factor keeps zero gradients at zero, but must not hide a number that is not finite.
-        return self._scaled(shown / self.shown if self.shown else shown, shown)
-
-    def _scaled(self, factor: float, shown: float) -> HostGradients:
-        return HostGradients.of(self.rows.scaled(factor), shown)
-
-    def clipped(self, clip_value: float | None) -> RowGradients:
-        return self.rows.scaled(1.0, clip_value)
-
-    def vector_norm(self, order: float) -> float:
-        with np.errstate(over="ignore", invalid="ignore"):
-            sizes = np.abs(self.rows.values, dtype=np.float64)
-            if order == 0:
-                return float(np.count_nonzero(sizes))
-            if order == math.inf:
-                return float(sizes.max(initial=0.0))
-            return float((sizes if order == 1 else sizes**order).sum() ** (1.0 / order))
-
-    def clamped(self, low: float | None, high: float | None) -> HostGradients:
-        return HostGradients.of(self.rows.with_values(np.clip(self.rows.values, low, high)))
-
-    def nothing(self) -> None:
-        """Return None: handles on the CPU have their own 0."""
-
-    def instead_of(self, nothing: Tensor) -> None: ...
-
-    def growth_since(self, earlier: HostGradients | None) -> float:
-        if earlier is None:
-            return self.shown
-        return self.shown - earlier.shown if math.isfinite(earlier.shown) else 0.0
-
-
-def _shown(norm: float) -> float:
-    return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # comparisons with NaN are false
-
-
-class CpuExecutor(ArrayExecutor):
-    """`Executor` that reads and steps rows on the CPU, for tensors on any device."""
+    table: Table
+    planner: Callable[[np.ndarray, bool], Plan] | None = None
+    rows: Callable[[Any], np.ndarray] | None = None
+    sums_positions: bool = False
 
     is_current = True
+    judge = staticmethod(judge_on_host)
 
     def is_used_on(self, device: torch.device) -> bool:
         return False
 
     @property
     def joins(self) -> TableLock | None:
-        """Lock of the table, and of the others of its group; None for subclasses, which share rows with other
-        processes or average them.
+        """Lock of the table, and of the others of its group; None for gradients by position, and for rows that other
+        processes have, or that are averages.
         """
-        return rows_of(self.table).table_lock if type(self) is CpuExecutor else None
+        return None if self.sums_positions or self.rows is not None else rows_of(self.table).table_lock
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        return torch.from_numpy(self.table.lookup(ids.cpu().numpy()))
+    def no_gradients(self) -> RowGradients:
+        return RowGradients.sum(make_plan(np.empty(0, np.int64)), np.empty((0, self.table.dim), np.float32))
 
-    def plan(self, ids: Tensor, trains: bool) -> Plan:
-        return self.table.plan(ids.cpu().numpy())
-
-    def read(self, plan: Plan) -> Tensor:
-        return torch.from_numpy(self.table.read(plan))
-
-    def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> HostGradients:
-        return HostGradients.of(super().sum(plan, host_floats(grads), padding, by_frequency))
-
-    def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
-        return HostGradients.of(earlier.rows.merge(later.rows))
-
-    def bounds(self, offsets: Tensor, n: int) -> np.ndarray:
-        return offsets.cpu().numpy()
-
-    def pool(self, rows: np.ndarray, weights: Tensor | None, bags: Bags) -> tuple[Tensor, np.ndarray]:
-        out, trace = super().pool(rows, host_weights(weights), bags)
-        return torch.from_numpy(out), trace
-
-    def unpool(
-        self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
-    ) -> HostGradients:
-        return HostGradients.of(super().unpool(host_floats(grads), host_weights(weights), bags, trace, by_frequency))
-
-    def weight_grads(self, grads: Tensor, rows: np.ndarray, bags: Bags) -> Tensor:
-        return torch.from_numpy(super().weight_grads(host_floats(grads), rows, bags))
+    def merge(self, earlier: RowGradients, later: RowGradients) -> RowGradients:
+        return earlier.merge(later)
 
     def prepare(self, grads: RowGradients) -> None:
         self.table.check_step(grads)
@@ -161,9 +86,9 @@ def host_weights(weights: Tensor | None) -> np.ndarray | None:
 SNAP = 2.0**-20  # relative to a power of two: possible loss when float32 numbers are averaged over ranks
 
 
-@dataclass(frozen=True, eq=False)
-class SharedGradients(HostGradients):
-    """Row gradients summed over ranks, with the norm of their mean over all ranks.
+@dataclass(eq=False, kw_only=True)
+class SharedGradients(RowGradients):
+    """Row gradients summed over ranks. Outside code sees the norm of their mean over all ranks.
 
     Attributes:
         factor: factor of the sums in a step: 1 / ranks, times all later scaling of `shown`. It is applied once.
@@ -180,19 +105,28 @@ class SharedGradients(HostGradients):
     @staticmethod
     def of_ranks(rows: RowGradients, square: float, exchange: Exchange, placement: Placement) -> SharedGradients:
         """Take sums, and their square norm over all ranks."""
-        norm = math.sqrt(square) / placement.ranks if math.isfinite(square) else math.inf
-        return SharedGradients(rows, _shown(norm), 1.0 / placement.ranks, math.isfinite(square), exchange, placement)
+        is_finite = math.isfinite(square)
+        return SharedGradients(
+            rows.plan,
+            rows.values,
+            rows.square_norm,
+            scaled_to=shown_for(math.sqrt(square) / placement.ranks if is_finite else math.inf),
+            factor=1.0 / placement.ranks,
+            is_finite_everywhere=is_finite,
+            exchange=exchange,
+            placement=placement,
+        )
 
     @property
     def sums(self) -> RowGradients:
         """Sums over ranks, scaled as `shown` was. Blocks of later backwards are added to them."""
-        return self.rows.scaled(self.factor * self.placement.ranks)
+        return self.scaled(self.factor * self.placement.ranks)
 
-    def _scaled(self, factor: float, shown: float) -> SharedGradients:
-        return replace(self, shown=shown, factor=self.factor * (_snapped(factor) if self.shown else factor))
+    def _rescaled(self, factor: float, shown: float) -> SharedGradients:
+        return replace(self, scaled_to=shown, factor=self.factor * (_snapped(factor) if self.shown else factor))
 
     def clipped(self, clip_value: float | None) -> RowGradients:
-        due = self.rows.scaled(self.factor, clip_value)
+        due = self.scaled(self.factor, clip_value)
         # So all ranks refuse or skip a step together.
         return due if self.is_finite_everywhere else RowGradients(due.plan, due.values, math.nan)
 
@@ -209,7 +143,7 @@ class SharedGradients(HostGradients):
     def clamped(self, low: float | None, high: float | None) -> SharedGradients:
         """Return the gradients with every element of the mean clamped to ``[low, high]``. All ranks call it."""
         ranks = self.placement.ranks
-        mean = self.rows.scaled(self.factor)
+        mean = self.scaled(self.factor)
         clamped = mean.with_values(np.clip(mean.values, low, high) * np.float32(ranks))
         squares = self.exchange.numbers("a clamp", clamped.square_norm)
         return SharedGradients.of_ranks(clamped, self.placement.total(squares), self.exchange, self.placement)
@@ -225,8 +159,8 @@ def _snapped(factor: float) -> float:
     return power if abs(factor / power - 1.0) < SNAP else factor
 
 
-@dataclass(frozen=True, eq=False)
-class PositionGradients(HostGradients):
+@dataclass(eq=False, kw_only=True)
+class PositionGradients(RowGradients):
     """Row gradients of this rank, with the gradients of positions that they sum.
 
     Attributes:
@@ -236,38 +170,9 @@ class PositionGradients(HostGradients):
     lookups: tuple[GradientBlock, ...]
 
     @staticmethod
-    def of_lookup(sums: HostGradients, ids: np.ndarray, values: np.ndarray, padding: int | None) -> PositionGradients:
-        """Take the position gradients of one lookup, float32 (n, dim), without the id `padding`."""
-        kept = slice(None) if padding is None or not (is_padding := ids == padding).any() else ~is_padding
-        return PositionGradients(sums.rows, sums.shown, (GradientBlock(ids[kept], values[kept]),))
+    def of_sums(sums: RowGradients, lookups: tuple[GradientBlock, ...]) -> PositionGradients:
+        return PositionGradients(sums.plan, sums.values, sums.square_norm, lookups=lookups)
 
-
-class PositionExecutor(CpuExecutor):
-    """`Executor` that keeps gradients by position, beside their sums by row."""
-
-    def sum(self, plan: Plan, grads: Tensor, padding: int | None, by_frequency: bool) -> PositionGradients:
-        sums, values = super().sum(plan, grads, padding, by_frequency), host_floats(grads)
-        return PositionGradients.of_lookup(sums, _ids_of(plan), values.reshape(-1, self.table.dim), padding)
-
-    def unpool(
-        self, grads: Tensor, weights: Tensor | None, bags: Bags, trace: np.ndarray, by_frequency: bool
-    ) -> PositionGradients:
-        sums = super().unpool(grads, weights, bags, trace, by_frequency)
-        ids = _ids_of(bags.plan)
-        places = np.arange(len(ids) + 1, dtype=np.int32)  # of positions, each with a row of its own
-        each = Plan((len(ids),), np.arange(len(ids)), places[:-1], places, places[:-1])
-        alone = bags._replace(plan=each, skip=-1)
-        given = host_floats(grads)
-        values, _ = pooling.sum_bags(pooling.places_of([given]), self.table.dim, host_weights(weights), alone, trace)
-        padding = None if bags.skip < 0 else int(bags.plan.ids[bags.skip])
-        return PositionGradients.of_lookup(sums, ids, values, padding)
-
-    def merge(self, earlier: HostGradients, later: HostGradients) -> HostGradients:
-        assert isinstance(earlier, PositionGradients)  # from `sum` or `unpool`
-        assert isinstance(later, PositionGradients)
-        sums = super().merge(earlier, later)
-        return PositionGradients(sums.rows, sums.shown, earlier.lookups + later.lookups)
-
-
-def _ids_of(plan: Plan) -> np.ndarray:
-    return plan.ids[plan.inverse]
+    def merge(self, other: RowGradients) -> PositionGradients:
+        assert isinstance(other, PositionGradients)  # as the executor sums
+        return PositionGradients.of_sums(super().merge(other), self.lookups + other.lookups)

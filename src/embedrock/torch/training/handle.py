@@ -17,12 +17,12 @@ from torch.utils._mode_utils import no_dispatch
 from embedrock.batch.gradients import RowGradients
 from embedrock.device.requirements import device_side, indexed
 from embedrock.distributed.owners import Replica, Shard
-from embedrock.errors import ArgumentError, EmbedrockError, ForgottenGradientsError, UnsupportedError
+from embedrock.errors import ArgumentError, ForgottenGradientsError, UnsupportedError
 from embedrock.frontend.arguments import lags_behind
 from embedrock.optimizers import Rule
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
-from embedrock.torch.training.cpu_executor import CpuExecutor, HostGradients
+from embedrock.torch.training.cpu_executor import CpuExecutor
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle_gradient import HandleGradient, Pending, number_of, set_number
@@ -123,14 +123,13 @@ class Handle(HandleValue, nn.Parameter):
         run = BackwardPass.current() if run is None else run
         earlier = run.gradients.get(id(self))
         if run.brought and (brought := run.take(self)) is not None:
-            earlier = HostGradients.of(brought)
+            earlier = brought
         both = grads if earlier is None else self.pending.executor.merge(earlier, grads)
         run.gradients[id(self)] = both
         if accumulates(node):
             BackwardPass.has_eager = True
-            own = grads.nothing()  # autograd keeps this tensor without a copy
-            if own is not None and own.device == self.device:
-                return own
+            if grads.spare and grads.spare[0].device == self.device:
+                return grads.spare[0].detach()  # autograd keeps this tensor without a copy
             if not (self.is_cpu and self._nothing.is_cpu) and self._nothing.device != self.device:
                 self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)
             return self._nothing
@@ -151,12 +150,12 @@ class Handle(HandleValue, nn.Parameter):
         self.is_applied = False
         self._check_origin(grad)
         self.pending.follow(grad)  # before DistributedDataParallel averages it
-        self._sharing.arrive(cast(HostGradients, arrived))  # the CPU holds rows that processes share
+        self._sharing.arrive(cast(RowGradients, arrived))  # the CPU holds rows that processes share
 
     def add_rows(self, rows: RowGradients) -> None:
         """Add gradients to the pending ones, which other code may have seen."""
         grad = self._number()
-        self._add(HostGradients.of(rows), torch.zeros((), device=self.device) if grad is None else grad)
+        self._add(rows, torch.zeros((), device=self.device) if grad is None else grad)
 
     def _add(self, grads: Gradients, grad: Tensor) -> None:
         self.is_applied = False
@@ -258,9 +257,7 @@ class Handle(HandleValue, nn.Parameter):
         if type(grad) is not HandleGradient:
             return None  # torch.distributed.checkpoint sets it, so that optimizers create their state
         # Zeroed in place: PyTorch's optimizers make a step then, and so does this one, without touching a row.
-        executor, nothing = self.pending.executor, torch.empty(0, self.table.dim, device=self.device)
-        no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
-        return executor.sum(executor.plan(no_ids, trains=True), nothing, padding=None, by_frequency=False)
+        return self.pending.executor.no_gradients()
 
     def waits(self) -> bool:
         """Return whether gradients are pending. Gradients zeroed on a GPU count, as far as the host knows."""
@@ -433,7 +430,7 @@ class Handle(HandleValue, nn.Parameter):
         self.known_as = self.known_as or known_as(self)
         return self.known_as
 
-    def refuse(self, error: EmbedrockError, trains: bool) -> NoReturn:
+    def refuse(self, error: Exception, trains: bool) -> NoReturn:
         """Raise the error of a lookup that cannot begin, on all ranks of this lookup."""
         if self.shard is not None:
             assert self.sharing is not None  # it has a shard

@@ -15,7 +15,6 @@ from torch.utils._mode_utils import no_dispatch
 from embedrock.batch.gradients import RowGradients
 from embedrock.errors import UnsupportedError
 from embedrock.system import forks
-from embedrock.torch.training.cpu_executor import HostGradients
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.ranks import are_there_groups
 
@@ -48,8 +47,8 @@ class HandleGradient(Tensor):
     def show(rows: Gradients, number: Tensor, owner: object) -> HandleGradient:
         """Set a scalar tensor to the norm of row gradients. Return it, or an alias, linked to the gradients."""
         if type(number) is not HandleGradient:
-            own = rows.instead_of(number)
-            return _as_gradient(number.fill_(rows.shown) if own is None else own, _Proxied(rows, owner))
+            is_spare = bool(rows.spare) and number.data_ptr() == rows.spare[0].data_ptr()
+            return _as_gradient(rows.spare[1].detach() if is_spare else number.fill_(rows.shown), _Proxied(rows, owner))
         number._behind.rows = rows
         with without_overrides():
             number.fill_(rows.shown)
@@ -321,9 +320,9 @@ def _answer_norms(func: Any, tensors: Any, ord: Any = 2.0, dtype: Any = None) ->
 # ---------------------------------------------------------------- clamps
 
 
-def _clamped(gradient: Any, low: Any, high: Any, func: Any) -> HandleGradient:
-    gradient = gradient if func.__name__.endswith("_") else gradient.clone()
-    bounds = [None if bound is None else float(bound) for bound in (low, high)]
+def _answer_clamp(func: Any, input: Any, min: Any = None, max: Any = None) -> HandleGradient:  # noqa: A002
+    gradient = input if func.__name__.endswith("_") else input.clone()
+    bounds = [None if bound is None else float(bound) for bound in (min, max)]
     if (bounds[0] or 0.0) > 0 or (bounds[1] or 0.0) < 0:
         raise UnsupportedError(
             f"gradients of rows cannot be clamped to [{bounds[0]}, {bounds[1]}], which excludes 0: that of most rows "
@@ -333,16 +332,8 @@ def _clamped(gradient: Any, low: Any, high: Any, func: Any) -> HandleGradient:
     return gradient if rows is None else HandleGradient.show(rows.clamped(*bounds), gradient, gradient._behind.owner)
 
 
-def _answer_clamp(func: Any, input: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
-    return _clamped(input, min, max, func)
-
-
-def _answer_clamp_min(func: Any, input: Any, min: Any) -> Any:  # noqa: A002
-    return _clamped(input, min, None, func)
-
-
 def _answer_clamp_max(func: Any, input: Any, max: Any) -> Any:  # noqa: A002
-    return _clamped(input, None, max, func)
+    return _answer_clamp(func, input, None, max)
 
 
 def _answer_each(one: Callable[..., Any], func: Any, tensors: Any, bounds: Any) -> Any:
@@ -354,10 +345,9 @@ def _answer_each(one: Callable[..., Any], func: Any, tensors: Any, bounds: Any) 
 
 
 _CLAMPS = {
-    _answer_clamp: ("clamp", "clip"),
-    _answer_clamp_min: ("clamp_min",),
+    _answer_clamp: ("clamp", "clip", "clamp_min"),
     _answer_clamp_max: ("clamp_max",),
-    functools.partial(_answer_each, _answer_clamp_min): ("_foreach_clamp_min", "_foreach_maximum"),
+    functools.partial(_answer_each, _answer_clamp): ("_foreach_clamp_min", "_foreach_maximum"),
     functools.partial(_answer_each, _answer_clamp_max): ("_foreach_clamp_max", "_foreach_minimum"),
 }
 # Functions by name. Functions of torch and methods of tensors share their names.
@@ -400,7 +390,7 @@ class Pending:
     def grads(self) -> Gradients | None:
         """The gradients; None without any."""
         joint = self.joint
-        return self.seen if joint is None else HostGradients.of(joint.of(self.number))
+        return self.seen if joint is None else joint.of(self.number)
 
     @grads.setter
     def grads(self, grads: Gradients | None) -> None:

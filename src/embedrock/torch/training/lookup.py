@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -13,17 +14,17 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
-from embedrock.batch.plan import Plan
+from embedrock.batch.gradients import RowGradients
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
+from embedrock.distributed.stages import GradientBlock
 from embedrock.errors import IdTypeError, UnsupportedError
-from embedrock.storage.table_lock import TableLock
 from embedrock.system.spans import spanned
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature
-from embedrock.table.table import Table
+from embedrock.table.batches import FeatureLayout
+from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
-from embedrock.torch.training.cpu_executor import HostGradients, host_grads, host_weights
-from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.cpu_executor import CpuExecutor, PositionGradients, host_grads, host_weights
+from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
 from embedrock.torch.training.ranks import are_there_groups
@@ -103,16 +104,6 @@ def refuse_second_derivative() -> NoReturn:
     )
 
 
-def renormalize(table: Table, plan: Plan, max_norm: float, norm_type: float) -> None:
-    """Shrink rows with a norm above `max_norm` in the table, as `torch.embedding_renorm_` does."""
-    rows = torch.from_numpy(table.read_rows(plan))
-    norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
-    over = norms > max_norm
-    if over.any():
-        factors = max_norm / (norms[over].double() + 1e-7)
-        table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
-
-
 class LayerLayout:
     """Common facts of lookups of features by layers, for one `generation`.
 
@@ -120,51 +111,53 @@ class LayerLayout:
 
     Args:
         now: the generation.
-        joins: of the layers: see `RowLayer.joined_by`.
         layers: layers of the features.
 
     Attributes:
         handles: of the features.
         owners: parameters of each layer, with its handle.
         distinct: each handle once.
-        forms: tables, modes and paddings of the features.
+        features: their tables, modes and paddings, if the CPU has the rows; else None.
+        paddings: of the features.
         dtypes: of the outputs.
-        table_lock: of the tables, if the CPU reads them together, as they are; else None.
-        routes: see `batches.plan`.
+        executor: of the rows, if the CPU has them; else None.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
         most_dims: most dimensions of a feature's ids.
     """
 
-    def __init__(self, now: int, joins: Any, layers: Sequence[Any]) -> None:
-        self.generation, self.joins = now, joins
+    def __init__(self, now: int, layers: Sequence[Any]) -> None:
+        self.generation = now
         self.handles: list[Handle] = [layer.handle for layer in layers]
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
         tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
-        self.forms = tables, modes, [layer.padding_idx for layer in layers]
+        self.paddings = [layer.padding_idx for layer in layers]
         self.dtypes, self.by_frequency = [layer.dtype for layer in layers], layers[0].scale_grad_by_freq
-        self.table_lock = joins if isinstance(joins, TableLock) else None
-        self.routes = dict[tuple[Any, ...], Any]()
+        executor: Any = self.handles[0].executor()
+        self.joins, self.executor = executor.joins, executor if isinstance(executor, CpuExecutor) else None
+        self.features: FeatureLayout | None = None
+        if self.executor is not None:
+            self.features = FeatureLayout(rows_of(executor.table).table_lock, tables, modes, self.paddings)
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
-        self.none = [None] * len(layers)
         generation.layouts.add(self)
 
     def leave(self, handle: Handle) -> None:
         """Drop the tables if one is of this handle: their records may go."""
         if any(own is handle for own in self.distinct):
-            self.forms = [], [], []
-            self.routes.clear()
+            self.features = self.executor = None
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
         if self.generation != generation.now or self.owners[0][0] is not parameters or not self.has_its_handles():
             return False
-        # A process group may share the rows from now on.
-        return self.joins is None or not are_there_groups() or self.handles[0].executor().joins is self.joins
+        if not are_there_groups():
+            return True
+        executor = self.handles[0].executor()  # a process group may share the rows from now on
+        return executor is self.executor or (self.executor is None and not isinstance(executor, CpuExecutor))
 
     def has_its_handles(self) -> bool:
         """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
@@ -176,8 +169,8 @@ class LayerLayout:
             return False
         return True
 
-    def trained(self, layers: Iterable[Any]) -> list[Handle]:
-        """Return each handle whose rows train, after the checks of a forward. `layers` has each layer once."""
+    def trained(self, layers: Sequence[Any]) -> list[Handle]:
+        """Return each handle whose rows train, after the checks of a forward."""
         if torch._C._is_tracing():
             raise UnsupportedError(
                 "rows of an embedding layer cannot be traced: torch.jit.trace and torch.onnx would bake this batch's "
@@ -187,7 +180,8 @@ class LayerLayout:
         if not torch.is_grad_enabled():
             return []
         for handle in self.distinct:
-            if handle.unapplied.passed_by and handle.requires_grad and _are_training(layers, handle):
+            passed_by = handle.unapplied.passed_by and handle.requires_grad
+            if passed_by and any(layer.training for layer in layers if layer.handle is handle):
                 handle.unapplied.check(handle.label)
         return [handle for handle in self.distinct if handle.requires_grad]
 
@@ -205,16 +199,12 @@ class LayerLayout:
             return None
 
 
-def _are_training(layers: Iterable[Any], handle: Handle) -> bool:
-    return any(layer.training for layer in layers if layer.handle is handle)
-
-
 INT64, STRIDED = torch.int64, torch.strided
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 
 
 class HostInput(NamedTuple):
-    """Input of a lookup on the CPU, for one feature: see `BatchFeature`. Weights (n,) may get gradients."""
+    """Input of a lookup on the CPU, for one feature: see `Batch`. Weights (n,) may get gradients."""
 
     ids: np.ndarray
     bounds: np.ndarray | None = None
@@ -284,7 +274,7 @@ class LookupState(ABC):
 
 
 class ExecutorLookup(LookupState):
-    """Lookup of one feature by the verbs of its rows' executor.
+    """Lookup of one feature by the verbs of its rows' executor on a GPU.
 
     Args:
         executor: executor of the rows.
@@ -297,7 +287,7 @@ class ExecutorLookup(LookupState):
         self,
         layout: LayerLayout,
         trained: Sequence[Handle],
-        executor: Executor,
+        executor: Any,
         plan: Any,
         weights: Tensor | None = None,
         bags: Any = None,
@@ -319,7 +309,7 @@ class ExecutorLookup(LookupState):
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
         by_frequency = self.layout.by_frequency
         if self._bags is None:
-            summed = self._executor.sum(self._plan, grads[0], self.layout.forms[2][0], by_frequency)
+            summed = self._executor.sum(self._plan, grads[0], self.layout.paddings[0], by_frequency)
         else:
             summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, by_frequency)
         return {self.handles[0]: summed}
@@ -372,14 +362,14 @@ class DeviceLookupState(LookupState):
 
 
 class HostLookup(LookupState):
-    """Lookup of features of tables with one lock, whose rows the CPU has.
+    """Lookup by the CPU: of one feature, or of features of tables with one lock.
 
     Args:
         ids, bounds, weights: of the features: see `HostInput`.
         layout, trained: see `LookupState`.
 
     Attributes:
-        side_by_side: the output is one tensor of all bags, if possible.
+        side_by_side: the output is one tensor of all bags: before `read` if possible, then whether it is.
     """
 
     taken = staticmethod(host_grads)
@@ -394,23 +384,30 @@ class HostLookup(LookupState):
         weights: Sequence[Tensor | None] = (),
     ) -> None:
         super().__init__(layout, trained, weights)
-        values = [host_weights(own) for own in weights] if weights else layout.none
-        tables, modes, paddings = layout.forms
-        features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
-        assert layout.table_lock is not None
-        self._batch = batches.plan(features, layout.routes, layout.table_lock)
-        is_whole = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
-        self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
+        self._executor: Any = layout.executor
+        values = [host_weights(own) for own in weights] if weights else None
+        self._given: Any = (layout.features, ids, bounds, values)
+        self.side_by_side = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
+        if self._executor.rows is not None:  # of other processes, or averages
+            planner: Any = self._executor.planner
+            if planner is not None:
+                planner = functools.partial(planner, trains=bool(trained))
+            self._batch = batches.plan(*self._given, planner=planner)
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
-        layout = self.layout
-        self._found = found = batches.read(self._batch, for_weights, self.side_by_side)
-        if self.side_by_side:
+        layout, rows = self.layout, self._executor.rows
+        if rows is None:
+            self._batch = batches.read(*self._given, for_weights=for_weights, side_by_side=self.side_by_side)
+        else:
+            self._batch = batches.read_planned(self._batch, for_weights, rows(self._batch.parts[0].plan))
+        found, self._batch.by_frequency = self._batch, layout.by_frequency
+        self.side_by_side = found.side_by_side
+        if found.side_by_side:
             whole = torch.from_numpy(found.arrays[0])
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
         outputs: list[Any] = [None] * len(layout.handles)
-        for numbers, array, sizes in found.parts():
+        for numbers, array, sizes in found.blocks():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
             whole = torch.from_numpy(array)
             parts = torch.unsafe_split_with_sizes(whole, sizes) if len(sizes) > 1 else (whole,)
@@ -429,21 +426,25 @@ class HostLookup(LookupState):
     def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
         handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
-            blocks = batches.sum_array(self._found, grads[0])
+            blocks = batches.sum_array(self._batch, grads[0])
         else:
-            blocks = batches.sum_blocks(self._found, grads)
+            blocks = batches.sum_blocks(self._batch, grads)
+            if self._executor.sums_positions:
+                blocks = [([self.handles[0].table], self._with_positions(blocks, grads))]
             if type(None) in set(map(type, grads)):
                 given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
         return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        found = batches.sum_gradients(self._found, grads)
-        of = {handle.table: handle for handle in self.trained}
-        return {of[table]: HostGradients.of(rows) for table, rows in found if table in of}
+        blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`
+        return {self.handles[0]: self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]}
+
+    def _with_positions(self, blocks: Sequence[batches.Block], grads: Sequence[Any]) -> RowGradients:
+        return PositionGradients.of_sums(blocks[0][1], (GradientBlock(*batches.by_position(self._batch, grads)),))
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return batches.weight_gradients(self._found, grads)
+        return batches.weight_gradients(self._batch, grads)
 
 
 def look_up_on_gpu(

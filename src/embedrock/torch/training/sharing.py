@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch import distributed as dist
 from torch.autograd import Variable
 
@@ -30,15 +29,12 @@ from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
-from embedrock.system.buffers import buffers
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
 from embedrock.torch.training.cpu_executor import (
     CpuExecutor,
-    HostGradients,
-    PositionExecutor,
     PositionGradients,
     SharedGradients,
 )
@@ -328,13 +324,10 @@ class SharedTable:
         told = f"{handle.name_for_others()} {self.placement._replace(rank=0)} {self._sent}"
         self.key = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little") >> 1
         self.rank_group.members[self.key] = self
+        self.executor = CpuExecutor(handle.table, sums_positions=self.sums_positions)
         if isinstance(self.placement, Shard):
-            self.executor: CpuExecutor = (ShardedPositionExecutor if self.sums_positions else ShardedExecutor)(
-                handle.table, self
-            )
+            self.executor.planner, self.executor.rows = self.plan, lambda plan: plan.fetch(plan)
             rows_of(handle.table).owns = self.placement.owns
-        else:
-            self.executor = (PositionExecutor if self.sums_positions else CpuExecutor)(handle.table)
 
     @property
     def handle(self) -> Any:
@@ -367,6 +360,7 @@ class SharedTable:
 
     def plan(self, ids: np.ndarray, trains: bool) -> SharedPlan:
         """Plan a lookup, from the prefetched batch if one has the table."""
+        ids = check_ids(ids, self.table.rows, self.table.subject)
         if self._is_new:
             self._is_new = False
             check_trainers(self.handle.label)
@@ -390,13 +384,12 @@ class SharedTable:
 
     # ------------------------------------------------------------ gradients
 
-    def arrive(self, grads: HostGradients) -> None:
+    def arrive(self, grads: RowGradients) -> None:
         if isinstance(grads, PositionGradients):
             self.rank_group.arrive(self, grads.lookups)
             return
-        plan, values = grads.rows.plan, grads.rows.values
-        split = plan.split if isinstance(plan, SharedPlan) else None
-        self.rank_group.arrive(self, [GradientBlock(plan.ids, values, split)])
+        split = grads.plan.split if isinstance(grads.plan, SharedPlan) else None
+        self.rank_group.arrive(self, [GradientBlock(grads.plan.ids, grads.values, split)])
 
     @property
     def waits(self) -> float | None:
@@ -461,32 +454,3 @@ def known_as(handle: Any) -> str:
     made = _made.setdefault(of_group, {}) if is_in_group else _made_alone
     made[told] = nth = made.get(told, 0) + 1
     return told if nth == 1 else f"{told}, number {nth}"
-
-
-class ShardedExecutor(CpuExecutor):
-    """`Executor` that reads rows from their owners. All ranks look up at the same time."""
-
-    def __init__(self, table: Table, sharing: SharedTable) -> None:
-        super().__init__(table)
-        self._sharing = sharing
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        return self.read(self.plan(ids, trains=False))
-
-    def plan(self, ids: Tensor, trains: bool) -> SharedPlan:
-        try:
-            return self._sharing.plan(check_ids(ids.cpu().numpy(), self.table.rows, self.table.subject), trains)
-        except Exception as error:
-            self._sharing.refuse(error, trains)
-
-    def read(self, plan: Any) -> Tensor:
-        out = buffers.empty((len(plan.inverse), self.table.dim), np.float32)
-        np.take(self.read_rows(plan), plan.inverse, axis=0, out=out, mode="clip")
-        return torch.from_numpy(out.reshape(*plan.shape, self.table.dim))
-
-    def read_rows(self, plan: Any) -> np.ndarray:
-        return plan.fetch(plan)
-
-
-class ShardedPositionExecutor(PositionExecutor, ShardedExecutor):
-    """`Executor` that reads rows from their owners, and keeps gradients by position."""
