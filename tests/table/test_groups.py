@@ -613,3 +613,10 @@ def test_bags_of_several_pools_are_side_by_side() -> None:
         np.testing.assert_array_equal(er.RowGradients.sum_of(by_table[table]).values, other.values)
     more = [*features, BatchFeature(group["a"], np.arange(5))]
     assert not features_of.read(more, side_by_side=True).side_by_side
+
+
+def test_a_step_of_no_table_does_nothing() -> None:
+    group = group_of(a={})
+    group.update({}, {})
+    assert group.lookup({}) == {}
+    assert group["a"].steps == 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,7 @@ def random_reads(folder: str | os.PathLike[str]) -> float:
     with tempfile.TemporaryDirectory(prefix="embedrock-probe-", dir=folder) as scratch:
         path = Path(scratch) / "blocks"
         write_rate(path, PROBE_BYTES, keep=True, seconds=PROBE_S)
-        with contextlib.closing(BlockReader([path])) as reader:
+        with closing(BlockReader([path])) as reader:
             return reader.best_rate(PROBE_S)
 
 

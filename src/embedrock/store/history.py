@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from math import prod
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
         CorruptTableError: the file is missing or damaged, or belongs to another table.
     """
     where = folders.join(folder, part.file)
-    with contextlib.closing(open_needed(system, where, "it")) as file:
+    with closing(open_needed(system, where, "it")) as file:
         if file.size != part.size or part.size > MAX_BYTES:
             raise damaged(where, f"{min(part.size, MAX_BYTES)} bytes", file.size)
         data, crc = b"", 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +104,7 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
 
 
 def _check_segment(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
-    with contextlib.closing(Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)) as segment:
+    with closing(Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)) as segment:
         bad = _bad_ids(segment)
     if len(bad):
         named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")

@@ -381,6 +381,8 @@ class Group(StoredVerbs):
             raise ArgumentError(
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
+        if not ids:
+            return
         with self.table_lock.lock:
             batch = batches.plan(layout, list(ids.values()))
             given, rules = [], {}

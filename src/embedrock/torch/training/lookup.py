@@ -187,19 +187,20 @@ class LayerLayout:
 
     def plain(self, given: Sequence[Any]) -> list[np.ndarray] | None:
         """Return ids as arrays; None if some are not dense int64 tensors on the CPU."""
-        most = self.most_dims
-        for ids in given:
-            if type(ids) is not Tensor or ids.dtype is not INT64 or not 0 < ids.ndim <= most:
-                return None
-            if ids.layout is not STRIDED or ids.is_nested or not ids.is_cpu:
-                return None
-        try:
-            return list(map(_AS_ARRAY, given))
-        except RuntimeError:  # a negating view
+        if set(map(type, given)) != _TENSORS:
             return None
+        try:
+            arrays = list(map(_AS_ARRAY, given))
+        except (RuntimeError, TypeError):  # a negating view, or not dense, or on another device
+            return None
+        most = self.most_dims
+        for array in arrays:
+            if array.dtype is not _INT64 or not 0 < array.ndim <= most:
+                return None
+        return arrays
 
 
-INT64, STRIDED = torch.int64, torch.strided
+_INT64, _TENSORS = np.dtype(np.int64), {Tensor}
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 
 
