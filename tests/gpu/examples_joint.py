@@ -8,7 +8,7 @@ import torch
 from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
-from embedrock.kernels.gpu import gate, joint, joint_cache, joint_directory, plan, pooling, rows, sums
+from embedrock.kernels.gpu import cache, gate, joint, joint_directory, plan, pooling, rows, sums
 from embedrock.kernels.gpu.addresses import WORDS, AddressKind, DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.optimizers import SGD, Adam
@@ -50,12 +50,12 @@ def example_caches() -> None:
     words, some = torch.zeros(99, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
     for count, form, start in itertools.product(TABLES, forms(Adam())[:2], (0, 1)):  # wherever words begin
         tables = tables_of(form, count, False, "normal", is_cached=True)
-        bins = torch.zeros(joint_cache.BLOCK, dtype=torch.uint8)
-        search = joint_cache.JointVictimScratch(words[start:], some[start:], some[start:], some, bins, some, some, KEYS)
-        joint_cache.touch(tables, search, KEYS, ONE)
-        joint_cache.offer(tables, search)
-        joint_cache.choose(tables, search)
-        joint_cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
+        bins = torch.zeros(cache.BLOCK, dtype=torch.uint8)
+        search = cache.VictimScratch(some, bins, some, some, KEYS, words[start:], some[start:], some[start:])
+        cache.touch(tables, search, KEYS, ONE)
+        cache.offer(tables, search)
+        cache.choose(tables, search)
+        cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
 
 
 WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache

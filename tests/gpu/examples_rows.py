@@ -22,7 +22,7 @@ ONE = torch.zeros(1, dtype=torch.int32)
 VERDICT = torch.zeros(4, dtype=torch.int32)
 CASE = VerdictCase(torch.ones(()), torch.ones(()), torch.zeros(4, dtype=torch.int64), ONE, 3)
 KEYS = torch.zeros(8, dtype=torch.int64)
-WHERE, DIRTY = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)
+WHERE, CACHE = torch.zeros(8, dtype=torch.int32), [torch.zeros(8, dtype=torch.int64)] * 5
 
 
 def forms(rule: Rule, dims: tuple[int, ...] = (64,)) -> list[RecordForm]:
@@ -37,7 +37,7 @@ def numbers(rule: Rule, step: int) -> Any:
 
 def tables_of(form: RecordForm, drawn: Any = None, seed: int = 0) -> list[DeviceTables]:
     """Return a table that the host plans; then in place, cached, and near."""
-    kinds = (None, None, False), (WHERE, None, False), (WHERE, DIRTY, False), (WHERE, None, True)
+    kinds = (None, (), False), (WHERE, (), False), (WHERE, CACHE, False), (WHERE, (), True)
     first = None if drawn is None else rows.InitialRecord(drawn, torch.empty(form.state_width))
     return [table(form, (2**40, 2**41), *kind, first=first, seed=seed) for kind in kinds]
 

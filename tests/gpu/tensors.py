@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def table(
     form: runtime.RecordForm,
     memory: tuple[int, int],
     where: torch.Tensor | None = None,
-    dirty: torch.Tensor | None = None,
+    cache: Sequence[torch.Tensor] = (),
     is_identity: bool = False,
     first: InitialRecord | None = None,
     seed: int = 0,
@@ -46,7 +47,7 @@ def table(
         form: of its records.
         memory: addresses of slot 0 on the device and on the host.
         where: see `addresses.CacheSlots`; None: each row has a record on the host.
-        dirty: see there; None: without a cache.
+        cache: the other tensors of `addresses.CacheSlots`; empty: without a cache.
         is_identity: all records are on the device.
         first: initial record; None: the host creates records.
         seed: of the initial values.
@@ -54,10 +55,10 @@ def table(
     places = 0 if where is None else where.data_ptr(), *memory, int(seed) % 2**64
     state, numbers = (0, ()) if first is None else (first.state.data_ptr(), first.drawn[1:])
     a, b, c = np.array([*numbers, 0, 0, 0][:3], np.float32).view(np.int32).tolist()
-    slots = 0, 0, 0, 0 if dirty is None else dirty.data_ptr(), 0, 0
+    slots = (*(part.data_ptr() for part in cache), len(cache[0])) if cache else (0,) * 6
     entry = TableEntryWords(0, 2**62 if where is None else len(where), *places, state, 0, (a, b, c), -2, slots)
     entries = torch.tensor([entry.words], dtype=torch.int64, device=DEVICE)
-    kind = AddressKind(where is not None, is_identity, dirty is not None)
+    kind = AddressKind(where is not None, is_identity, len(cache) > 0)
     return DeviceTables(entries, kind, None if first is None else first.drawn[0], form)
 
 

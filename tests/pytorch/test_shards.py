@@ -351,6 +351,33 @@ def test_rows_and_gradients_are_sent_as_bfloat16_if_one_says_so(pair: Ranks, goe
     assert sum(len(ids) for _, (ids, _) in found) == 40
 
 
+def bags_with_padding(sharded: Any, blocks: Sequence[int], goes_ahead: bool) -> torch.Tensor:
+    """Train bags in which some ids are padding. Return the row of each id."""
+    bag = ert.EmbeddingBag(100, DIM, mode="mean", padding_idx=3, seed=7, sharded=sharded)
+    optimizer = ert.Adam(bag, lr=0.1)
+    batches = [[ids_of(step, block) % 5 for block in blocks] for step in range(3)]
+    assert all((ids == 3).any() for batch in batches for ids in batch)
+    asked = {bag: lambda batch: batch[0]}  # a rank has one block
+    for batch in ert.prefetch(batches, asked) if goes_ahead else batches:
+        for ids in batch:
+            (bag(ids).square().sum() * len(blocks) ** -1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return bag(torch.arange(6)[:, None]).detach()
+
+
+def trains_bags_with_padding(rank: int, goes_ahead: bool) -> torch.Tensor:
+    return bags_with_padding(True, [rank], goes_ahead)
+
+
+@pytest.mark.parametrize("goes_ahead", [False, True])
+def test_padding_of_bags_is_looked_up_by_no_rank(pair: Ranks, goes_ahead: bool) -> None:
+    expected = bags_with_padding(False, [0, 1], goes_ahead=False)
+    assert not expected[3].any()
+    for found in pair.run(trains_bags_with_padding, goes_ahead):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def sends_otherwise(rank: int) -> str:
     with pytest.raises(er.OtherRankError) as told:
         one_layer(wire=("float32", "bfloat16")[rank])(torch.arange(3))

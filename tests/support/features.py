@@ -23,14 +23,23 @@ class BatchFeature(NamedTuple):
     padding: int | None = None
 
 
-def arguments(features: Sequence[BatchFeature]) -> tuple[FeatureLayout, Any, Any, Any]:
-    """Return features as `batches.plan` and `batches.read` take them. All have the lock of the first table."""
+Layouts = dict[Any, FeatureLayout]
+
+
+def arguments(features: Sequence[BatchFeature], known: Layouts | None = None) -> tuple[FeatureLayout, Any, Any, Any]:
+    """Return features as `batches.plan` and `batches.read` take them. All have the lock of the first table.
+
+    `known` keeps layouts for later batches.
+    """
     tables, ids, offsets, weights, modes, paddings = map(list, zip(*features, strict=True))
-    return FeatureLayout(rows_of(tables[0]).table_lock, tables, modes, paddings), ids, offsets, weights
+    layout = FeatureLayout(rows_of(tables[0]).table_lock, tables, modes, paddings)
+    if known is not None:
+        layout = known.setdefault(tuple(map(tuple, (tables, modes, paddings))), layout)
+    return layout, ids, offsets, weights
 
 
-def plan(features: Sequence[BatchFeature]) -> Batch:
-    return batches.plan(*arguments(features))
+def plan(features: Sequence[BatchFeature], known: Layouts | None = None) -> Batch:
+    return batches.plan(*arguments(features, known))
 
 
 def read(features: Sequence[BatchFeature], **options: bool) -> Batch:

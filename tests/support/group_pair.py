@@ -38,7 +38,7 @@ class GroupPair:
     def __init__(self, seed: int) -> None:
         self.rng, self.draw = np.random.default_rng(seed), random.Random(seed)
         self.group, self.alone = self.new_group(), dict[str, er.Table]()
-        self._made = 0
+        self._made, self.layouts = 0, features_of.Layouts()  # of batches that recur
         # Few kinds of records, so that members share pools.
         self._kinds = [(self.draw.choice(RULES), self.draw.choice(("float32", "bfloat16", "float16"))) for _ in "ab"]
         self._kinds.append((self._kinds[0][0], "float32"))
@@ -113,7 +113,7 @@ class GroupPair:
         modes = {name: self.draw.choice((("sum", "mean"), ("max",))) for name in names}
         padding = {name: self.draw.choice((None, 3)) for name in names}
         features = [self._feature(name, kinds[name], modes[name], padding[name]) for name in names]
-        batch = features_of.plan(features)
+        batch = features_of.plan(features, self.layouts)
         between = self.draw.choice(
             (None, None, GroupPair.update, GroupPair.add, GroupPair.grow, GroupPair.set_rule, GroupPair.load)
         )

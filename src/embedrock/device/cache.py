@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, RecordMemory
+from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
@@ -24,6 +24,7 @@ HALF_LIFE = 30.0
 # Sorted victims are written back in ascending order, which is fast on a bus. A small batch of victims is written
 # quickly in any order, so a sort would cost more than it saves.
 SORTED_FROM = 1 << 14
+SCRATCH = 5  # tensors of a search of one table
 
 _generations = itertools.count()
 
@@ -33,9 +34,26 @@ def present(where: Tensor) -> Tensor:
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
-def as_written_back(victims: Tensor) -> Tensor:
-    """Return victims in the order of their write-back."""
-    return victims if len(victims) < SORTED_FROM else victims.sort().values
+def load_rows(
+    tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, count: Tensor | int, moves: Tensor | None = None
+) -> None:
+    """Load a batch's rows into the caches where they score higher than the rows they replace.
+
+    Args:
+        tables: of the batch.
+        search: of these rows, which `cache.touch` has marked.
+        keys: of the batch; equal ones are adjacent and count once.
+        count: number of keys.
+        moves: memory for them, int64 (victims, 3); None: new memory.
+    """
+    cache.offer(tables, search)
+    cache.choose(tables, search)
+    if len(search.victims) >= SORTED_FROM:
+        search = search._replace(victims=search.victims.sort().values)
+    if moves is None:
+        moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
+    cache.swap(tables, search, keys, count, moves)
+    cache.exchange(moves, tables.form.record_bytes)
 
 
 class DeviceCache:
@@ -126,53 +144,27 @@ class DeviceCache:
         """Return the half-life of a row's score, in batches of n positions."""
         return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
 
-    def arrival(self, n: int, time: BatchTime, timeline: StreamOrder, counts: bool) -> cache.CacheInsertion | None:
-        """Return the cache insertion of a batch; None without a cache or without positions.
+    def search(self, n: int, time: BatchTime, timeline: StreamOrder) -> cache.VictimScratch | None:
+        """Return scratch for a batch of n positions; None without a cache or without positions.
 
-        Args:
-            n: positions.
-            time: of the batch.
-            timeline: the order of device work.
-            counts: hits and misses are counted.
+        It reuses the last batch's if the sizes match.
         """
         if not self.is_cache or not n:
             return None
-        slots = self.slots if counts else self.slots._replace(tallies=self.not_counted)
-        search = self._search(n, timeline)
-        timeline.keep(*search)
-        return cache.CacheInsertion(slots, search, time)
-
-    def load(self, arrival: cache.CacheInsertion, keys: Tensor, count: Tensor | int) -> None:
-        """Load a batch's rows into the cache where they score higher than the rows they replace.
-
-        Args:
-            arrival: insertion of these rows, which `cache.touch` has marked.
-            keys: of the batch; equal ones are adjacent and count once.
-            count: number of keys.
-        """
-        _, search, time = arrival
-        cache.offer(self.slots, search, time)
-        cache.choose(self.slots, search, time)
-        search = search._replace(victims=as_written_back(search.victims))
-        moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
-        cache.swap(self.slots, search, time, keys, count, len(self.slots.where), self.memory, moves)
-        cache.exchange(moves, self.memory.record_bytes)
-
-    def _search(self, n: int, timeline: StreamOrder) -> cache.VictimScratch:
-        """Return scratch for a batch of n positions, reusing the last batch's if the sizes match."""
         window, victims, _ = self.search_of(n)
         kept, device = self._scratch, self.records.device
         if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
             if kept is not None:
-                timeline.uses(*kept)
+                timeline.uses(*kept[:SCRATCH])
             kept = self._scratch = cache.VictimScratch(
                 torch.empty(blocks(n), dtype=torch.int32, device=device),
                 torch.empty(window, dtype=torch.uint8, device=device),
-                torch.empty(cache.BINS, blocks(window), dtype=torch.int32, device=device),
+                torch.empty(cache.BINS * blocks(window), dtype=torch.int32, device=device),
                 torch.empty(cache.BINS, dtype=torch.int32, device=device),
                 torch.empty(victims, dtype=torch.int64, device=device),
             )
-        return kept
+        timeline.keep(*kept[:SCRATCH])
+        return kept._replace(time=time)
 
     # ------------------------------------------------------------ write-back and statistics
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import DeviceCache, present
+from embedrock.device.cache import DeviceCache, load_rows, present
 from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
 from embedrock.device.features import TableFamily, kind_of
@@ -154,10 +154,13 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     def _made_plan(
         self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
     ) -> DeviceBatchPlan:
-        arrival = self.cache.arrival(ids.numel(), self.begin_batch(ids.numel(), trains), self.timeline, counts)
-        plan = make_plan(ids, self._count, fault, self.clock.stamp, arrival)
-        if arrival is not None:
-            self.cache.load(arrival, plan.all_keys, ids.numel())
+        n = ids.numel()
+        search = self.cache.search(n, self.begin_batch(n, trains), self.timeline)
+        if search is None:
+            return make_plan(ids, self._count, fault, self.clock.stamp)
+        tables = self.counted(counts)
+        plan = make_plan(ids, self._count, fault, self.clock.stamp, (tables, search))
+        load_rows(tables, search, plan.all_keys, n)
         return plan
 
     def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:

@@ -156,10 +156,17 @@ class GpuExecutor(ABC):
         if self._tables is None or self._tables[0] != generation:
             if self._tables is not None:
                 self.timeline.uses(self._tables[1].entries)
-            entries = uploaded(np.array([self.entry_words().words], np.int64), self.device)
-            draw = None if self.first is None else self.first.drawn[0]
-            self._tables = generation, DeviceTables(entries, self.cache.kind, draw, self.form)
+            self._tables = generation, self._tables_of(self.entry_words())
         return self._tables[1]
+
+    def _tables_of(self, words: TableEntryWords) -> DeviceTables:
+        entries = uploaded(np.array([words.words], np.int64), self.device)
+        draw = None if self.first is None else self.first.drawn[0]
+        return DeviceTables(entries, self.cache.kind, draw, self.form)
+
+    def counted(self, counts: bool) -> DeviceTables:
+        """Return the table alone for a batch's insertion into the cache; `counts`: hits and misses are counted."""
+        return self.tables if counts else self._tables_of(self.entry_words().uncounted(self.cache.not_counted))
 
     def entry_words(self) -> TableEntryWords:
         """Return the words about the table for kernels, without a range of keys, a padding, and a hash index."""

@@ -236,6 +236,7 @@ class SingleLookup:
         feature: rows, or bags.
         as_rows: bags are the rows of their ids.
         trains: a step may follow.
+        by_frequency: divide a row's gradient by the number of times its id occurs.
 
     Attributes:
         rows: unique rows of bags, after `read`.
@@ -245,16 +246,19 @@ class SingleLookup:
 
     trace: Any = None
 
-    def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool) -> None:
+    def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool, by_frequency: bool = False) -> None:
+        self._by_frequency = by_frequency
         self._feature, (executor, ids, padding, bags) = feature, feature
         self._plan, self.rows = executor.plan(ids.reshape(-1), trains), None
         self._bags: DeviceBags | None = None
         self.weights = None if bags is None else bags.weights
         if bags is not None and not as_rows:
             n = ids.numel()
-            starts = torch.arange(bags.count(n)) * bags.size if bags.starts is None else bags.starts.long()
-            bounds = executor.bounds(torch.cat([starts, starts.new_full((1,), n)]), n)
-            self._bags = executor.bags(self._plan, bounds, bags.mode, padding)
+            if bags.starts is None:
+                bounds = torch.arange(bags.count(n) + 1, device=ids.device) * bags.size
+            else:
+                bounds = torch.cat([bags.starts.long(), bags.starts.new_full((1,), n, dtype=torch.int64)])
+            self._bags = executor.bags(self._plan, executor.bounds(bounds, n), bags.mode, padding)
 
     @property
     def nbytes(self) -> int:
@@ -274,8 +278,8 @@ class SingleLookup:
         """Return the gradients of the rows from the gradients of the output, of any float dtype."""
         executor, padding = self._feature.executor, self._feature.padding
         if self._bags is None:
-            return executor.sum(self._plan, grads, padding, by_frequency=False)
-        return executor.unpool(grads, self.weights, self._bags, self.trace, by_frequency=False)
+            return executor.sum(self._plan, grads, padding, self._by_frequency)
+        return executor.unpool(grads, self.weights, self._bags, self.trace, self._by_frequency)
 
     def weight_grads(self, grads: Tensor | None) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), after `read`."""

@@ -15,7 +15,7 @@ from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.executor import NO_PADDING
 from embedrock.device.features import TableFamily
-from embedrock.device.joint_cache import load_rows, shares_of, times_of
+from embedrock.device.joint_cache import load_together, shares_of, times_of
 from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, make_plan, version_of
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
@@ -30,11 +30,6 @@ def working(executors: Sequence[DevicePlannedExecutor]) -> InStreamOrder:
     return InStreamOrder(
         [executor.timeline for executor in executors], together([executor.rows.table_lock for executor in executors])
     )
-
-
-def _uncounted(executor: DevicePlannedExecutor) -> TableEntryWords:
-    *most, _, capacity = executor.known.slots
-    return executor.known._replace(slots=(*most, executor.cache.not_counted.data_ptr(), capacity))
 
 
 @functools.lru_cache(maxsize=64)
@@ -152,7 +147,7 @@ class JointBatchPlan:
         self.stamps = tuple(executor.clock.stamp for executor in batch.executors)
         is_cached = kind.kind.is_cached
         known = [
-            executor.known if counted or not is_cached else _uncounted(executor)
+            executor.known if counted or not is_cached else executor.known.uncounted(executor.cache.not_counted)
             for executor, counted in zip(batch.executors, counts, strict=True)
         ]
         entries, self.firsts = entries_of(tuple(zip(known, batch.paddings, strict=True)), first.device)
@@ -181,7 +176,7 @@ class JointBatchPlan:
         tickets = self.tickets(len(self.executors))
         self.plan = make_plan(keys, self.firsts[-1] - 1, first.faults.tensor, self.stamps[0], tickets=tickets)
         if self._search is not None:
-            load_rows(self.plan, self.tables, self._search, self.misses)
+            load_together(self.plan, self.tables, self._search, self.misses)
 
     def write_bounds(self) -> None:
         """Write `bounds`, and record ids that are outside of their table."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,9 +17,10 @@ from embedrock.distributed.owners import Shard
 from embedrock.frontend.batch_ids import asked_by_table
 from embedrock.table.prefetch import prefetch as prefetch_rows
 from embedrock.table.table import Table
+from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import flat_ids, place_in
 from embedrock.torch.layers.row_layer import RowLayer
-from embedrock.torch.training.batch_prefetch import BatchCount, BatchPrefetcher
+from embedrock.torch.training.batch_prefetch import BatchPrefetcher
 from embedrock.torch.training.lookup import check_ids, host_ids
 from embedrock.torch.training.sharing import RankGroup, SharedTable
 
@@ -71,14 +73,23 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
 
 
 class _JoinedIds:
-    """Function of a batch that returns the ids of all layers on one table, flat."""
+    """Function of a batch that returns the ids of all layers on one table, flat.
+
+    Attributes:
+        note: gets the ids, too; None: no other code needs them.
+    """
+
+    note: Callable[[np.ndarray], None] | None = None
 
     def __init__(self, table: Table, functions: Sequence[tuple[Any, Callable[[Any], Any]]]) -> None:
         self._table = table
         self._functions = [(repr(by) if by is table else by.handle.label, function) for by, function in functions]
 
     def __call__(self, batch: Any) -> np.ndarray:
-        return np.concatenate([_flat(part, label) for label, part in self._parts(batch)])
+        ids = np.concatenate([_flat(part, label) for label, part in self._parts(batch)])
+        if self.note is not None:
+            self.note(ids)
+        return ids
 
     def refuse_outside(self, batch: Any) -> None:
         """Raise `IdError` if a batch has ids outside the table. The error names their position in the batch."""
@@ -145,23 +156,24 @@ def _caches(
             yield _PulledBatches(table, executor, [function for _, function in parts], on_disk)
 
 
-def _prefetchers(
-    by_table: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Callable[..., Any]]
-) -> list[BatchPrefetcher]:
+def _prefetchers(by_table: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Any]) -> list[BatchPrefetcher]:
     """Return the prefetchers of sharded tables, and remove these tables from `wanted`."""
     groups: dict[RankGroup, dict[SharedTable, set[int | None]]] = {}
+    pooled = set[SharedTable]()
     for parts in by_table.values():
         layers = [layer for layer, _ in parts if isinstance(layer, RowLayer)]
         sharing = layers[0].handle.sharing if layers else None
         if sharing is not None:
             groups.setdefault(sharing.rank_group, {})[sharing] = {layer.padding_idx for layer in layers}
+            pooled |= {sharing} if all(isinstance(layer, EmbeddingBag) for layer in layers) else set()
     found = []
     for rank_group, paddings in groups.items():
         out = {one: wanted.pop(one.table) for one in paddings if isinstance(one.placement, Shard)}
         if out:
-            found.append(ahead := BatchPrefetcher(rank_group, out, paddings))
-            copies = {one.table: BatchCount(ahead, one, wanted[one.table]) for one in paddings if one not in out}
-            wanted |= {**copies, ahead: ahead}
+            found.append(ahead := BatchPrefetcher(rank_group, out, paddings, pooled))
+            for one in paddings.keys() - out.keys():
+                wanted[one.table].note = functools.partial(ahead.count, one)
+            wanted[ahead] = ahead
     return found
 
 

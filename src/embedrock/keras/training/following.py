@@ -82,8 +82,8 @@ OPTIONS: dict[type, dict[str, Any]] = {
     optimizers.Ftrl: {"learning_rate_power": -0.5, "l2_shrinkage_regularization_strength": 0.0},
 }
 REMEDY = (
-    "Leave it out, or give each layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's "
-    "learning rate unless it was given one."
+    "or give each layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's learning rate unless "
+    "it was given one."
 )
 
 
@@ -93,9 +93,7 @@ def check_followed(optimizer: Any, decays: bool) -> None:
     if kind is None:
         known = ", ".join(each.__name__ for each in FOLLOWED)
         raise UnsupportedError(
-            f"rows cannot follow {name}: there is no rule like it, only like {known}. Use one of these, or give each "
-            "layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's learning rate unless it "
-            "was given one."
+            f"rows cannot follow {name}: there is no rule like it, only like {known}. Use one of these, {REMEDY}"
         )
     if own := _overridden(optimizer):
         raise UnsupportedError(
@@ -106,11 +104,13 @@ def check_followed(optimizer: Any, decays: bool) -> None:
     for base in type(optimizer).__mro__:
         for option, harmless in OPTIONS.get(base, {}).items():
             if (given := getattr(optimizer, option)) != harmless:
-                raise UnsupportedError(f"rows cannot follow {name} with {option}={given!r}: no rule has that. {REMEDY}")
+                raise UnsupportedError(
+                    f"rows cannot follow {name} with {option}={given!r}: no rule has that. Leave it out, {REMEDY}"
+                )
     if decays and FOLLOWED[kind] is not _adam:
         raise UnsupportedError(
             f"rows cannot follow {name} with weight_decay={optimizer.weight_decay}: only those of "
-            f"keras.optimizers.AdamW decay. {REMEDY}"
+            f"keras.optimizers.AdamW decay. Leave it out, {REMEDY}"
         )
 
 

@@ -86,7 +86,7 @@ class TableHandle:
         optimizer built last owns the rows, and earlier ones may not step them.
         """
         owns = [owner for owner in self._owners if owner() is optimizer]
-        if owns and len(owns) == len(self._owners):
+        if owns and owns == self._owners:
             return True
         rule = self.table.rule
         if self.own_rule is not None or rule is None or not rule.state():
@@ -102,19 +102,19 @@ class TableHandle:
             ArgumentError: another layer has a different value.
             UnsupportedError: a constraint of rows that a GPU steps.
         """
-        if given is not None and name == "embeddings_constraint" and self.executor.is_on_gpu:
+        if given is None:
+            return
+        if name == "embeddings_constraint" and self.executor.is_on_gpu:
             raise UnsupportedError(
                 f"`embeddings_constraint` of {self.label} cannot go with device_memory=, as the CPU applies it between "
                 "a step and its end. Leave one of them out."
             )
-        known = self.brought.get(name)
-        if given is not None and known is not None and not _is_same(known, given):
+        known = self.brought.setdefault(name, given)
+        if not _is_same(known, given):
             raise ArgumentError(
                 f"`{name}` of layers that share a table must be the same: {self.label} has {described(known)}, got "
                 f"{described(given)}. Give it to one of them only, or the same to each."
             )
-        if given is not None:
-            self.brought.setdefault(name, given)
 
     def share_trainable(self, trainable: bool) -> None:
         """Record whether a layer on the table, which is being built, is trained.

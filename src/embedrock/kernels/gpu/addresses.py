@@ -173,6 +173,11 @@ class TableEntryWords(NamedTuple):
     slots: tuple[int, ...] = (0,) * 6
     directory: tuple[int, ...] = (0,) * 6
 
+    def uncounted(self, tallies):
+        """Return the same with other tallies."""
+        *most, _, capacity = self.slots
+        return self._replace(slots=(*most, tallies.data_ptr(), capacity))
+
     @property
     def words(self):
         """The words for kernels: int64 (WORDS,)."""
@@ -224,6 +229,19 @@ def homes_of(entry, KIND: tl.constexpr):
     if KIND.is_cached:
         dirty = tl.load(entry + 15).to(tl.pointer_type(tl.uint8))
     return where, dirty, tl.load(entry + 1), tl.load(entry + 3), tl.load(entry + 4)
+
+
+@inlined
+def slots_of(entry):
+    """Return the cache state of a table, in the order of `CacheSlots`."""
+    return (
+        tl.load(entry + 2).to(tl.pointer_type(tl.int32)),
+        tl.load(entry + 12).to(tl.pointer_type(tl.int64)),
+        tl.load(entry + 13).to(tl.pointer_type(tl.float32)),
+        tl.load(entry + 14).to(tl.pointer_type(tl.int32)),
+        tl.load(entry + 15).to(tl.pointer_type(tl.uint8)),
+        tl.load(entry + 16).to(tl.pointer_type(tl.int64)),
+    )
 
 
 @inlined

@@ -15,7 +15,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -159,6 +159,7 @@ class BatchPrefetcher:
         rank_group: the ranks.
         ids_of: functions from a batch to its ids, for sharded tables.
         paddings: padding ids of all layers of each table.
+        pooled: tables with layers of bags only, which do not look up padding.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class BatchPrefetcher:
         rank_group: RankGroup,
         ids_of: Mapping[SharedTable, IdsOf],
         paddings: Mapping[SharedTable, set[int | None]],
+        pooled: Collection[SharedTable],
     ) -> None:
-        self._rank_group, self._ids_of, self._paddings = rank_group, ids_of, paddings
+        self._rank_group, self._ids_of, self._paddings, self._pooled = rank_group, ids_of, paddings, pooled
         self._copies: dict[SharedTable, int] = {}
         self._batches: deque[PrefetchedBatch] = deque()
         self._last: PrefetchedBatch | None = None
@@ -188,6 +190,8 @@ class BatchPrefetcher:
         for sharing, ids_of in self._ids_of.items():
             try:
                 ids = _checked(sharing, ids_of, batch)
+                if sharing in self._pooled and len(dropped := self._dropped(sharing, ids)):
+                    ids = ids[ids != dropped[0]]
             except Exception as error:  # all ranks get the error at the lookup
                 made.error, ids = error, np.empty(0, np.int64)
             made.flat[sharing], made.plans[sharing] = ids, sharing.shard.plan(ids)
@@ -258,21 +262,6 @@ class BatchPrefetcher:
         paddings = self._paddings[sharing]
         padding = next(iter(paddings)) if len(paddings) == 1 else None  # of several, another layer trains it
         return ids[:0] if padding is None else ids[ids == padding]
-
-
-class BatchCount:
-    """Function from a batch to its ids in a replicated table, which also counts their rows."""
-
-    def __init__(self, ahead: BatchPrefetcher, sharing: SharedTable, ids_of: IdsOf) -> None:
-        self._ahead, self._sharing, self._ids_of = ahead, sharing, ids_of
-
-    def __call__(self, batch: Any) -> np.ndarray:
-        ids = self._ids_of(batch)
-        self._ahead.count(self._sharing, ids)
-        return ids
-
-    def refuse_outside(self, batch: Any) -> None:
-        self._ids_of.refuse_outside(batch)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _checked(sharing: SharedTable, ids_of: Any, batch: Any) -> np.ndarray:

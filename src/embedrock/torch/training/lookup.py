@@ -23,11 +23,12 @@ from embedrock.table import batches
 from embedrock.table.batches import FeatureLayout
 from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
-from embedrock.torch.training.cpu_executor import CpuExecutor, PositionGradients, host_grads, host_weights
+from embedrock.torch.training.cpu_executor import CpuExecutor, host_grads, host_weights
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
 from embedrock.torch.training.ranks import are_there_groups
+from embedrock.torch.training.sharing import PositionGradients
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -154,10 +155,11 @@ class LayerLayout:
         """Return whether it still is the layout of the layer with these parameters."""
         if self.generation != generation.now or self.owners[0][0] is not parameters or not self.has_its_handles():
             return False
-        if not are_there_groups():
+        handle, own = self.handles[0], self.executor
+        if own is handle._host and not are_there_groups():
             return True
-        executor = self.handles[0].executor()  # a process group may share the rows from now on
-        return executor is self.executor or (self.executor is None and not isinstance(executor, CpuExecutor))
+        executor = handle.executor()  # a process group may share the rows from now on, or they may have to leave a GPU
+        return own is executor or (own is None and not isinstance(executor, CpuExecutor))
 
     def has_its_handles(self) -> bool:
         """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
@@ -222,7 +224,10 @@ class LookupState(ABC):
 
     Attributes:
         handles: of the features.
+        side_by_side: the output is one tensor of all bags.
     """
+
+    side_by_side = False
 
     def __init__(self, layout: LayerLayout, trained: Sequence[Handle], weights: Sequence[Tensor | None]) -> None:
         self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
@@ -241,6 +246,8 @@ class LookupState(ABC):
 
     def without_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs whose gradients do not come back."""
+        if self.side_by_side or len(self.trained) == len(self.layout.distinct):
+            return []
         parts = zip(outputs, self.row_trains(), self.weights or [None] * len(outputs), strict=True)
         return [out for out, trains, weights in parts if not (trains or _weights_train(weights))]
 
@@ -258,11 +265,14 @@ class LookupState(ABC):
         """
         found, run = self.sums(grads), BackwardPass.current()
         pairs = zip(self.trained, ctx.next_functions[1:], strict=False)
-        return [handle.receive(found[handle], node, run) if handle in found else None for handle, (node, _) in pairs]
+        return [
+            None if (own := found.get(id(handle))) is None else handle.receive(own, node, run)
+            for handle, (node, _) in pairs
+        ]
 
     @abstractmethod
-    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        """Return the row gradients of each table that has some."""
+    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
+        """Return the row gradients of each table that has some, by the id of its handle."""
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients (n,) of the positions' weights, for each feature with weights."""
@@ -272,51 +282,6 @@ class LookupState(ABC):
 
     @abstractmethod
     def _weight_grads(self, grads: Sequence[Any]) -> Any: ...
-
-
-class ExecutorLookup(LookupState):
-    """Lookup of one feature by the verbs of its rows' executor on a GPU.
-
-    Args:
-        executor: executor of the rows.
-        plan: plan of the batch.
-        bags: bags of the batch; None: the rows themselves.
-        layout, trained, weights: see `LookupState`.
-    """
-
-    def __init__(
-        self,
-        layout: LayerLayout,
-        trained: Sequence[Handle],
-        executor: Any,
-        plan: Any,
-        weights: Tensor | None = None,
-        bags: Any = None,
-    ) -> None:
-        super().__init__(layout, trained, (weights,))
-        self._executor, self._plan, self._bags = executor, plan, bags
-        self._trace = self._rows = None
-
-    @spanned("read")
-    def read(self, for_weights: bool) -> Sequence[Tensor]:
-        if self._bags is None:
-            out = self._executor.read(self._plan)
-        else:
-            rows = self._executor.read_rows(self._plan)
-            out, self._trace = self._executor.pool(rows, self.weights[0], self._bags)
-            self._rows = rows if for_weights else None
-        return (out.to(self.handles[0].device, self.layout.dtypes[0]),)
-
-    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        by_frequency = self.layout.by_frequency
-        if self._bags is None:
-            summed = self._executor.sum(self._plan, grads[0], self.layout.paddings[0], by_frequency)
-        else:
-            summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, by_frequency)
-        return {self.handles[0]: summed}
-
-    def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return [self._executor.weight_grads(grads[0], self._rows, self._bags)]
 
 
 class DeviceLookupState(LookupState):
@@ -352,14 +317,34 @@ class DeviceLookupState(LookupState):
         forms = zip(found, self._dtypes, self.handles, strict=True)
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
-    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
         pairs = zip(grads, self.row_trains(), strict=True)
         found = self._found.sum([own if trains else None for own, trains in pairs])
         of = zip(self.handles, self._features, strict=True)
-        return {handle: found[feature.executor] for handle, feature in of if feature.executor in found}
+        return {id(handle): found[feature.executor] for handle, feature in of if feature.executor in found}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return self._found.weight_grads(grads)
+
+
+class SingleLookupState(LookupState):
+    """Lookup of the feature of a layer alone on a GPU, a `DeviceFeature`."""
+
+    def __init__(self, layout: LayerLayout, trained: Sequence[Handle], feature: Any, weights: Tensor | None) -> None:
+        from embedrock.device.joint import SingleLookup  # needs Triton, like the executors
+
+        super().__init__(layout, trained, (weights,))
+        self._found = SingleLookup(feature, False, bool(trained), layout.by_frequency)
+
+    @spanned("read")
+    def read(self, for_weights: bool) -> Sequence[Tensor]:
+        return (self._found.read().to(self.handles[0].device, self.layout.dtypes[0]),)
+
+    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
+        return {id(self.handles[0]): self._found.sum(grads[0])}
+
+    def _weight_grads(self, grads: Sequence[Any]) -> Any:
+        return [self._found.weight_grads(grads[0])]
 
 
 class HostLookup(LookupState):
@@ -419,11 +404,6 @@ class HostLookup(LookupState):
         forms = zip(outputs, layout.dtypes, layout.handles, strict=True)
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
-    def without_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        if self.side_by_side or len(self.trained) == len(self.layout.distinct):
-            return []
-        return super().without_gradients(outputs)
-
     def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
         handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
@@ -437,9 +417,10 @@ class HostLookup(LookupState):
                 handles = {table: handle for table, handle in handles.items() if table in given}
         return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
 
-    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
         blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`
-        return {self.handles[0]: self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]}
+        summed = self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]
+        return {id(self.handles[0]): summed}
 
     def _with_positions(self, blocks: Sequence[batches.Block], grads: Sequence[Any]) -> RowGradients:
         return PositionGradients.of_sums(blocks[0][1], (GradientBlock(*batches.by_position(self._batch, grads)),))
