@@ -75,7 +75,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ["sgd", *slow("adam", "adagrad, accumulated")])
 def test_they_train_to_the_bits_of_layers_alone(name: str, monkeypatch: Any) -> None:
     calls: list[str] = []
-    for verb in ("plan", "read", "sum_blocks"):
+    for verb in ("plan", "read_planned", "sum_blocks"):
         whole = getattr(table_batches, verb)
 
         def counted(*args: Any, verb: str = verb, whole: Any = whole, **more: Any) -> Any:
@@ -90,7 +90,7 @@ def test_they_train_to_the_bits_of_layers_alone(name: str, monkeypatch: Any) -> 
     assert_same(alone, together)
     # In each of 4 steps one for the maxima, and one for the rest. The regularizer looks up the rows of each table.
     expected = 4 * (2 + (len(SIZES) if name == "sgd" else 0))
-    assert [calls.count(verb) for verb in ("plan", "read", "sum_blocks")] == [expected] * 3
+    assert [calls.count(verb) for verb in ("plan", "read_planned", "sum_blocks")] == [expected] * 3
 
 
 def test_gradients_are_those_of_layers_alone_in_loops_of_ones_own() -> None:
