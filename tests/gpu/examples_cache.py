@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 import torch
+from tensors import table
 
 from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache, plan
+from embedrock.kernels.gpu.runtime import RecordForm
 
 N, NEAR, FAR = 100, 64, 1000
-MEMORY = homes.RecordMemory(2**40, 2**41, 768)
 
 
 def example_plan() -> None:
@@ -35,29 +36,25 @@ def example_cache() -> None:
         torch.zeros(NEAR, dtype=torch.uint8),
         torch.zeros(8, dtype=torch.int64),
     )
+    tables = table(RecordForm(64, "float32", 768, 64, 128), (2**40, 2**41), slots.where, slots[1:])
     search = cache.VictimScratch(
         torch.zeros(cache.blocks(N), dtype=torch.int32),
         torch.zeros(NEAR, dtype=torch.uint8),
-        torch.zeros((cache.BINS, cache.blocks(NEAR)), dtype=torch.int32),
+        torch.zeros(cache.BINS * cache.blocks(NEAR), dtype=torch.int32),
         torch.zeros(cache.BINS, dtype=torch.int32),
         torch.zeros(N, dtype=torch.int64),
     )
-    time, moves = homes.BatchTime(100, 1, 1 / 30.0, 5), torch.zeros((N, 3), dtype=torch.int64)
-    arrival = cache.CacheInsertion(slots, search, time)
-    cache.offer(slots, search, time)
-    cache.choose(slots, search, time)
-    for some, number in ((keys, count), (keys, N), (keys.int(), N)):
-        cache.touch(*arrival, some, number, FAR)
-        cache.swap(*arrival, some, number, FAR, MEMORY, moves)
-        counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
-        plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], arrival)
-        cache.forget(slots, some.long())
-    word = torch.empty((), dtype=torch.int32)
-    found = cache.CacheInsertion(slots, search, homes.BatchTime(word, word, 1 / 30.0, word))  # in a CUDA graph
-    cache.offer(*found)
-    cache.choose(*found)
-    cache.swap(*found, keys.int(), N, FAR, MEMORY, moves)
-    plan.collect(keys.int(), FAR, keys, counts, keys, starts, counts, counts, starts[:2], found)
+    moves, word = torch.zeros((N, 3), dtype=torch.int64), torch.empty((), dtype=torch.int32)
+    for time in (homes.BatchTime(100, 1, 1 / 30.0, 5), homes.BatchTime(word, word, 1 / 30.0, word)):  # in a CUDA graph
+        search = search._replace(time=time)
+        cache.offer(tables, search)
+        cache.choose(tables, search)
+        for some, number in ((keys, count), (keys, N), (keys.int(), N)):
+            cache.touch(tables, search, some, number)
+            cache.swap(tables, search, some, number, moves)
+            counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
+            plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], (tables, search))
+            cache.forget(slots, some.long())
     plan.adopt(slots.tallies, slots.tallies)
     places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import torch
-from examples_rows import forms
 
-from embedrock.kernels.gpu import directory, plan, rows
-from embedrock.kernels.gpu.addresses import RecordAddresses, RecordMemory
-from embedrock.optimizers import Adam
+from embedrock.kernels.gpu import directory, plan
 
 N, SLOTS = 100, 1000
 
@@ -28,10 +25,5 @@ def example_directory() -> None:
 def example_open_rows() -> None:
     keys, counts = torch.arange(N), torch.zeros(plan.blocks(N), dtype=torch.int32)
     plan.mark(keys, None, counts, counts, 7)
-    where, count = torch.zeros(N, dtype=torch.int32), torch.full((1,), N, dtype=torch.int32)
-    for form in forms(Adam()):
-        for is_identity in (True, False):  # near; in RAM, or some of them
-            homes = RecordAddresses(where, None, is_identity, N, RecordMemory(2**40, 2**41, form.record_bytes))
-            rows.read(keys, count, homes, 7, ("normal", 0.0, 1.0), form, torch.empty(N, form.dim), keys)
     for limit in (1, 16, 1000):
         plan.mark(keys, limit, counts, torch.zeros(4, dtype=torch.int64), 7)

@@ -8,8 +8,8 @@ import torch
 from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
-from embedrock.kernels.gpu import gate, joint, joint_cache, joint_directory, plan, pooling, sums
-from embedrock.kernels.gpu.addresses import AddressKind
+from embedrock.kernels.gpu import cache, gate, joint, joint_directory, plan, pooling, rows, sums
+from embedrock.kernels.gpu.addresses import WORDS, AddressKind, DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.optimizers import SGD, Adam
 
@@ -17,9 +17,9 @@ TABLES = 1, 3
 CUTS = torch.zeros(7, dtype=torch.int64)
 
 
-def tables_of(form: RecordForm, count: int, is_near: bool, draw: str, is_cached: bool = False) -> joint.DeviceTables:
+def tables_of(form: RecordForm, count: int, is_near: bool, draw: str, is_cached: bool = False) -> DeviceTables:
     kind = AddressKind(True, is_near, is_cached)
-    return joint.DeviceTables(torch.zeros(count, joint.WORDS, dtype=torch.int64), kind, draw, form)
+    return DeviceTables(torch.zeros(count, WORDS, dtype=torch.int64), kind, draw, form)
 
 
 def example_plan() -> None:
@@ -50,32 +50,32 @@ def example_caches() -> None:
     words, some = torch.zeros(99, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
     for count, form, start in itertools.product(TABLES, forms(Adam())[:2], (0, 1)):  # wherever words begin
         tables = tables_of(form, count, False, "normal", is_cached=True)
-        bins = torch.zeros(joint_cache.BLOCK, dtype=torch.uint8)
-        search = joint_cache.JointVictimScratch(words[start:], some[start:], some[start:], some, bins, some, some, KEYS)
-        joint_cache.touch(tables, search, KEYS, ONE)
-        joint_cache.offer(tables, search)
-        joint_cache.choose(tables, search)
-        joint_cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
+        bins = torch.zeros(cache.BLOCK, dtype=torch.uint8)
+        search = cache.VictimScratch(some, bins, some, some, KEYS, words[start:], some[start:], some[start:])
+        cache.touch(tables, search, KEYS, ONE)
+        cache.offer(tables, search)
+        cache.choose(tables, search)
+        cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
 
 
 WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache
 
 
 def example_rows() -> None:
-    for draw, where, count in itertools.product(("constant", "normal"), WHERE, TABLES):
-        for form in forms(Adam())[:2]:
-            tables, values = tables_of(form, count, where[0], draw, where[1]), torch.zeros(8, form.dim)
-            joint.read(KEYS.int(), len(KEYS), tables, values)
-            joint.read(KEYS, ONE, tables, values)
-            joint.read(KEYS, ONE, tables, values, KEYS)
-            verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
-            for were, ids in itertools.product((None, values), (None, KEYS)):
-                args = (0, count), values, verdicts, None, 1, numbers(Adam(), 1), were, ids
-                joint.step(KEYS, ONE, ONE, tables, *args)
+    for draw, where, form in itertools.product(("constant", "normal"), WHERE, forms(Adam())[:2]):
+        every = [tables_of(form, count, where[0], draw, where[1]) for count in TABLES]
+        values = torch.zeros(8, form.dim)
+        for given, tables in itertools.product(((KEYS.int(), len(KEYS)), (KEYS, ONE)), every):
+            rows.read(*given, tables, values)
+        for tables in every:
+            rows.read(KEYS, ONE, tables, values, KEYS)
+        for were, ids, tables in itertools.product((None, values), (None, KEYS), every):
+            which, verdicts = (0, len(tables.entries)), torch.zeros(len(tables.entries), gate.LINE, dtype=torch.int32)
+            rows.step(KEYS, ids, ONE, ONE, tables, which, values, verdicts, None, 1, numbers(Adam(), 1), were)
     tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
     verdict, step = torch.zeros(1, gate.LINE).int(), torch.empty((), dtype=torch.int64)
-    joint.step(KEYS, ONE, ONE, tables, (1, 2), values, verdict, 0.5, 1, numbers(SGD(), 1))
-    joint.step(KEYS, ONE, ONE, tables, (1, 2), values, verdict, None, step, in_memory(numbers(SGD(), 1)))
+    rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdict, 0.5, 1, numbers(SGD(), 1))
+    rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdict, None, step, in_memory(numbers(SGD(), 1)))
 
 
 def example_sums_of_each_row() -> None:

@@ -6,10 +6,11 @@ import itertools
 from typing import Any
 
 import torch
+from tensors import table
 
 from embedrock.initializers import Zeros
 from embedrock.kernels.gpu import generator, rows
-from embedrock.kernels.gpu.addresses import RecordAddresses, RecordMemory
+from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.gate import VerdictCase
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.optimizers import Adam, Rule
@@ -21,7 +22,7 @@ ONE = torch.zeros(1, dtype=torch.int32)
 VERDICT = torch.zeros(4, dtype=torch.int32)
 CASE = VerdictCase(torch.ones(()), torch.ones(()), torch.zeros(4, dtype=torch.int64), ONE, 3)
 KEYS = torch.zeros(8, dtype=torch.int64)
-WHERE, DIRTY = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)
+WHERE, CACHE = torch.zeros(8, dtype=torch.int32), [torch.zeros(8, dtype=torch.int64)] * 5
 
 
 def forms(rule: Rule, dims: tuple[int, ...] = (64,)) -> list[RecordForm]:
@@ -34,48 +35,44 @@ def numbers(rule: Rule, step: int) -> Any:
     return type(made)(*(torch.as_tensor(part) if hasattr(part, "shape") else part for part in made))
 
 
-def homes(form: RecordForm) -> list[RecordAddresses]:
-    """Return those of a table that the host plans, in place, cached, and near."""
-    kinds = (None, None, False), (WHERE, None, False), (WHERE, DIRTY, False), (WHERE, None, True)
-    return [
-        RecordAddresses(*kind, 1 + k, RecordMemory(2**40, 2**41, form.record_bytes)) for k, kind in enumerate(kinds)
-    ]
+def tables_of(form: RecordForm, drawn: Any = None, seed: int = 0) -> list[DeviceTables]:
+    """Return a table that the host plans; then in place, cached, and near."""
+    kinds = (None, (), False), (WHERE, (), False), (WHERE, CACHE, False), (WHERE, (), True)
+    first = None if drawn is None else rows.InitialRecord(drawn, torch.empty(form.state_width))
+    return [table(form, (2**40, 2**41), *kind, first=first, seed=seed) for kind in kinds]
 
 
 def example_records() -> None:
     for form in forms(Adam(), (64, 1)):
         values = torch.empty(8, form.dim)
-        for location in homes(form)[:3]:
-            rows.gather(KEYS, values, ONE, location, form, values)
+        for of in tables_of(form)[:3]:
+            rows.read(KEYS, ONE, of, values, fresh=values)
 
 
 def example_first_values() -> None:
     for form, kind, seed in itertools.product(forms(Adam(), (64, 1)), generator.DRAWS, (1, 2**64 - 1)):
         drawn, values = (kind, 0.0, 1.0, 0.1), torch.empty(8, form.dim)
-        first = rows.InitialRecord(drawn, torch.empty(form.state_width))
-        for location in homes(form)[1:]:
-            rows.read(KEYS, ONE, location, seed, drawn, form, values)
-            args = KEYS, KEYS, values, VERDICT, None, ONE, location, first, seed, 1
-            for were in (None, values):
-                rows.step(*args, numbers(Adam(), 1), form, were)
-                rows.step(*args[:3], CASE, *args[4:], numbers(Adam(), 1), form, were)
+        _, *every = tables_of(form, drawn, seed)
+        for of in every:
+            rows.read(KEYS, ONE, of, values)
+            args = KEYS, KEYS, ONE, None, of, (0, 1), values
+            for were, verdict in itertools.product((None, values), (VERDICT, CASE)):
+                rows.step(*args, verdict, None, 1, numbers(Adam(), 1), were)
         for keys in (KEYS, KEYS.int()):
-            rows.read(keys, 8, homes(form)[3], seed, drawn, form, values)
+            rows.read(keys, 8, every[2], values)
 
 
 def example_steps() -> None:
     for rule in (*DEFAULTS, *DENSE):
         for form in forms(rule)[:2]:
-            values, location = torch.empty(8, form.dim), homes(form)[1]
-            first = rows.InitialRecord(("normal", 0.0, 0.1), torch.empty(form.state_width))
+            values, of = torch.empty(8, form.dim), tables_of(form, ("normal", 0.0, 0.1))[1]
             for step in STEPS:
-                args = KEYS, KEYS, values, VERDICT, None, ONE, location, first, 0, step
-                rows.step(*args, numbers(rule, step), form)
+                rows.step(KEYS, KEYS, ONE, None, of, (0, 1), values, VERDICT, None, step, numbers(rule, step))
                 if type(numbers(rule, step)) in rows.rules.REFRESHES:
-                    rows.refresh(values, KEYS, ONE, location, numbers(rule, step), form)
+                    rows.refresh(values, KEYS, ONE, of, numbers(rule, step))
     for form in forms(Adam(), (1, 17, 4096)):
-        clipped = KEYS, KEYS, torch.empty(8, form.dim), VERDICT, 1.5, ONE, homes(form)[0], None, 0, 1
-        rows.step(*clipped, numbers(Adam(), 1), form)
+        args = KEYS, KEYS, ONE, None, tables_of(form)[0], (0, 1), torch.empty(8, form.dim)
+        rows.step(*args, VERDICT, 1.5, 1, numbers(Adam(), 1))
 
 
 def in_memory(made: Any) -> Any:
@@ -87,8 +84,7 @@ def example_captured_steps() -> None:
     step = torch.empty((), dtype=torch.int64)
     for rule in DEFAULTS:
         for form in forms(rule)[:2]:
-            values, location = torch.empty(8, form.dim), homes(form)[1]
-            first = rows.InitialRecord(("normal", 0.0, 0.1), torch.empty(form.state_width))
+            values, of = torch.empty(8, form.dim), tables_of(form, ("normal", 0.0, 0.1))[1]
             for verdict in (VERDICT, CASE._replace(step=step)):
-                args = KEYS, KEYS, values, verdict, None, ONE, location, first, 0, step
-                rows.step(*args, in_memory(numbers(rule, 1)), form)
+                args = KEYS, KEYS, ONE, None, of, (0, 1), values, verdict, None, step
+                rows.step(*args, in_memory(numbers(rule, 1)))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from embedrock.kernels.gpu import gate, runtime
+from embedrock.kernels.gpu.addresses import AddressKind, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.rows import InitialRecord
 
-DEVICE = "cpu" if runtime.is_interpreted() else "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() and not runtime.is_interpreted() else "cpu"
 GUARD = 64  # bytes of poison before and after what a kernel may write to
 
 
@@ -27,6 +30,36 @@ def verdict(live: int, factor: float = 1.0) -> torch.Tensor:
     made = torch.zeros(gate.LINE, dtype=torch.int32, device=DEVICE)
     made[gate.LIVE], made[gate.FACTOR] = live, int(np.float32(factor).view(np.int32))
     return made
+
+
+def table(
+    form: runtime.RecordForm,
+    memory: tuple[int, int],
+    where: torch.Tensor | None = None,
+    cache: Sequence[torch.Tensor] = (),
+    is_identity: bool = False,
+    first: InitialRecord | None = None,
+    seed: int = 0,
+) -> DeviceTables:
+    """Return a table alone, with slots as keys.
+
+    Args:
+        form: of its records.
+        memory: addresses of slot 0 on the device and on the host.
+        where: see `addresses.CacheSlots`; None: each row has a record on the host.
+        cache: the other tensors of `addresses.CacheSlots`; empty: without a cache.
+        is_identity: all records are on the device.
+        first: initial record; None: the host creates records.
+        seed: of the initial values.
+    """
+    places = 0 if where is None else where.data_ptr(), *memory, int(seed) % 2**64
+    state, numbers = (0, ()) if first is None else (first.state.data_ptr(), first.drawn[1:])
+    a, b, c = np.array([*numbers, 0, 0, 0][:3], np.float32).view(np.int32).tolist()
+    slots = (*(part.data_ptr() for part in cache), len(cache[0])) if cache else (0,) * 6
+    entry = TableEntryWords(0, 2**62 if where is None else len(where), *places, state, 0, (a, b, c), -2, slots)
+    entries = torch.tensor([entry.words], dtype=torch.int64, device=DEVICE)
+    kind = AddressKind(where is not None, is_identity, len(cache) > 0)
+    return DeviceTables(entries, kind, None if first is None else first.drawn[0], form)
 
 
 class Poisoned:

@@ -11,14 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import DEVICE, Poisoned, one, same, tensor
+from tensors import DEVICE, Poisoned, one, same, table, tensor
 
 from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache, plan
+from embedrock.kernels.gpu.addresses import DeviceTables
+from embedrock.kernels.gpu.runtime import RecordForm
 from reference import device
 from slow import slow
 
 START = 2**22 - 5  # the first stamp: they soon begin anew
+
+
+def form_of(record_bytes: int) -> RecordForm:
+    return RecordForm(record_bytes // 4, "float32", record_bytes, record_bytes // 4, 0)
 
 
 def empty_slots(far: int, near: int) -> homes.CacheSlots:
@@ -52,14 +58,17 @@ class Side:
     def memory(self) -> homes.RecordMemory:
         return homes.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
 
-    def homes(self) -> homes.RecordAddresses:
-        return homes.RecordAddresses(self.slots.where, self.slots.dirty, False, len(self.slots.where), self.memory())
+    def homes(self) -> Any:
+        where, memory = self.slots.where, self.memory()
+        if self.kernels is device:
+            return device.RecordAddresses(where, self.slots.dirty, False, len(where), memory)
+        return table(form_of(self._record_bytes), memory[:2], where, self.slots[1:])
 
     def search(self, n: int, window: int, size: int) -> cache.VictimScratch:
         shapes = (
             ((cache.blocks(n),), torch.int32),
             ((window,), torch.uint8),
-            ((cache.BINS, cache.blocks(window)), torch.int32),
+            ((cache.BINS * cache.blocks(window),), torch.int32),
             ((cache.BINS,), torch.int32),
             ((size,), torch.int64),
         )
@@ -79,25 +88,35 @@ class Side:
 
     def begin(self, time: homes.BatchTime, keys: np.ndarray, count: int, window: int, size: int) -> Any:
         """Do the bookkeeping of a batch; return its moves."""
-        moves, rows, repeated = self.scratch((size, 3), torch.int64), len(self.slots.where), time.hand % 3 == 0
-        if repeated and count and self.kernels is cache:  # as the GPU plans: sorted, and noted where they are collected
-            keys = np.repeat(keys[:count], 1 + np.arange(count) % 3)
-            count, search = len(keys), self.search(len(keys), window, size)
-            args = self.put(keys.astype(np.int32)), count, rows
-            self.collect(args[0], cache.CacheInsertion(self.slots, search, time))
-        else:
+        moves, place = self.scratch((size, 3), torch.int64), self.homes()
+        if self.kernels is device:
             search = self.search(len(keys), window, size)
-            args = self.put(keys), self.put(np.array([count], np.int32)), rows
-            self.kernels.touch(self.slots, search, time, *args)
-        self.kernels.offer(self.slots, search, time)
-        self.kernels.choose(self.slots, search, time)
-        if time.hand % 2:  # sorted by far slot, or not
-            search.victims[:] = self.put(np.sort(to_array(search.victims)))
-        self.kernels.swap(self.slots, search, time, *args, self.memory(), moves)
+            args = keys, np.array([count], np.int32), len(self.slots.where)
+            device.touch(self.slots, search, time, *args)
+            device.offer(self.slots, search, time)
+            device.choose(self.slots, search, time)
+            if time.hand % 2:  # sorted by far slot, or not
+                search.victims.sort()
+            device.swap(self.slots, search, time, *args, self.memory(), moves)
+            self.check()
+            return moves
+        if time.hand % 3 == 0 and count:  # as the GPU plans: sorted, and noted where they are collected
+            keys = np.repeat(keys[:count], 1 + np.arange(count) % 3)
+            search = self.search(len(keys), window, size)._replace(time=time)
+            args = tensor(keys.astype(np.int32)), len(keys)
+            self.collect(args[0], (place, search))
+        else:
+            search, args = self.search(len(keys), window, size)._replace(time=time), (tensor(keys), one(count))
+            cache.touch(place, search, *args)
+        cache.offer(place, search)
+        cache.choose(place, search)
+        if time.hand % 2:
+            search.victims[:] = search.victims.sort().values
+        cache.swap(place, search, *args, moves)
         self.check()
         return moves
 
-    def collect(self, keys: torch.Tensor, arrival: cache.CacheInsertion) -> None:
+    def collect(self, keys: torch.Tensor, arrival: tuple[DeviceTables, cache.VictimScratch]) -> None:
         """Plan a batch whose rows arrive."""
         n, fault = len(keys), one(0, torch.int64)
         counts, starts, inverse = (self.scratch((size,), torch.int32) for size in (plan.blocks(n), n + 1, n))
@@ -304,7 +323,8 @@ def test_a_long_program(near: int) -> None:
 def test_who_leaves() -> None:
     """Free slots are taken first, then those worth least; rows that batches in flight use stay."""
     near = 3 * cache.BLOCK + 7
-    slots = Side(cache, 2 * near, near, 4).slots
+    side = Side(cache, 2 * near, near, 4)
+    slots, place = side.slots, side.homes()
     rng, time = np.random.default_rng(0), homes.BatchTime(1000, 2, 1 / 10.0, 77)
     slots.owner[:] = torch.arange(near)
     slots.where[:near] = torch.arange(near, dtype=torch.int32)
@@ -314,15 +334,16 @@ def test_who_leaves() -> None:
     worth = to_array(slots.worth) * 0.5 ** ((1000 - to_array(slots.used)) / 10)
     held = (to_array(slots.used) >= 998) & (to_array(slots.owner) >= 0)
     for wanted in (1, 60, 1000, near):
-        search = Side(cache, 1, 1, 4).search(near, near, near)
+        search = Side(cache, 1, 1, 4).search(near, near, near)._replace(time=time)
         search.counts.zero_()
         search.counts[1], search.counts[2] = wanted - 1, 1
         search.histogram.zero_()
-        cache.offer(slots, search, time)
-        cache.choose(slots, search, time)
+        cache.offer(place, search)
+        cache.choose(place, search)
         victims = to_array(search.victims)
-        slot = victims[victims != cache.NOBODY] & (2**31 - 1)
-        assert (victims[len(slot) :] == cache.NOBODY).all()
+        nobody = (2 * near + 1) << 31 | (2**31 - 1)
+        slot = victims[victims != nobody] & (2**31 - 1)
+        assert (victims[len(slot) :] == nobody).all()
         assert len(slot) == len(np.unique(slot)) == min(wanted, (~held).sum())
         assert not held[slot].any()
         owner = to_array(slots.owner)
@@ -339,13 +360,12 @@ def test_addresses_beyond_2_to_the_32() -> None:
     near = tensor(np.arange(32, dtype=np.uint8).reshape(2, 16))
     high, low = len(far) - 1, len(far) - 1 - 2**28
     far[high], far[low] = 7, 8
-    memory = homes.RecordMemory(near.data_ptr(), far.data_ptr(), 16)
     at = [near.data_ptr() + 16, *(far.data_ptr() + 16 * row for row in (high - 1, high))]
     cache.exchange(tensor(np.array([at, [-1, 0, 0]])), 16)
     assert near[1].tolist() == [7] * 16
     assert far[high - 1].tolist() == list(range(16, 32))
     assert (far[low] == 8).all()
     places = tensor(np.array([5, 5]))
-    everywhere = homes.RecordAddresses(None, None, False, len(far), memory)
+    everywhere = table(form_of(16), (near.data_ptr(), far.data_ptr()))
     home_kernels.locate(tensor(np.array([high, low])), one(2), everywhere, places)
     assert (places - far.data_ptr()).tolist() == [high * 16, low * 16]

@@ -153,7 +153,7 @@ def test_a_collection_whose_learning_rates_part(gpu: FakeGPU, graphs: FakeGraphs
             for (optimizer,) in both.optimizers:
                 optimizer.param_groups[0]["lr"] = 0.01
         both.step({str(t): ids + t + 20 * (k % 2) for t in range(3)})
-    kernels = [[name for name, _ in graph.calls if name == "_step_tables"] for graph in graphs.made]
+    kernels = [[name for name, _ in graph.calls if name == "_step"] for graph in graphs.made]
     assert list(map(len, kernels)) == [1, 2]  # tables whose numbers part are stepped apart, in another graph
     fetched = [handle.table.stats().get("device_fetched", 0) for handle in ert.handles(both.models[0])]
     assert all(fetched) == (near is not None)

@@ -20,7 +20,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import features
 from embedrock.kernels.gpu import joint, runtime
-from embedrock.kernels.gpu.addresses import AddressKind
+from embedrock.kernels.gpu.addresses import AddressKind, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import need_of, share
 from reference import device
@@ -89,9 +89,7 @@ def launches() -> Iterator[collections.Counter[str]]:
         runtime.on_launch = before
 
 
-JOINT = dict.fromkeys(
-    ("_join", "_mark", "_collect", "_bounds", "_read_tables", "_sum", "_norms", "_judge", "_step_tables"), 1
-)
+JOINT = dict.fromkeys(("_join", "_mark", "_collect", "_bounds", "_read", "_sum", "_norms", "_judge", "_step"), 1)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +121,7 @@ def test_tables_of_other_forms_are_looked_up_by_others():
     on_device(rows)
     with torch.no_grad(), launches() as seen:
         found = rows({name: torch.arange(3) for name in rows.features})
-    assert seen["_read_tables"] == 2
+    assert seen["_read"] == 2
     for name, layer in {**model.layers, **wide}.items():
         np.testing.assert_array_equal(found[name].cpu(), layer.table.lookup(np.arange(3)))
 
@@ -180,7 +178,7 @@ def test_bags_of_one_id_are_rows():
     on_device(bags)
     with torch.no_grad(), launches() as seen:
         found = bags({"a": torch.tensor([1, 7]), "b": torch.tensor([[2], [2]])}, concatenate=True)
-    assert (seen["_read_tables"], seen["_pool_sum"]) == (1, 0)
+    assert (seen["_read"], seen["_pool_sum"]) == (1, 0)
     expected = np.concatenate([layers["a"].table.lookup([1, 7]), layers["b"].table.lookup([2, 2])], axis=1)
     np.testing.assert_array_equal(found.cpu(), expected)
 
@@ -418,7 +416,7 @@ def test_tables_with_more_rows_than_there_are_keys_are_looked_up_in_shares(monke
     mine, theirs = Model(0), Model(None)
     with launches() as seen:
         mine.train(1)
-    assert seen["_read_tables"] == 3  # the last feature is of a table of the first share
+    assert seen["_read"] == 3  # the last feature is of a table of the first share
     theirs.train(1)
     for a, b in zip(mine.tables, theirs.tables, strict=True):  # one table was summed twice
         np.testing.assert_allclose(a.lookup(np.arange(a.rows or 0)), b.lookup(np.arange(b.rows or 0)), rtol=1e-5)
@@ -429,23 +427,23 @@ def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch):
     detector = race_detector.install(monkeypatch)
     mine = Model(EVERYTHING).train(2)
     assert detector.found == set()
-    assert {"_bounds", "_norms", "_step_tables"} <= detector.launched
+    assert {"_bounds", "_norms", "_step"} <= detector.launched
     assert_same(mine, Model(None).train(2))
 
 
 # ---------------------------------------------------------------- kernels
 
 
-def made_tables(rows: list[int], paddings: list[int]) -> tuple[joint.DeviceTables, np.ndarray, torch.Tensor]:
+def made_tables(rows: list[int], paddings: list[int]) -> tuple[DeviceTables, np.ndarray, torch.Tensor]:
     """Return tables that have nothing but rows and a fault, the keys of their first rows, and the faults."""
     firsts = np.cumsum([1, *(count + 2 for count in rows)])
     faults = torch.zeros(len(rows), 4, dtype=torch.int64, device=one(0).device)
     words = [
-        joint.TableEntryWords(int(first), count, 0, 0, 0, 0, 0, fault.data_ptr(), (0, 0, 0), padding).words
+        TableEntryWords(int(first), count, 0, 0, 0, 0, 0, fault.data_ptr(), (0, 0, 0), padding).words
         for first, count, fault, padding in zip(firsts, rows, faults, paddings, strict=False)
     ]
     return (
-        joint.DeviceTables(
+        DeviceTables(
             tensor(np.array(words)), AddressKind(True, True, False), "constant", RecordForm(4, "float32", 16, 4, 0)
         ),
         firsts,

@@ -20,14 +20,14 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import cache as near_device
 from embedrock.device import memory_for
-from embedrock.kernels.gpu import joint_cache
+from embedrock.kernels.gpu import cache
 from slow import slow
 
 DIM, BATCH = 6, 10
 ROWS, NEAR = (30, 45, 20), (4, 13, 1)  # of tables, and of their caches, one of which has room for hardly any row
 NAMES = "a", "b", "c"
 SIZES = (BATCH, BATCH, BATCH), (BATCH, 0, 3), (1, 2 * BATCH, 0)  # ids of the tables, batch by batch
-ARRIVING = dict.fromkeys(("_touch_tables", "_offer_tables", "_choose_tables", "_swap_tables", "_exchange"), 1)
+ARRIVING = dict.fromkeys(("_touch", "_offer", "_choose", "_swap", "_exchange"), 1)
 CACHED = JOINT | ARRIVING
 OF_PLAN = dict.fromkeys(("_join", "_mark", "_collect"), 1) | ARRIVING
 
@@ -166,8 +166,8 @@ def bags(given: list[Batch]) -> list[dict[str, tuple[Tensor, Tensor]]]:
 def test_rows_come_and_leave_as_they_do_alone(rule: str, options: Any, lanes: int, monkeypatch: pytest.MonkeyPatch):
     given = batches(3)
     alone, other = Model("alone", rule, **options).train(given), Model(None, rule, **options).train(given)
-    monkeypatch.setattr(joint_cache, "BLOCK", lanes)
-    monkeypatch.setattr(joint_cache, "blocks", lambda n: -(-n // lanes))
+    monkeypatch.setattr(cache, "BLOCK", lanes)
+    monkeypatch.setattr(cache, "blocks", lambda n: -(-n // lanes))
     monkeypatch.setattr(near_device, "SORTED_FROM", 12)  # the victims of some batches
     mine = Model("together", rule, **options).train(given[:2])
     detector = race_detector.install(monkeypatch)

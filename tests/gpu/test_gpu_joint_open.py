@@ -22,7 +22,8 @@ import embedrock.torch as ert
 from embedrock.device import joint_hashed as joint_open
 from embedrock.device import memory_for
 from embedrock.device.joint import DeviceLookup
-from embedrock.kernels.gpu import directory, joint, joint_directory, plan
+from embedrock.kernels.gpu import directory, joint_directory, plan
+from embedrock.kernels.gpu.addresses import TableEntryWords
 from embedrock.table.table import rows_of
 from reference import device
 from slow import slow
@@ -348,9 +349,7 @@ class Directories:
         own = [each[number].data_ptr() for each in (self.places, self.ids, self.used)]
         known = *own[:2], 2 * self.SLOTS, self.SEED, own[2], int(table.padding is not None)
         padding = -2 if table.padding is None else table.padding
-        return joint.TableEntryWords(
-            table.first, self.SLOTS, 0, 0, 0, 0, 0, 0, (0, 0, 0), padding, directory=known
-        ).words
+        return TableEntryWords(table.first, self.SLOTS, 0, 0, 0, 0, 0, 0, (0, 0, 0), padding, directory=known).words
 
     def step(self, parts: list[np.ndarray], begin: int, live: list[bool]) -> None:
         """Plan the ids of each table, look them up, and enter those of some tables."""

@@ -14,7 +14,7 @@ from gpu_device import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from tensors import verdict
+from tensors import table, verdict
 
 import reference
 from embedrock.initializers import Zeros
@@ -22,6 +22,7 @@ from embedrock.kernels import arguments, cpu, gpu
 from embedrock.kernels.arguments import SGDStep
 from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import rows
+from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.optimizers import SGD, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule, StateColumn
 from embedrock.spec.spec import STORAGES, Spec
@@ -31,7 +32,7 @@ from suites.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers
 
 PADDING = 3  # keys beyond count, which no kernel may look at
 NOWHERE = 2**50  # a slot whose address crashes
-NAMES = {storage.words: storage.name for storage in STORAGES.values()}
+NAMES = {words: name for name, words in STORAGES.items()}
 ALL_RULES = [*DEFAULTS, *FORMS]
 ROUNDED = arguments.RowwiseAdagradStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
 
@@ -59,11 +60,10 @@ class OnDevice:
         """Return slots as keys; what is beyond count is the slot of no memory."""
         return torch.from_numpy(np.append(slots, [NOWHERE] * PADDING)).to(DEVICE)
 
-    def homes(self, records: np.ndarray, where: np.ndarray | None = None) -> homes.RecordAddresses:
-        """Return where records are, by slot, all of them far."""
-        memory = homes.RecordMemory(0, self.tensor(owner(records)).data_ptr(), records.strides[0])
-        known = (None, 2**62) if where is None else (self.tensor(where), len(where))
-        return homes.RecordAddresses(known[0], None, False, known[1], memory)
+    def table(self, records: np.ndarray, form: RecordForm, where: np.ndarray | None = None, **of: Any) -> DeviceTables:
+        """Return a table of records, by slot, all of them far."""
+        memory = 0, self.tensor(owner(records)).data_ptr()
+        return table(form, memory, None if where is None else self.tensor(where), **of)
 
     def numbers(self, numbers: Any) -> Any:
         parts = (torch.from_numpy(part).to(DEVICE) if isinstance(part, np.ndarray) else part for part in numbers)
@@ -87,13 +87,14 @@ def form_of(words: np.ndarray, dim: int, state_start: int = 0, state_width: int 
 def gather(words, slots, positions, fresh, out, lo, hi):
     with OnDevice() as on:
         keys, form = on.keys(slots[positions[lo:hi]]), form_of(words, out.shape[1])
-        gpu.rows.gather(keys, on.tensor(fresh), one(hi - lo), on.homes(words), form, on.tensor(out[lo:hi]))
+        args = one(hi - lo), on.table(words, form), on.tensor(out[lo:hi])
+        gpu.rows.read(keys, *args, fresh=on.tensor(fresh))
 
 
 def scatter(words, slots, values, lo, hi):
     with OnDevice() as on:
         keys, form = on.keys(slots[lo:hi]), form_of(words, values.shape[1])
-        home_kernels.scatter(keys, on.tensor(values[lo:hi]), one(hi - lo), on.homes(words), form)
+        home_kernels.scatter(keys, on.tensor(values[lo:hi]), one(hi - lo), on.table(words, form))
 
 
 def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):
@@ -105,9 +106,8 @@ def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):
 
 def run_step(records, slots, values, numbers, form, ids, seed, step, clip=None, factor=1.0, live=1):
     with OnDevice() as on:
-        weights = on.tensor(ids), on.tensor(values), verdict(live, factor), clip, one(len(slots))
-        args = *weights, on.homes(records), None, int(seed), step
-        gpu.rows.step(on.keys(slots), *args, on.numbers(numbers), form)
+        of_rows = on.tensor(ids), one(len(slots)), None, on.table(records, form, seed=seed), (0, 1), on.tensor(values)
+        gpu.rows.step(on.keys(slots), *of_rows, verdict(live, factor), clip, step, on.numbers(numbers))
 
 
 def step(weights, rows, records, slots, state_start, state_width, values, numbers, lo, hi):
@@ -120,8 +120,8 @@ def step(weights, rows, records, slots, state_start, state_width, values, number
 def refresh(weights, records, slots, state_start, scratch, numbers, lo, hi):
     form = form_of(records, weights.shape[1], state_start, scratch.shape[1])
     with OnDevice() as on:
-        args = on.keys(slots[lo:hi]), one(hi - lo), on.homes(records)
-        gpu.rows.refresh(on.tensor(weights[lo:hi]), *args, on.numbers(numbers), form)
+        args = on.keys(slots[lo:hi]), one(hi - lo), on.table(records, form)
+        gpu.rows.refresh(on.tensor(weights[lo:hi]), *args, on.numbers(numbers))
 
 
 class TestGPU(KernelSuite):
@@ -160,7 +160,7 @@ def form_for(spec: Spec) -> RecordForm:
 
 
 def words_of(records: np.ndarray, spec: Spec) -> np.ndarray:
-    return records.view(spec.storage.words)[:, : spec.dim]
+    return records.view(spec.words)[:, : spec.dim]
 
 
 DRAWN = [
@@ -204,8 +204,9 @@ def test_rows_without_a_record_have_the_first_values_of_the_cpu(dim: int, drawn:
     expected[has] = reference.codec.decode(words[slots[has]])
     got = Guarded((13, dim), np.float32)
     with OnDevice() as on:
-        args = on.homes(records, where), SEED, drawn, form_for(spec), on.tensor(got.inside)
-        gpu.rows.read(on.keys(np.where(has, slots, ids)), one(13), *args)
+        first = rows.InitialRecord(drawn, on.tensor(np.zeros(1, np.float32)))
+        of = on.table(records, form_for(spec), where, first=first, seed=SEED)
+        gpu.rows.read(on.keys(np.where(has, slots, ids)), one(13), of, on.tensor(got.inside))
     np.testing.assert_array_equal(got.inside.view(np.int32), expected.view(np.int32))
     np.testing.assert_array_equal(records.view(np.int32), before.view(np.int32))
     got.check()
@@ -224,7 +225,7 @@ FLOATS = (
 @settings(max_examples=6)
 def test_rounding_of_any_value(dtype: str, data: st.DataObject) -> None:
     values = data.draw(arrays.arrays(np.float32, (2, 70), elements=FLOATS))
-    words, ids, seed = np.zeros((2, 70), STORAGES[dtype].words), np.array([-5, 2**40]), np.uint64(2**64 - 3)
+    words, ids, seed = np.zeros((2, 70), STORAGES[dtype]), np.array([-5, 2**40]), np.uint64(2**64 - 3)
     expected, slots = words.copy(), np.arange(2)
     scatter(words, slots, values, 0, 2)
     cpu.rows.scatter(expected, slots, values, 0, 2)
@@ -237,7 +238,7 @@ def test_rounding_of_any_value(dtype: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_word_decodes(dtype: str) -> None:
-    words = np.arange(2**16, dtype=np.uint16).view(STORAGES[dtype].words).reshape(16, 4096)
+    words = np.arange(2**16, dtype=np.uint16).view(STORAGES[dtype]).reshape(16, 4096)
     got, expected = (np.empty((16, 4096), np.float32) for _ in range(2))
     args = words, np.arange(16), np.arange(16, dtype=np.int32), np.empty((0, 4096), np.float32)
     gather(*args, got, 0, 16)
@@ -278,9 +279,10 @@ def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[Any, ...])
     for live, wanted in ((0, records.copy()), (1, expected)):
         with OnDevice() as on:
             grads, numbers = torch.zeros(13, dim, device=DEVICE), on.tensor(np.append(ids, [5] * PADDING))
-            begins = on.homes(records, where), rows.InitialRecord(drawn, on.tensor(first)), SEED, 1
-            args = verdict(live), None, one(13), *begins, SGDStep(1.0), form_for(spec)
-            gpu.rows.step(on.keys(slots), numbers, grads, *args)
+            begins = rows.InitialRecord(drawn, on.tensor(first))
+            of = on.table(records, form_for(spec), where, first=begins, seed=SEED)
+            args = one(13), None, of, (0, 1), grads, verdict(live), None, 1, SGDStep(1.0)
+            gpu.rows.step(on.keys(slots), numbers, *args)
         np.testing.assert_array_equal(records.view(np.int32), wanted.view(np.int32))
     assert (where == homes.FAR).all()
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from embedrock.kernels.gpu.addresses import BatchTime, CacheSlots, RecordAddresses, RecordMemory
+    from embedrock.kernels.gpu.addresses import BatchTime, CacheSlots, RecordMemory
     from embedrock.kernels.gpu.cache import VictimScratch
 
 Int64Array = npt.NDArray[np.int64]
@@ -252,6 +252,23 @@ def copy_records(sources: Int64Array, targets: Int64Array, record_bytes: int) ->
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         if source >= 0 and target >= 0:
             ctypes.memmove(target, source, record_bytes)
+
+
+class RecordAddresses(NamedTuple):
+    """Where the records of a table are.
+
+    Attributes:
+        where, dirty: see `CacheSlots`; dirty None: without a cache.
+        is_identity: all records are on device, in slot = key.
+        limit: keys outside ``[0, limit)`` are of no row.
+        memory: addresses of the slots.
+    """
+
+    where: Any
+    dirty: Any
+    is_identity: bool
+    limit: int
+    memory: RecordMemory
 
 
 def locate(keys: Int64Array, count: Int32Array, homes: RecordAddresses, places: Int64Array) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from embedrock.device.stream_order import StreamOrder
-from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache
+from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
@@ -22,6 +24,9 @@ HALF_LIFE = 30.0
 # Sorted victims are written back in ascending order, which is fast on a bus. A small batch of victims is written
 # quickly in any order, so a sort would cost more than it saves.
 SORTED_FROM = 1 << 14
+SCRATCH = 5  # tensors of a search of one table
+
+_generations = itertools.count()
 
 
 def present(where: Tensor) -> Tensor:
@@ -29,9 +34,26 @@ def present(where: Tensor) -> Tensor:
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
-def as_written_back(victims: Tensor) -> Tensor:
-    """Return victims in the order of their write-back."""
-    return victims if len(victims) < SORTED_FROM else victims.sort().values
+def load_rows(
+    tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, count: Tensor | int, moves: Tensor | None = None
+) -> None:
+    """Load a batch's rows into the caches where they score higher than the rows they replace.
+
+    Args:
+        tables: of the batch.
+        search: of these rows, which `cache.touch` has marked.
+        keys: of the batch; equal ones are adjacent and count once.
+        count: number of keys.
+        moves: memory for them, int64 (victims, 3); None: new memory.
+    """
+    cache.offer(tables, search)
+    cache.choose(tables, search)
+    if len(search.victims) >= SORTED_FROM:
+        search = search._replace(victims=search.victims.sort().values)
+    if moves is None:
+        moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
+    cache.swap(tables, search, keys, count, moves)
+    cache.exchange(moves, tables.form.record_bytes)
 
 
 class DeviceCache:
@@ -42,6 +64,11 @@ class DeviceCache:
         placement: the split of the records between GPU memory and RAM.
         form: layout of the records.
         far: address of the first record in RAM.
+
+    Attributes:
+        kind: of the record addresses. Without a map, all rows have a record in RAM.
+        limit: keys outside ``[0, limit)`` are of no row.
+        generation: of the addresses of `records` and `slots`, unlike that of any other.
     """
 
     def __init__(self, where: Tensor, placement: DeviceLayout, form: RecordForm, far: int) -> None:
@@ -49,9 +76,9 @@ class DeviceCache:
         self.placement = placement
         self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
-        self.memory = homes.RecordMemory(self.records.data_ptr(), far, form.record_bytes)
+        self.memory = RecordMemory(self.records.data_ptr(), far, form.record_bytes)
         slots = count if self.is_cache else 0
-        self.slots = homes.CacheSlots(
+        self._use(
             where,
             torch.empty(slots, dtype=torch.int64, device=device),
             torch.empty(slots, dtype=torch.float32, device=device),
@@ -59,7 +86,6 @@ class DeviceCache:
             torch.zeros(slots, dtype=torch.uint8, device=device),
             torch.zeros(8, dtype=torch.int64, device=device),
         )
-        self.homes = self._homes()
         self.not_counted = torch.zeros_like(self.slots.tallies)
         self._hand = 0
         self._scratch: cache.VictimScratch | None = None
@@ -70,16 +96,14 @@ class DeviceCache:
         known = self.slots.where
         where[: len(known)] = known
         timeline.uses(known)
-        self.slots = self.slots._replace(where=where)
-        self.homes = self._homes()
+        self._use(where, *self.slots[1:])
 
-    def _homes(self) -> homes.RecordAddresses:
-        """Return the record addresses. Without a map, all rows have a record in RAM."""
-        where = self.slots.where
-        dirty = self.slots.dirty if self.is_cache else None
-        if not len(where):
-            return homes.RecordAddresses(None, None, False, EVERYWHERE, self.memory)
-        return homes.RecordAddresses(where, dirty, self.is_identity, len(where), self.memory)
+    def _use(self, where: Tensor, *state: Tensor) -> None:
+        """Use `CacheSlots` from now on."""
+        self.slots, is_mapped = CacheSlots(where, *state), len(where) > 0
+        self.kind = AddressKind(is_mapped, is_mapped and self.is_identity, is_mapped and self.is_cache)
+        self.limit = len(where) or EVERYWHERE
+        self.generation = next(_generations)
 
     @property
     def nbytes(self) -> int:
@@ -90,8 +114,7 @@ class DeviceCache:
     def free(self) -> None:
         """Release the GPU memory. Nothing may use it any more."""
         self.records, self._scratch = self.records[:0].clone(), None
-        self.slots = homes.CacheSlots(*(part[:0].clone() for part in self.slots))
-        self.homes = self._homes()
+        self._use(*(part[:0].clone() for part in self.slots))
 
     def clear(self) -> None:
         """Empty the cache. The caller has written dirty records back."""
@@ -101,13 +124,13 @@ class DeviceCache:
 
     # ------------------------------------------------------------ insertion and eviction
 
-    def begin_batch(self, n: int, clock: BatchCounter, trains: bool) -> homes.BatchTime:
+    def begin_batch(self, n: int, clock: BatchCounter, trains: bool) -> BatchTime:
         """Begin a batch of n positions; return its time. `trains`: a step may follow."""
         hand = self._hand
         if self.is_cache:
             self._hand = (hand + self.window(n)) % len(self.slots.owner)
         stamp = clock.stamp
-        return homes.BatchTime(stamp & homes.AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
+        return BatchTime(stamp & AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
 
     def window(self, n: int) -> int:
         """Return how many device slots a batch of n positions searches for victims."""
@@ -121,55 +144,27 @@ class DeviceCache:
         """Return the half-life of a row's score, in batches of n positions."""
         return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
 
-    def arrival(
-        self, n: int, time: homes.BatchTime, timeline: StreamOrder, counts: bool
-    ) -> cache.CacheInsertion | None:
-        """Return the cache insertion of a batch; None without a cache or without positions.
+    def search(self, n: int, time: BatchTime, timeline: StreamOrder) -> cache.VictimScratch | None:
+        """Return scratch for a batch of n positions; None without a cache or without positions.
 
-        Args:
-            n: positions.
-            time: of the batch.
-            timeline: the order of device work.
-            counts: hits and misses are counted.
+        It reuses the last batch's if the sizes match.
         """
         if not self.is_cache or not n:
             return None
-        slots = self.slots if counts else self.slots._replace(tallies=self.not_counted)
-        search = self._search(n, timeline)
-        timeline.keep(*search)
-        return cache.CacheInsertion(slots, search, time)
-
-    def load(self, arrival: cache.CacheInsertion, keys: Tensor, count: Tensor | int) -> None:
-        """Load a batch's rows into the cache where they score higher than the rows they replace.
-
-        Args:
-            arrival: insertion of these rows, which `cache.touch` has marked.
-            keys: of the batch; equal ones are adjacent and count once.
-            count: number of keys.
-        """
-        _, search, time = arrival
-        cache.offer(self.slots, search, time)
-        cache.choose(self.slots, search, time)
-        search = search._replace(victims=as_written_back(search.victims))
-        moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
-        cache.swap(self.slots, search, time, keys, count, len(self.slots.where), self.memory, moves)
-        cache.exchange(moves, self.memory.record_bytes)
-
-    def _search(self, n: int, timeline: StreamOrder) -> cache.VictimScratch:
-        """Return scratch for a batch of n positions, reusing the last batch's if the sizes match."""
         window, victims, _ = self.search_of(n)
         kept, device = self._scratch, self.records.device
         if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
             if kept is not None:
-                timeline.uses(*kept)
+                timeline.uses(*kept[:SCRATCH])
             kept = self._scratch = cache.VictimScratch(
                 torch.empty(blocks(n), dtype=torch.int32, device=device),
                 torch.empty(window, dtype=torch.uint8, device=device),
-                torch.empty(cache.BINS, blocks(window), dtype=torch.int32, device=device),
+                torch.empty(cache.BINS * blocks(window), dtype=torch.int32, device=device),
                 torch.empty(cache.BINS, dtype=torch.int32, device=device),
                 torch.empty(victims, dtype=torch.int64, device=device),
             )
-        return kept
+        timeline.keep(*kept[:SCRATCH])
+        return kept._replace(time=time)
 
     # ------------------------------------------------------------ write-back and statistics
 

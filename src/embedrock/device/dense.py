@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import DeviceCache, present
+from embedrock.device.cache import DeviceCache, load_rows, present
 from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
 from embedrock.device.features import TableFamily, kind_of
@@ -21,8 +21,7 @@ from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, ma
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache, rows
-from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, BatchTime
-from embedrock.kernels.gpu.joint import TableEntryWords
+from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, BatchTime, TableEntryWords
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend, take_ram
 from embedrock.system.spans import spanned
@@ -155,15 +154,18 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     def _made_plan(
         self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
     ) -> DeviceBatchPlan:
-        arrival = self.cache.arrival(ids.numel(), self.begin_batch(ids.numel(), trains), self.timeline, counts)
-        plan = make_plan(ids, self._count, fault, self.clock.stamp, arrival)
-        if arrival is not None:
-            self.cache.load(arrival, plan.all_keys, ids.numel())
+        n = ids.numel()
+        search = self.cache.search(n, self.begin_batch(n, trains), self.timeline)
+        if search is None:
+            return make_plan(ids, self._count, fault, self.clock.stamp)
+        tables = self.counted(counts)
+        plan = make_plan(ids, self._count, fault, self.clock.stamp, (tables, search))
+        load_rows(tables, search, plan.all_keys, n)
         return plan
 
     def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
-        rows.read(*which, self.cache.homes, int(self.spec.key), self.drawn, self.form, out)
+        rows.read(*which, self.tables, out)
 
     def begin_together(self) -> None:
         self._begin()
@@ -192,7 +194,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     @functools.cached_property
     def known(self) -> TableEntryWords:
-        return self._entry_words()
+        return self.entry_words()
 
     def take_ahead(self) -> PrefetchedPlan | None:
         if self.timeline.captured is not None:  # captured steps have none

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,26 +15,21 @@ from embedrock.device.executor import GpuExecutor, drawn_by
 from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, version_of
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.addresses import BatchTime
-from embedrock.kernels.gpu.joint import TableEntryWords
 from embedrock.kernels.gpu.rows import InitialRecord
-from embedrock.kernels.gpu.runtime import single
 
 COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between GPU memory and unpinned RAM
-NO_PADDING = -2
 
 
 class DevicePlannedExecutor(GpuExecutor):
     """Executor that plans on the GPU, and draws initial values there. Joint plans may include its table.
 
     Attributes:
-        drawn: the generator of initial values, see `drawn_by`.
         is_newer: the device's records are newer than the backend's.
         nobody: the key of no row.
         known: `TableEntryWords` of this table, that kernels of several tables read.
         batch_plan: type of the `JointBatchPlan` of several tables.
     """
 
-    drawn: tuple[Any, ...]
     is_newer = False
     nobody: int
     known: Any
@@ -44,7 +38,7 @@ class DevicePlannedExecutor(GpuExecutor):
     def _draw_on_device(self) -> None:
         drawn = drawn_by(self.spec.init)
         assert drawn is not None  # else the host plans, and draws
-        self.drawn, self.first = drawn, InitialRecord(drawn, uploaded(self.spec.first_state, self.device))
+        self.first = InitialRecord(drawn, uploaded(self.spec.first_state, self.device))
 
     def _check_open(self) -> None:
         """Begin to use rows: wait for CPU steps, and check that the table is open. Caller holds the table lock.
@@ -134,17 +128,3 @@ class DevicePlannedExecutor(GpuExecutor):
     def keep_ahead(self, ahead: PrefetchedPlan) -> None:
         """Keep a joint plan that was made ahead of the lookup."""
         self._ahead = ahead
-
-    def _entry_words(self) -> TableEntryWords:
-        """Return `known`, without the table's key range and its padding."""
-        homes, slots, (_, *numbers) = self.cache.homes, self.cache.slots, self.drawn
-        singles = [single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]]
-        words = np.array(singles, np.float32).view(np.int32).tolist()
-        assert self.first is not None  # the GPU plans
-        addresses = self.first.state.data_ptr(), self.faults.tensor.data_ptr()
-        seed = int(self.spec.key) % 2**64
-        places = homes.where.data_ptr(), *homes.memory[:2]
-        cache = tuple(part.data_ptr() if self.cache.is_cache else 0 for part in slots[1:])
-        return TableEntryWords(
-            0, homes.limit, *places, seed, *addresses, tuple(words), NO_PADDING, (*cache, len(slots.owner))
-        )

@@ -6,12 +6,13 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device import pooling
 from embedrock.device.cache import BatchCounter, DeviceCache
-from embedrock.device.copies import on_device
+from embedrock.device.copies import on_device, uploaded
 from embedrock.device.device_errors import DeviceErrors
 from embedrock.device.features import DeviceFeature, FeatureBags
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
@@ -22,11 +23,14 @@ from embedrock.device.stream_order import InStreamOrder, StreamOrder
 from embedrock.errors import UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import rows
-from embedrock.kernels.gpu.runtime import RecordForm
+from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.runtime import RecordForm, single
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.system.spans import spanned
 from embedrock.table.rows import TableState
+
+NO_PADDING = -2
 
 
 def form_of(spec: Spec) -> RecordForm:
@@ -99,6 +103,7 @@ class GpuExecutor(ABC):
         self._ahead: PrefetchedPlan | None = None
         self._is_looked_up = False  # since the last step
         self._seen = -1  # the table version that it has loaded
+        self._tables: tuple[int, DeviceTables] | None = None  # and the cache's generation that they were made for
         self.constants = StepConstants(device, self.timeline)
         self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # the row -1
 
@@ -131,7 +136,7 @@ class GpuExecutor(ABC):
         """Release the memory, even if handles still reference the executor."""
         self.timeline.finish()
         self._free()
-        self._ahead = self._expected = None
+        self._ahead = self._expected = self._tables = None
         self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
@@ -143,6 +148,36 @@ class GpuExecutor(ABC):
 
     def is_used_on(self, device: torch.device) -> bool:
         return self.device == device and self.is_current
+
+    @property
+    def tables(self) -> DeviceTables:
+        """The table alone for kernels, with slots as keys. The caller holds `working`."""
+        generation = self.cache.generation
+        if self._tables is None or self._tables[0] != generation:
+            if self._tables is not None:
+                self.timeline.uses(self._tables[1].entries)
+            self._tables = generation, self._tables_of(self.entry_words())
+        return self._tables[1]
+
+    def _tables_of(self, words: TableEntryWords) -> DeviceTables:
+        entries = uploaded(np.array([words.words], np.int64), self.device)
+        draw = None if self.first is None else self.first.drawn[0]
+        return DeviceTables(entries, self.cache.kind, draw, self.form)
+
+    def counted(self, counts: bool) -> DeviceTables:
+        """Return the table alone for a batch's insertion into the cache; `counts`: hits and misses are counted."""
+        return self.tables if counts else self._tables_of(self.entry_words().uncounted(self.cache.not_counted))
+
+    def entry_words(self) -> TableEntryWords:
+        """Return the words about the table for kernels, without a range of keys, a padding, and a hash index."""
+        cache, (state, numbers) = self.cache, (0, ())
+        if self.first is not None:
+            state, numbers = self.first.state.data_ptr(), self.first.drawn[1:]
+        words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32)
+        places = cache.slots.where.data_ptr(), *cache.memory[:2]
+        of_row = int(self.spec.key) % 2**64, state, self.faults.tensor.data_ptr(), tuple(words.tolist())
+        slots = tuple(part.data_ptr() if cache.is_cache else 0 for part in cache.slots[1:])
+        return TableEntryWords(0, cache.limit, *places, *of_row, NO_PADDING, (*slots, len(cache.slots.owner)))
 
     # ------------------------------------------------------------ lookups
 
@@ -211,9 +246,9 @@ class GpuExecutor(ABC):
             self.gather(plan, positions, out)
             if positions is None and self.rows.history is not None and self.rows.lags:  # otherwise no row is stale
                 now = self.constants.uploaded(self.rows.history.numbers())
-                rows.refresh(out, plan.keys, plan.count, self.cache.homes, now, self.form)
+                rows.refresh(out, plan.keys, plan.count, self.tables, now)
             self.rows.table_lock.use(self)
-            expected = self.take_expected()
+            expected, self._expected = self._expected, None
             if expected is not None:
                 self._plan_ahead(expected)
         return out
@@ -248,7 +283,9 @@ class GpuExecutor(ABC):
         Raises:
             UnsupportedError: the tensor is on the host, and a CUDA graph replays the step.
         """
-        if self.timeline.captured is not None and tensor.device != self.device:
+        if tensor.device == self.device:
+            return tensor
+        if self.timeline.captured is not None:
             raise UnsupportedError(
                 f"ids, offsets and weights of {self.rows.subject} must be on {self.device} in a captured step: got "
                 f"some on {tensor.device}, which each replay would read as they are now. Give them to the step as "

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from embedrock.kernels.gpu.addresses import AddressKind
 from embedrock.kernels.gpu.runtime import RecordForm
 
 MOST_KEYS = 2**31 - 2  # of all tables in a joint plan: int32
@@ -58,14 +59,14 @@ class TableFamily(NamedTuple):
     Attributes:
         device: that uses the tables.
         form: layout of the records.
-        homes: kind of the record addresses, see `addresses.AddressKind`.
+        kind: of the record addresses.
         draw: generator of initial values.
         is_open: ids are open, and hash indexes on the device have the slots.
     """
 
     device: torch.device
     form: RecordForm
-    homes: Any
+    kind: AddressKind
     draw: str
     is_open: bool
 
@@ -120,7 +121,7 @@ class DeviceFeature(NamedTuple):
 
 def kind_of(executor: Any, is_open: bool = False) -> TableFamily:
     """Return an executor's table family: one object for all tables of the family."""
-    kind = TableFamily(executor.device, executor.form, executor.cache.homes.kind_to_step, executor.drawn[0], is_open)
+    kind = TableFamily(executor.device, executor.form, executor.cache.kind, executor.first.drawn[0], is_open)
     return _kinds.setdefault(kind, kind)
 
 

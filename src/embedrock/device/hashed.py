@@ -27,10 +27,9 @@ from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, St
 from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.kernels.gpu import cache, rows
-from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR
+from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, TableEntryWords
 from embedrock.kernels.gpu.binding import as_tensor
 from embedrock.kernels.gpu.directory import DROPPED
-from embedrock.kernels.gpu.joint import TableEntryWords
 from embedrock.spec.spec import Spec
 from embedrock.storage import device_layout as device_placing
 from embedrock.storage.device_layout import DeviceLayout
@@ -243,8 +242,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if plan.epoch != self._directory.epoch:  # rows may have got slots since
             plan.keys, plan.new = self._directory.search(plan)
             plan.epoch = self._directory.epoch
-        key = int(self.spec.key)
-        return rows.read(plan.keys, plan.count, self.cache.homes, key, self.drawn, self.form, out, plan.ids)
+        return rows.read(plan.keys, plan.count, self.tables, out, plan.ids)
 
     def finds_room(self, grads: DeviceRowGradients) -> bool:
         with self.working:
@@ -383,9 +381,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         is_plain = self.spec.rows is None and self.rows.history is None
         if not is_plain or self._directory is None or self.cache.is_cache:
             return None
-        homes = self.cache.homes.kind_to_step  # the kind alone, as the addresses would keep their memory alive
-        if self._kind_of is not homes:  # rows may have outgrown the placement
-            self._kind, self._kind_of = kind_of(self, is_open=True), homes
+        if self._kind_of is not self.cache.kind:  # rows may have outgrown the placement
+            self._kind, self._kind_of = kind_of(self, is_open=True), self.cache.kind
         return self._kind
 
     @property
@@ -397,9 +394,9 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     @property
     def known(self) -> TableEntryWords:
         assert self._directory is not None  # the device plans
-        place = self.cache.homes, *self._directory.words
+        place = self.cache.generation, *self._directory.words
         if self._known is None or self._known[0] != place:
-            self._known = place, self._entry_words()._replace(directory=(*place[1:], 0))
+            self._known = place, self.entry_words()._replace(directory=(*place[1:], 0))
         return self._known[1]
 
     def take_ahead(self) -> PrefetchedPlan | None:

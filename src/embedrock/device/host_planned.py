@@ -14,7 +14,7 @@ from torch import Tensor
 from embedrock.admission.lifecycle import AdmissionDecision
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.device.cache import DeviceCache
+from embedrock.device.cache import DeviceCache, load_rows
 from embedrock.device.copies import uploaded, uploaded_together
 from embedrock.device.executor import GpuExecutor
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
@@ -143,10 +143,11 @@ class HostPlannedExecutor(GpuExecutor):
             counts: hits and misses are counted.
         """
         n = len(plan.keys)
-        arrival = self.cache.arrival(n, self.cache.begin_batch(n, self.clock, trains), self.timeline, counts)
-        if arrival is not None:
-            cache.touch(*arrival[:3], plan.keys, count, len(self.cache.slots.where))
-            self.cache.load(arrival, plan.keys, count)
+        search = self.cache.search(n, self.cache.begin_batch(n, self.clock, trains), self.timeline)
+        if search is not None:
+            tables = self.counted(counts)
+            cache.touch(tables, search, plan.keys, count)
+            load_rows(tables, search, plan.keys, count)
 
     def _plan_ahead(self, ids: Tensor) -> None:
         """Plan and upload the next batch while the device works, and load its rows from RAM into the cache.
@@ -197,7 +198,7 @@ class HostPlannedExecutor(GpuExecutor):
             slots = host.slots.copy()
             slots[absent] = -1 - np.arange(len(absent))
             keys = uploaded(slots, self.device)
-        rows.gather(keys, fresh, plan.count, self.cache.homes, self.form, out)
+        rows.read(keys, plan.count, self.tables, out, fresh=fresh)
 
     def prepare(self, grads: DeviceRowGradients) -> None:
         self.prepare_all([(self, grads)])

@@ -26,7 +26,7 @@ from embedrock.device.plan import DeviceBatchPlan, FoundWeights
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.kernels.gpu import joint as kernels
-from embedrock.kernels.gpu import sums
+from embedrock.kernels.gpu import rows, sums
 from embedrock.system.spans import spanned
 from embedrock.table.stepping import StepRequest
 
@@ -130,7 +130,7 @@ class DeviceLookup:
             elif plan.tables.kind.is_identity and plan.plan.positions is not None:
                 # One kernel reads device rows into their final places.
                 out = torch.empty(len(plan.plan.positions), dim, dtype=torch.float32, device=plan.bounds.device)
-                kernels.read(plan.plan.positions, len(out), plan.tables, out)
+                rows.read(plan.plan.positions, len(out), plan.tables, out)
             else:
                 out = self._rows().index_select(0, plan.plan.inverse)
             for executor in plan.executors:
@@ -146,7 +146,7 @@ class DeviceLookup:
         plan = self.plan
         tables, keys, ids = plan.known
         out = torch.empty(len(keys), tables.form.dim, dtype=torch.float32, device=keys.device)
-        kernels.read(keys, plan.plan.count, tables, out, ids)
+        rows.read(keys, plan.plan.count, tables, out, ids)
         if all(executor.keeps_weights for executor in plan.executors):
             plan.plan.found = FoundWeights(out, tuple(executor.rows.version.of_rows for executor in plan.executors))
         return out
@@ -239,16 +239,17 @@ class SingleLookup:
         by_frequency: divide a row's gradient by the number of times its id occurs.
 
     Attributes:
+        rows: unique rows of bags, after `read`.
         trace: of the pooling, see `pooling.pool`.
         weights: of the positions; None for ones.
     """
 
-    trace: Tensor
+    trace: Any = None
 
     def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool, by_frequency: bool = False) -> None:
         self._by_frequency = by_frequency
         self._feature, (executor, ids, padding, bags) = feature, feature
-        self._plan, self._rows = executor.plan(ids.reshape(-1), trains), None
+        self._plan, self.rows = executor.plan(ids.reshape(-1), trains), None
         self._bags: DeviceBags | None = None
         self.weights = None if bags is None else bags.weights
         if bags is not None and not as_rows:
@@ -259,14 +260,18 @@ class SingleLookup:
                 bounds = torch.cat([bags.starts.long(), bags.starts.new_full((1,), n, dtype=torch.int64)])
             self._bags = executor.bags(self._plan, executor.bounds(bounds, n), bags.mode, padding)
 
+    @property
+    def nbytes(self) -> int:
+        return self._plan.nbytes
+
     def read(self) -> Tensor:
         """Return the row of each position, float32 ``ids.shape + (dim,)``, or the bags, (bags, dim)."""
         executor, ids, _, bags = self._feature
         if self._bags is None:
             rows = executor.read(self._plan)
             return rows if bags is not None else rows.view(*ids.shape, rows.shape[1])
-        self._rows = executor.read_rows(self._plan)
-        out, self.trace = executor.pool(self._rows, self.weights, self._bags)
+        self.rows = executor.read_rows(self._plan)
+        out, self.trace = executor.pool(self.rows, self.weights, self._bags)
         return out
 
     def sum(self, grads: Tensor) -> DeviceRowGradients:
@@ -281,7 +286,7 @@ class SingleLookup:
         executor, ids, _, _ = self._feature
         if grads is None:
             return torch.zeros(ids.numel(), dtype=torch.float32, device=executor.device)
-        return executor.weight_grads(grads, self._rows, self._bags)
+        return executor.weight_grads(grads, self.rows, self._bags)
 
 
 class TableRowSums:
@@ -396,8 +401,8 @@ def _step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: 
         end = begin + 1 + len(others)
         which = first + begin, first + end
         own = verdicts[segment.verdict + begin : segment.verdict + end]
-        of_rows = keys, plan.plan.count, plan.bounds, tables, which
         number, numbers = counted[begin]
-        kernels.step(*of_rows, values, own, clip, number, numbers, weights if is_known else None, ids)
+        of_rows = keys, ids, plan.plan.count, plan.bounds, tables, which, values
+        rows.step(*of_rows, own, clip, number, numbers, weights if is_known else None)
     if not executors[0].timeline.is_recorded:
         faults.ask([executor.faults for executor in executors])

@@ -10,21 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import as_written_back
+from embedrock.device.cache import load_rows
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu import joint_cache as kernels
-from embedrock.kernels.gpu.addresses import BatchTime
+from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart
-from embedrock.kernels.gpu.joint import DeviceTables
 
 
 class VictimSearch(NamedTuple):
     """Layout of a joint search for victims.
 
     Attributes:
-        words: of each table, see `kernels.VictimShare`.
+        words: of each table, see `cache.VictimShare`.
         blocks: of all windows.
         victims: maximum number.
     """
@@ -37,7 +35,7 @@ class VictimSearch(NamedTuple):
 def shares_of(executors: Sequence[DevicePlannedExecutor], positions: Sequence[int]) -> VictimSearch:
     """Return the joint search of tables with caches, given the positions of each in the batch."""
     searches = [executor.cache.search_of(n) for executor, n in zip(executors, positions, strict=True)]
-    return _shares(tuple((*search, kernels.blocks(search[0])) for search in searches))
+    return _shares(tuple((*search, cache.blocks(search[0])) for search in searches))
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +43,7 @@ def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> VictimSearch:
     words, block, victim = list[int](), 0, 0
     for window, size, half_life, blocks in searches:
         fading = int(np.float32(1.0 / half_life).view(np.int32))
-        words += kernels.VictimShare(fading, window, size, block, victim)
+        words += cache.VictimShare(fading, window, size, block, victim)
         block, victim = block + blocks, victim + size
     return VictimSearch(tuple(words), block, victim)
 
@@ -55,13 +53,13 @@ def times_of(times: Sequence[BatchTime]) -> list[int]:
     return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
 
 
-def load_rows(
+def load_together(
     plan: DeviceBatchPlan,
     tables: DeviceTables,
     search: tuple[VictimSearch, Tensor, BatchTime],
     misses: Tensor | TensorPart,
 ) -> None:
-    """Load the rows of a plan into the caches where they score higher than the rows they replace.
+    """Do the same as `load_rows` for the rows of a plan.
 
     Args:
         plan: of all tables.
@@ -75,16 +73,10 @@ def load_rows(
     if not size:
         return
     times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
-    sizes = kernels.blocks(n), block * kernels.BINS, tables.entries.shape[0] * kernels.BINS
+    sizes = cache.blocks(n), block * cache.BINS, tables.entries.shape[0] * cache.BINS
     room = carved(device, layout((2 * size, 6 * size), sizes))
     (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
-    bins = torch.empty(block * kernels.BLOCK, dtype=torch.uint8, device=device)
-    scratch = misses, counts, bins, table, histogram, victims
-    found = kernels.JointVictimScratch(placed[: len(words)], times, *scratch)
-    kernels.touch(tables, found, plan.keys, plan.count)
-    kernels.offer(tables, found)
-    kernels.choose(tables, found)
-    found = found._replace(victims=as_written_back(found.victims))
-    moves = moves.view(size, 3)
-    kernels.swap(tables, found, plan.keys, plan.count, moves)
-    cache.exchange(moves, tables.form.record_bytes)
+    bins = torch.empty(block * cache.BLOCK, dtype=torch.uint8, device=device)
+    found = cache.VictimScratch(counts, bins, table, histogram, victims, placed[: len(words)], times, misses)
+    cache.touch(tables, found, plan.keys, plan.count)
+    load_rows(tables, found, plan.keys, plan.count, moves.view(size, 3))

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from embedrock.device.copies import uploaded
-from embedrock.device.device_planned import NO_PADDING, DevicePlannedExecutor
+from embedrock.device.device_planned import DevicePlannedExecutor
+from embedrock.device.executor import NO_PADDING
 from embedrock.device.features import TableFamily
-from embedrock.device.joint_cache import load_rows, shares_of, times_of
+from embedrock.device.joint_cache import load_together, shares_of, times_of
 from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, make_plan, version_of
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import sums
+from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 from embedrock.storage.table_lock import together
 
@@ -30,14 +32,9 @@ def working(executors: Sequence[DevicePlannedExecutor]) -> InStreamOrder:
     )
 
 
-def _uncounted(executor: DevicePlannedExecutor) -> kernels.TableEntryWords:
-    *most, _, capacity = executor.known.slots
-    return executor.known._replace(slots=(*most, executor.cache.not_counted.data_ptr(), capacity))
-
-
 @functools.lru_cache(maxsize=64)
 def entries_of(
-    known: tuple[tuple[kernels.TableEntryWords, int | None], ...], device: torch.device
+    known: tuple[tuple[TableEntryWords, int | None], ...], device: torch.device
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Return the entries of tables with their paddings, their first keys, and the end of the last table."""
     firsts, words = [1], []
@@ -64,7 +61,7 @@ class KernelRows(NamedTuple):
         ids: of the rows; None: the keys determine them.
     """
 
-    tables: kernels.DeviceTables
+    tables: DeviceTables
     keys: Tensor
     ids: Tensor | None
 
@@ -148,14 +145,14 @@ class JointBatchPlan:
         assert kind is not None  # it is the family of all
         self.kind: TableFamily = kind
         self.stamps = tuple(executor.clock.stamp for executor in batch.executors)
-        is_cached = kind.homes.is_cached
+        is_cached = kind.kind.is_cached
         known = [
-            executor.known if counted or not is_cached else _uncounted(executor)
+            executor.known if counted or not is_cached else executor.known.uncounted(executor.cache.not_counted)
             for executor, counted in zip(batch.executors, counts, strict=True)
         ]
         entries, self.firsts = entries_of(tuple(zip(known, batch.paddings, strict=True)), first.device)
         first.timeline.keep(entries)
-        self.tables = kernels.DeviceTables(entries, kind.homes, kind.draw, kind.form)
+        self.tables = DeviceTables(entries, kind.kind, kind.draw, kind.form)
         self.ids = _joined(given, first)
         self.cuts, self._search = (0, *itertools.accumulate(positions)), None
         words = batch.words
@@ -179,7 +176,7 @@ class JointBatchPlan:
         tickets = self.tickets(len(self.executors))
         self.plan = make_plan(keys, self.firsts[-1] - 1, first.faults.tensor, self.stamps[0], tickets=tickets)
         if self._search is not None:
-            load_rows(self.plan, self.tables, self._search, self.misses)
+            load_together(self.plan, self.tables, self._search, self.misses)
 
     def write_bounds(self) -> None:
         """Write `bounds`, and record ids that are outside of their table."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.kernels.gpu import directory
 from embedrock.kernels.gpu import plan as kernels
+from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart
-from embedrock.kernels.gpu.cache import CacheInsertion
+from embedrock.kernels.gpu.cache import VictimScratch
 from embedrock.kernels.gpu.sums import partial_rows
 
 
@@ -169,7 +170,7 @@ def make_plan(
     rows: int,
     fault: Tensor,
     stamp: int,
-    arrival: CacheInsertion | None = None,
+    arrival: tuple[DeviceTables, VictimScratch] | None = None,
     merges: bool = False,
     tickets: int = 0,
 ) -> DeviceBatchPlan:
@@ -180,7 +181,7 @@ def make_plan(
         rows: of the table, below 2**31. This is also the key of no row, which fills ``keys`` beyond the existing rows.
         fault: int64 (4,), see `DeviceErrors`.
         stamp: number of the batch.
-        arrival: cache insertion of its rows, which are marked as used; None without a cache.
+        arrival: the table, and scratch of the search for victims, if rows are marked as used; None without a cache.
         merges: keys may come from other plans, and the key of no row is valid.
         tickets: number of counters beside those of sums.
     """

@@ -17,6 +17,7 @@ from embedrock.device.plan import ReadyPlan
 from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
 from embedrock.kernels.gpu import gate, rows
+from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import CheckedStep, DeferredInserts, StepRequest
 
@@ -104,10 +105,12 @@ def begin_step(part: StepRequest, verdict: Tensor | None, number: int | Tensor) 
     check_rule(part.rule, executor.rows)
     executor.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
     ready = executor.ready(plan, verdict, grads)
-    return functools.partial(_step, part, verdict, number, ready, draft_step(executor, part.rule))
+    return functools.partial(_step, part, verdict, number, ready, executor.tables, draft_step(executor, part.rule))
 
 
-def _step(part: StepRequest, verdict: Tensor | None, number: int | Tensor, ready: ReadyPlan, draft: Any) -> None:
+def _step(
+    part: StepRequest, verdict: Tensor | None, number: int | Tensor, ready: ReadyPlan, tables: DeviceTables, draft: Any
+) -> None:
     executor, grads, (plan, admit) = part.executor, part.grads, ready
     case = gate.VerdictCase(grads.number, grads.shown, executor.faults.tensor, plan.tickets, number)
     were = None if plan.found is None else plan.found.taken((executor.rows.version.of_rows,))
@@ -117,9 +120,8 @@ def _step(part: StepRequest, verdict: Tensor | None, number: int | Tensor, ready
         admit()
     step, numbers = count_step(executor, part.rule, draft, number)
     executor.step_beside(numbers)
-    seed = int(executor.spec.key)
-    args = case if verdict is None else verdict, grads.clip_value, plan.count, executor.cache.homes, executor.first
-    rows.step(plan.keys, plan.ids, grads.values, *args, seed, step, numbers, executor.form, were)
+    of_rows = plan.keys, plan.ids, plan.count, None, tables, (0, 1), grads.values
+    rows.step(*of_rows, case if verdict is None else verdict, grads.clip_value, step, numbers, were)
     if not executor.timeline.is_recorded:
         executor.faults.ask()
 

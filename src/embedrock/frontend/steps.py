@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,15 +51,17 @@ def of_joint(parts: Sequence[Part]) -> list[stepping.StepRequest]:
 
     Parts with the same gradients and rule follow each other.
     """
-    found: list[stepping.StepRequest] = []
+    runs, last, by = list[tuple[RowGradients, Rule, dict[int, TableState]]](), None, None
     tables: dict[int, TableState] = {}
-    for (joint, rule, number, rows), after in itertools.zip_longest(parts, parts[1:]):
+    for joint, rule, number, rows in parts:
+        if joint is not last or rule is not by:
+            last, by, tables = joint, rule, {}
+            runs.append((joint, rule, tables))
         tables[number] = rows
-        if after is not None and after[0] is joint and after[1] is rule:
-            continue
+    found: list[stepping.StepRequest] = []
+    for joint, rule, tables in runs:
         if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
             found += (stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint),)
         else:
             found += [stepping.StepRequest((own,), rule, joint.of(k)) for k, own in tables.items()]
-        tables = {}
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial, partialmethod
 from typing import Any, NoReturn, Unpack
 
 import keras
@@ -23,7 +24,6 @@ from embedrock.keras.layers.arguments import (
     RowOptions,
     drawn_by,
     pretrained_options,
-    shows,
 )
 from embedrock.keras.saving import descriptions, loading, state
 from embedrock.keras.training.handle import TableHandle, handle_of
@@ -32,7 +32,7 @@ from embedrock.keras.training.regularization import batch_regularizer, constrain
 from embedrock.keras.training.requests import LookupRequest
 from embedrock.keras.training.variable import BEGIN_ANEW
 from embedrock.keras.workers import shards
-from embedrock.table.options import LayerOptions, declared, defaults
+from embedrock.table.options import LayerOptions, declared, defaults, shows
 from embedrock.table.table import Table
 
 ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # packages whose ids are not tensors yet
@@ -289,16 +289,11 @@ class KerasRowLayer(keras.layers.Layer):
 
     embeddings = property(_no_embeddings, _no_embeddings, doc="Raise an error: the rows are no variable.")
 
-    def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an error: see `REFUSED_METHODS`."""
-        raise self._refused("quantize")
+    def _refuse(self, method: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{method} of {self.label}: {REFUSED_METHODS[method]}.")
 
-    def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an error: see `REFUSED_METHODS`."""
-        raise self._refused("enable_lora")
-
-    def _refused(self, method: str) -> UnsupportedError:
-        return UnsupportedError(f"{method} of {self.label}: {REFUSED_METHODS[method]}.")
+    quantize: Any = partialmethod(_refuse, "quantize")
+    enable_lora: Any = partialmethod(_refuse, "enable_lora")
 
     # ------------------------------------------------------------ Keras
 
@@ -319,7 +314,7 @@ class KerasRowLayer(keras.layers.Layer):
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)
-        state.refuse_get_weights(self)
+        handle.variable.numpy = partial(state.refuse_get_weights, self.label)
         self.supports_masking |= self.mask_zero
         self.built = True
 

@@ -87,7 +87,7 @@ def layer_of(kind: Any, config: Mapping[str, Any]) -> Any:
 
 def describe_initializer(init: Any, label: str) -> dict[str, Any]:
     """Return an initializer as plain data. An array must be a file's: its name is saved."""
-    if not loading.is_from_array(init):
+    if not isinstance(init, FromArray):
         return init.describe()
     array: Any = init.array
     root: Any = array

@@ -20,12 +20,13 @@ from keras.src.backend.common import global_state
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import make_table
 from embedrock.frontend.references import Relocate, is_reference, relocation
-from embedrock.initializers import FromArray, Initializer
+from embedrock.initializers import FromArray
 from embedrock.keras import callers
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import set_within
 from embedrock.table.group import Group, open_table
 from embedrock.table.opened import opened
 from embedrock.table.opening import InitialValuesOf
@@ -84,11 +85,9 @@ def load_model(
         raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')
     filepath = local_path(filepath, "`filepath` of erk.load_model", "file")
     found = {state["path"]: state["commit"] for state in _references_in(filepath)}
-    token = _loading.set(_Loading(mode, relocation("erk.load_model", relocate, list(found)), found))
-    try:
+    loading = _Loading(mode, relocation("erk.load_model", relocate, list(found)), found)
+    with set_within(_loading, loading):
         return keras.models.load_model(filepath, custom_objects, **more)
-    finally:
-        _loading.reset(token)
 
 
 def _references_in(file: str) -> list[dict[str, Any]]:
@@ -164,7 +163,7 @@ def found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], A
 
 def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
     """Open a table or group for reading, as of a commit."""
-    drawn = ["init"] * is_from_array(options.get("init"))
+    drawn = ["init"] * isinstance(options.get("init"), FromArray)
     names = ("memory", "on_nonfinite", "policy", "device_memory", "name", *drawn)
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 
@@ -179,11 +178,6 @@ def path_now(path: str) -> str:
     """Return the path now of a table in a loading file."""
     loading = _loading.get()
     return path if loading is None else os.path.abspath(loading.where(path))
-
-
-def is_from_array(init: Any) -> bool:
-    """Return whether initial values come from an array."""
-    return isinstance(init, Initializer) and init.describe()["name"] == FromArray.__name__
 
 
 def _open_in_this_process(path: str) -> Table | Group | None:

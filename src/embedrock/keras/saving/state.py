@@ -11,14 +11,14 @@ import os
 import tempfile
 import weakref
 import zipfile
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
-from embedrock.io.vfs import full_disk, is_full
+from embedrock.io.vfs import explained_if_full, full_disk
 from embedrock.keras import callers
 from embedrock.keras.saving.references import (
     destination_in_keras,
@@ -75,14 +75,10 @@ def save_assets(layer: Any, dir_path: str) -> None:
     needed = sum(size_of_rows(each) for each in done)
     if (there := destination_in_keras()) is not None:
         there.check_room(needed, f"the rows of {layer.label} could not be saved")
-    try:
+    what = f"the rows of {layer.label} could not be written to Keras' temporary folder"
+    remedy = "Free some space, or let the environment variable TMPDIR name a folder on another disk."
+    with explained_if_full(lambda: full_disk(dir_path, what, needed, remedy)):
         write_rows(table, dir_path)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        what = f"the rows of {layer.label} could not be written to Keras' temporary folder"
-        remedy = "Free some space, or let the environment variable TMPDIR name a folder on another disk."
-        raise full_disk(dir_path, what, needed, remedy) from error
 
 
 def _tables_done(function: str) -> list[Table]:
@@ -190,18 +186,9 @@ def refuse_legacy_format(layer: Any) -> None:
         )
 
 
-def refuse_get_weights(layer: Any) -> None:
-    """Make `get_weights` raise an error for a layer's proxy variable: no list of arrays can hold the rows."""
-    label = layer.label
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise _not_in_arrays(label)
-
-    layer.handle.variable.numpy = refuse
-
-
-def _not_in_arrays(label: str) -> UnsupportedError:
-    return UnsupportedError(
+def refuse_get_weights(label: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise the error of `get_weights`: no list of arrays can hold the rows."""
+    raise UnsupportedError(
         f"get_weights cannot return the rows of {label}, and set_weights cannot bring them back: "
         "EarlyStopping(restore_best_weights=True) and the like would lose them. Use "
         'ModelCheckpoint("best.keras", save_best_only=True) (or save_weights_only=True for rows on disk) beside '
@@ -216,7 +203,7 @@ def check_callbacks(layer: Any) -> None:
     """
     for callback in getattr(callers.local(callers.KERAS_TRAINER, "fit", "callbacks"), "callbacks", ()):
         if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:
-            raise _not_in_arrays(layer.label)
+            refuse_get_weights(layer.label)
         saves_weights_alone = isinstance(callback, keras.callbacks.BackupAndRestore) or (
             isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_weights_only
         )

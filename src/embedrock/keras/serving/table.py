@@ -6,7 +6,7 @@ A SavedModel with these needs no Embedrock, and no Python. While `serving` is ac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +18,7 @@ from embedrock.initializers import Constant, Initializer, Normal, TruncatedNorma
 from embedrock.kernels import constants
 from embedrock.spec.spec import Spec
 from embedrock.system.ram import memory_limit
+from embedrock.system.scopes import set_within
 from embedrock.system.sizes import format_bytes, parse_bytes
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table, rows_of
@@ -31,11 +32,6 @@ def first_values(spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     """Return the initial values of rows ``ids`` int64 (n,) of a table: float32 (n, dim)."""
     values = _DRAWS[type(spec.init)](spec.init, spec, ids)
     return tf.cast(tf.cast(values, STORAGES[spec.dtype]), tf.float32)
-
-
-def is_drawable(init: Initializer) -> bool:
-    """Return whether `first_values` can draw an initializer's values."""
-    return type(init) in _DRAWS
 
 
 def philox(counter: list[Any], seed: int) -> list[Any]:
@@ -224,7 +220,7 @@ class ServingTable(tf.Module):
         return values if self._first_scale == 1.0 else values * self._first_scale
 
     def _check_found_rows(self, table: Table) -> None:
-        if self._default_row is None and not is_drawable(table.spec.init):
+        if self._default_row is None and type(table.spec.init) not in _DRAWS:
             raise UnsupportedError(
                 f"{self._subject} cannot be served: its ids are open, and its rows start as {table.spec.init!r}, which "
                 "only Python computes. Use one of Embedrock's initializers, or a table with a number of rows."
@@ -236,14 +232,9 @@ class ServingTable(tf.Module):
             )
 
 
-@contextmanager
-def serving(tables: Mapping[Table, ServingTable]) -> Iterator[None]:
+def serving(tables: Mapping[Table, ServingTable]) -> AbstractContextManager[None]:
     """Make layers read from `tables` while models are traced."""
-    token = _serving.set(tables)
-    try:
-        yield
-    finally:
-        _serving.reset(token)
+    return set_within(_serving, tables)
 
 
 def is_serving() -> bool:
@@ -290,12 +281,12 @@ def _count(table: Table) -> int:
 
 def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
     """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
-    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.storage.words.itemsize
+    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.words.itemsize
     found = _count(table) * (row_bytes + ID_BYTES)
     if table.rows is None:
         return False, found
     whole = table.rows * row_bytes
-    is_whole = not is_drawable(table.spec.init) or whole <= max(limit, found)
+    is_whole = type(table.spec.init) not in _DRAWS or whole <= max(limit, found)
     return is_whole, whole if is_whole else found
 
 

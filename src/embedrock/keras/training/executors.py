@@ -44,16 +44,15 @@ class ProgramExecutor:
         return None
 
     def begin(self) -> None:
-        """Begin a lookup. Warn if rows are copied to RAM from a GPU that PyTorch's layers use."""
-        if self.table.executor is not None:
-            warnings.warn(
-                f"rows of {self._label} are {self.table.executor!r}, where layers of PyTorch use them: {BY_HOST}. So "
-                "each lookup waits for the GPU and brings back the rows that changed there, and all of them go back "
-                "when PyTorch goes on. No row is lost. Use the table in one framework at a time, and put PyTorch's "
-                'layers on the CPU, model.to("cpu"), before Keras goes on with it.',
-                PlacementWarning,
-                stacklevel=2,
-            )
+        """Begin a lookup of rows that a GPU has. Here: warn that they are copied to RAM from PyTorch's layers."""
+        warnings.warn(
+            f"rows of {self._label} are {self.table.executor!r}, where layers of PyTorch use them: {BY_HOST}. So each "
+            "lookup waits for the GPU and brings back the rows that changed there, and all of them go back when "
+            "PyTorch goes on. No row is lost. Use the table in one framework at a time, and put PyTorch's layers on "
+            'the CPU, model.to("cpu"), before Keras goes on with it.',
+            PlacementWarning,
+            stacklevel=2,
+        )
 
     def host_array(self, array: Any) -> np.ndarray:
         return array

@@ -82,20 +82,18 @@ OPTIONS: dict[type, dict[str, Any]] = {
     optimizers.Ftrl: {"learning_rate_power": -0.5, "l2_shrinkage_regularization_strength": 0.0},
 }
 REMEDY = (
-    "Leave it out, or give each layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's "
-    "learning rate unless it was given one."
+    "or give each layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's learning rate unless "
+    "it was given one."
 )
 
 
 def check_followed(optimizer: Any, decays: bool) -> None:
     """Raise `UnsupportedError` unless rows can follow an optimizer of Keras, whose weight decay may apply to them."""
-    name, kind = f"keras.optimizers.{type(optimizer).__name__}", _kind(optimizer)
+    name, kind = f"keras.optimizers.{type(optimizer).__name__}", _kind(type(optimizer))
     if kind is None:
         known = ", ".join(each.__name__ for each in FOLLOWED)
         raise UnsupportedError(
-            f"rows cannot follow {name}: there is no rule like it, only like {known}. Use one of these, or give each "
-            "layer a rule of its own, such as rule=er.Adagrad(), which takes the optimizer's learning rate unless it "
-            "was given one."
+            f"rows cannot follow {name}: there is no rule like it, only like {known}. Use one of these, {REMEDY}"
         )
     if own := _overridden(optimizer):
         raise UnsupportedError(
@@ -106,11 +104,13 @@ def check_followed(optimizer: Any, decays: bool) -> None:
     for base in type(optimizer).__mro__:
         for option, harmless in OPTIONS.get(base, {}).items():
             if (given := getattr(optimizer, option)) != harmless:
-                raise UnsupportedError(f"rows cannot follow {name} with {option}={given!r}: no rule has that. {REMEDY}")
+                raise UnsupportedError(
+                    f"rows cannot follow {name} with {option}={given!r}: no rule has that. Leave it out, {REMEDY}"
+                )
     if decays and FOLLOWED[kind] is not _adam:
         raise UnsupportedError(
             f"rows cannot follow {name} with weight_decay={optimizer.weight_decay}: only those of "
-            f"keras.optimizers.AdamW decay. {REMEDY}"
+            f"keras.optimizers.AdamW decay. Leave it out, {REMEDY}"
         )
 
 
@@ -136,7 +136,7 @@ def follow(optimizer: Any, lr: float, decays: bool, steps: int, table_steps: int
     The table may have missed some of the optimizer's steps. It may have more steps, under an earlier optimizer, whose
     row state it continues.
     """
-    made = FOLLOWED[_kind(optimizer)](optimizer, lr, decays)
+    made = FOLLOWED[_kind(type(optimizer))](optimizer, lr, decays)
     if steps <= table_steps or not isinstance(made, rules.Adam | rules.AdamW):
         return made  # no other rule uses the step count
     factor = _correction(made.betas, steps + 1) / _correction(made.betas, table_steps + 1)
@@ -148,5 +148,6 @@ def _correction(betas: tuple[float, float], step: int) -> float:
     return math.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step)
 
 
-def _kind(optimizer: Any) -> Any:
-    return next((kind for kind in FOLLOWED if isinstance(optimizer, kind)), None)
+@functools.cache
+def _kind(own: type) -> Any:
+    return next((kind for kind in FOLLOWED if issubclass(own, kind)), None)

@@ -132,20 +132,17 @@ class TensorFlowGpuExecutor(ProgramExecutor):
     def host_array(self, array: Any) -> np.ndarray:
         return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows without gradients: float32 (n, dim).
+    def plan(self, ids: Tensor) -> DeviceBatchPlan:
+        """Return the plan of a batch of ids (n,), which it may keep.
 
         Raises:
             IdError: an id is outside of the table.
         """
-        return self.stepped.lookup(self._checked(ids))
+        self.check_range(ids)
+        return self.stepped.plan(ids, trains=True)
 
-    def plan(self, ids: Tensor) -> DeviceBatchPlan:
-        """Return the plan of a batch of ids (n,). Raises as `lookup` does."""
-        return self.stepped.plan(self._checked(ids), trains=True)
-
-    def _checked(self, ids: Tensor) -> Tensor:
-        """Return a copy of ids, which plans may keep.
+    def check_range(self, ids: Tensor) -> None:
+        """Raise `IdError` if an id is outside of the table.
 
         Kernels would report invalid ids only later. Here the host waits in any case.
         """
@@ -154,7 +151,6 @@ class TensorFlowGpuExecutor(ProgramExecutor):
             least, most = torch.stack(torch.aminmax(ids)).tolist()
             if least < 0 or most >= rows:
                 raise IdError(f"`ids` of {self._label} must lie in [0, {rows}): got {least} to {most}.")
-        return ids.clone()
 
     def sum_of(self, parts: Sequence[DeviceRowGradients]) -> DeviceRowGradients:
         return functools.reduce(self.stepped.merge, parts)
@@ -166,5 +162,5 @@ class TensorFlowGpuExecutor(ProgramExecutor):
 
     def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> DeviceRowGradients:
         of_positions = torch.as_tensor(values, device=self.device)
-        plan = self.plan(torch.as_tensor(ids, device=self.device))
+        plan = self.plan(torch.as_tensor(ids, device=self.device).clone())
         return self.stepped.sum(plan, of_positions, None, by_frequency=False)

@@ -20,7 +20,7 @@ from embedrock.keras.training.pending import SLOTS
 from embedrock.keras.training.requests import KEPT_PLANS, HostLookup, LookupRequest, WorkerLookup, planned_apart
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
-from embedrock.system.spans import span
+from embedrock.system.spans import spanned
 
 ID_DTYPES = (tf.int32, tf.int64)
 SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)
@@ -46,13 +46,13 @@ class ProgramLookup:
         parts: requests that are planned together.
         functions: keeps the program's host functions: see `host_calls.call`.
         kept: plans by number, see `KeptPlans`.
+        fetching: brings rows from other workers; None without sharded tables or other workers.
     """
 
-    _count = 0
+    _numbers = itertools.count(1)
 
     def __init__(self, requests: Sequence[LookupRequest], keep: bool) -> None:
-        ProgramLookup._count += 1
-        self._number, self._keep = ProgramLookup._count, keep
+        self._number, self._keep, self._count = next(ProgramLookup._numbers), keep, len(requests)
         self.kept: dict[int, list[Any]] = {}
         self.handles = list(dict.fromkeys(request.handle for request in requests))
         self.functions, self.call = functions_of(self.handles), self.handles[0].executor.call
@@ -66,8 +66,9 @@ class ProgramLookup:
         self.parts: list[Any] = [kind([numbered[k] for k in which], which) for which in planned_apart(requests)]
         # No group is sharded.
         self._sharded = [part for part in self.parts if part.requests[0].handle.shard is not None]
-        self._fetching = WorkerLookup(self._sharded) if self._sharded and shards.has_workers() else None
+        self.fetching = WorkerLookup(self._sharded) if self._sharded and shards.has_workers() else None
 
+    @spanned("lookup")
     def look_up(self, values: Any, *inputs: Any) -> list[Any]:
         """Return the number of kept plans, the rows or bags of each request, and saved arrays for the backward pass.
 
@@ -75,24 +76,23 @@ class ProgramLookup:
             values: the handles' values.
             inputs: the parts of the requests, and rows fetched from other workers.
         """
-        fetched = self._fetched(inputs)
-        with span("lookup"):
-            if values.any():
-                for handle, value in zip(self.handles, values, strict=True):
-                    handle.check_untouched(value)
-            for handle in self.handles:
-                if handle.state.executor is not None:
-                    handle.executor.begin()
-            rows: list[Any] = [None] * sum([len(part.which) for part in self.parts])
-            plans, kept = [], []
-            for part in self.parts:
-                found, saved, plan = part.read(inputs, self._keep, *fetched.get(part, ()))
-                for k, own in zip(part.which, found, strict=True):
-                    rows[k] = own
-                plans.append(plan)
-                kept += [] if part.saved is None else [saved]
-            number = KEPT_PLANS.grant(self, plans) if self._keep else 0
-        return [np.asarray(number, np.int64), *rows, *kept]
+        if values.any():
+            for handle, value in zip(self.handles, values, strict=True):
+                handle.check_untouched(value)
+        for handle in self.handles:
+            if handle.state.executor is not None:
+                handle.executor.begin()
+        rows, plans, kept = [None] * self._count, [], []
+        fetched = self._fetched(inputs) if self._sharded else {}
+        for part in self.parts:
+            found, saved, plan = part.read(inputs, self._keep, *fetched.get(part, ()))
+            for k, own in zip(part.which, found, strict=True):
+                rows[k] = own
+            plans.append(plan)
+            if part.saved is not None:
+                kept.append(saved)
+        number = KEPT_PLANS.grant(self, plans) if self._keep else 0
+        return [np.int64(number), *rows, *kept]
 
     def sum_gradients(self, place: int, replica: Any, plans_number: Any, *inputs: Any) -> list[Any]:
         """Sum gradients by row; return a token for each trained handle, and gradients of weights.
@@ -151,22 +151,10 @@ class ProgramLookup:
             out.set_shape(shape)
         return [*(tokens.get(handle) for handle in self.handles), *found[len(tokens) :]]
 
-    def fetch(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return, in a program, the rows from other workers for `look_up`; nothing without other workers."""
-        if self._fetching is None:
-            return []
-        unique = host_calls.call(self.unique_ids, parts, [tf.int32], functions=self.functions, stateful=False)
-        return self._fetching.fetch(unique[0])
-
-    def unique_ids(self, *inputs: np.ndarray) -> np.ndarray:
-        """Return a message to the other workers: the ids of the rows that the lookup needs."""
-        assert self._fetching is not None
-        return self._fetching.ask(inputs)
-
     def _fetched(self, inputs: Sequence[np.ndarray]) -> dict[HostLookup, tuple[Any, Any]]:
         """Return plans, and rows fetched from other workers. Without other workers, check that no rows are missing."""
-        if self._fetching is not None:
-            found = self._fetching.rows(inputs, *inputs[self._inputs :])
+        if self.fetching is not None:
+            found = self.fetching.rows(inputs, *inputs[self._inputs :])
             return dict(zip(self._sharded, found, strict=True))
         for part in self._sharded:
             handle, ids = part.requests[0].handle, [inputs[request.ids].reshape(-1) for request in part.requests]
@@ -212,7 +200,7 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
     values = [v if h in lookup.trained else tf.stop_gradient(v) for h, v in zip(lookup.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
-    fetched = lookup.fetch(parts)
+    fetched = [] if lookup.fetching is None else lookup.fetching.fetch(parts)
     known = host_calls.known_to_programs(lookup)
 
     @tf.custom_gradient

@@ -1,22 +1,26 @@
 """Addresses of rows' records, and the marking of rows that a batch uses: see ``tests/reference/device.py``.
 
 Each row has a word in `CacheSlots.where`: its device slot or, on host, its last use and score.
+
+Kernels take one or more tables. Device memory has `WORDS` words about each of them. Rows of all tables share a space of
+keys, and each table has a range of it. The words are in the order of keys, so nearly every program handles the rows of
+a single table. The keys of one table alone may be its slots.
 """
 
-import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.runtime import inlined
 
 CHANGED = 1 << 30  # flag in words of `where` if all rows are on device: newer than the host record
 ABSENT, FAR = -2, -1  # words of `where` for unused rows: without a record, and with one
 AGES = (1 << 22) - 1
+WORDS = 24  # about a table
 
+_WORDS = tl.constexpr(WORDS)
+_NOBODY = tl.constexpr(2**62)  # above all keys
 _CHANGED = tl.constexpr(CHANGED)
 _SLOTS = tl.constexpr(CHANGED - 1)
 _AGES = tl.constexpr(AGES)
@@ -122,56 +126,141 @@ def touch_rows(key, known, where, worth, used, tallies, stamp, span, fading):
     return tl.sum(missing.to(tl.int32), axis=0)
 
 
-# ---------------------------------------------------------------- record of a row
-
-
-@dataclass(frozen=True, eq=False)
-class RecordAddresses:
-    """Record addresses of a table, for kernels that read or step records.
-
-    Attributes:
-        where: int32 (host slots,), see `CacheSlots`; None: each row has a record, in its host slot.
-        dirty: uint8 (device slots,), see `CacheSlots`; None for a table without a cache.
-        is_identity: all records are on device, in slot = key; steps set `CHANGED`.
-        limit: keys outside ``[0, limit)`` are of no row.
-        memory: addresses of the slots.
-    """
-
-    where: Any
-    dirty: Any
-    is_identity: bool
-    limit: int
-    memory: RecordMemory
-
-    @functools.cached_property
-    def arguments(self):
-        """The arguments for kernels."""
-        return FixedArguments(self.where, self.dirty, self.limit, *self.memory[:2])
-
-    @functools.cached_property
-    def kind(self):
-        """The address kind for kernels that read records."""
-        return AddressKind(self.where is not None, self.is_identity, False)
-
-    @functools.cached_property
-    def kind_to_step(self):
-        """The address kind for kernels that write records."""
-        return AddressKind(self.where is not None, self.is_identity, self.dirty is not None)
+# ---------------------------------------------------------------- tables
 
 
 class AddressKind(NamedTuple):
-    """Kind of `RecordAddresses`, a constexpr, so that kernels are compiled for each kind."""
+    """Kind of a table's record addresses, a constexpr, so that kernels are compiled for each kind.
+
+    Attributes:
+        is_mapped: `CacheSlots.where` tells them; else each row has a record, in its host slot.
+        is_identity: all records are on device, in slot = key; steps set `CHANGED`.
+        is_cached: some records are in a device cache.
+    """
 
     is_mapped: bool
     is_identity: bool
     is_cached: bool
 
 
+class TableEntryWords(NamedTuple):
+    """Words about a table for kernels.
+
+    Attributes:
+        first: the key of id 0; keys from ``first - 1`` to ``first + rows`` are the table's.
+        rows: keys outside ``[first, first + rows)`` are of no row.
+        where, near, far: addresses of `CacheSlots.where`, and of slot 0 on device and on host.
+        seed: 64 bits.
+        state, fault: addresses of the initial state, float32, and of the error, int64 (4,). State 0: the host creates
+            records.
+        numbers: of the generator of initial values: the bits of three float32.
+        padding: the id that gets no gradient, -2 for none.
+        slots: addresses of `owner`, `worth`, `used`, `dirty` and `tallies`, see `CacheSlots`, and the number
+            of device slots. Zeros without a cache.
+        directory: of a table of open ids, see `joint_directory`; else zeros.
+    """
+
+    first: int
+    rows: int
+    where: int
+    near: int
+    far: int
+    seed: int
+    state: int
+    fault: int
+    numbers: tuple[int, int, int]
+    padding: int
+    slots: tuple[int, ...] = (0,) * 6
+    directory: tuple[int, ...] = (0,) * 6
+
+    def uncounted(self, tallies):
+        """Return the same with other tallies."""
+        *most, _, capacity = self.slots
+        return self._replace(slots=(*most, tallies.data_ptr(), capacity))
+
+    @property
+    def words(self):
+        """The words for kernels: int64 (WORDS,)."""
+        *most, numbers, padding, slots, directory = self
+        return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding, *slots, *directory
+
+
+class DeviceTables(NamedTuple):
+    """Tables of one family on a device.
+
+    Attributes:
+        entries: int64 (k, WORDS).
+        kind: of the record addresses.
+        draw: name of the generator of initial values, see `generator.DRAWS`; None: the host creates records.
+        form: layout of the records.
+    """
+
+    entries: Any
+    kind: Any
+    draw: str | None
+    form: Any
+
+
+@inlined
+def last_begun(begins, count, place, STRIDE: tl.constexpr):
+    """Return the last item that begins at or before a place; `begins` has one number in `STRIDE`."""
+    low, high = count * 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        begun = tl.load(begins + middle * STRIDE) <= place
+        low = tl.where(begun, middle, low)
+        high = tl.where(begun, high, middle)
+    return low
+
+
+@inlined
+def span_of(entries, tables, key, here):
+    """Return the first and the last table of keys."""
+    first, last = tl.min(tl.where(here, key, _NOBODY), axis=0), tl.max(tl.where(here, key, -1), axis=0)
+    # The keys of a table begin one before its first row.
+    return last_begun(entries, tables, first + 1, _WORDS), last_begun(entries, tables, last + 1, _WORDS)
+
+
+@inlined
+def homes_of(entry, KIND: tl.constexpr):
+    """Return the record addresses of a table, see `find`."""
+    where = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
+    dirty = where
+    if KIND.is_cached:
+        dirty = tl.load(entry + 15).to(tl.pointer_type(tl.uint8))
+    return where, dirty, tl.load(entry + 1), tl.load(entry + 3), tl.load(entry + 4)
+
+
+@inlined
+def slots_of(entry):
+    """Return the cache state of a table, in the order of `CacheSlots`."""
+    return (
+        tl.load(entry + 2).to(tl.pointer_type(tl.int32)),
+        tl.load(entry + 12).to(tl.pointer_type(tl.int64)),
+        tl.load(entry + 13).to(tl.pointer_type(tl.float32)),
+        tl.load(entry + 14).to(tl.pointer_type(tl.int32)),
+        tl.load(entry + 15).to(tl.pointer_type(tl.uint8)),
+        tl.load(entry + 16).to(tl.pointer_type(tl.int64)),
+    )
+
+
+@inlined
+def drawn_of(entry):
+    """Return the seed and the numbers of a table's initial values."""
+    a = tl.load(entry + 8).to(tl.int32).to(tl.float32, bitcast=True)
+    b = tl.load(entry + 9).to(tl.int32).to(tl.float32, bitcast=True)
+    c = tl.load(entry + 10).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.load(entry + 5).to(tl.uint64), a, b, c
+
+
+# ---------------------------------------------------------------- record of a row
+
+
 @inlined
 def find(key, here, homes, KIND: tl.constexpr, BYTES: tl.constexpr):
     """Return the addresses of records, masks of valid keys and of existing records, and the words.
 
-    A row without a record has an invalid address. `homes` is the tuple of `RecordAddresses.arguments`.
+    A row without a record has an invalid address. `homes` is the result of `homes_of`.
     """
     where, _, limit, near, far = homes
     known = here & (key >= 0) & (key < limit)

@@ -1,7 +1,11 @@
-"""Insertion and eviction in a device cache: see ``tests/reference/device.py`` for each kernel's reference.
+"""Insertion and eviction in device caches: see ``tests/reference/device.py`` for each kernel's reference.
 
-For each batch, `touch`, `offer`, `choose` and `swap` run on one stream, in that order. Then `exchange` runs on any
-stream. The host waits for none of them. Grids have their maximum size, and programs without work return.
+Each table has its own cache. For each batch, `touch`, `offer`, `choose` and `swap` run on one stream, in that order.
+Then `exchange` runs on any stream. The host waits for none of them. Grids have their maximum size, and programs without
+work return.
+
+The batch may be of several tables, with rows from a joint plan, see ``joint.py``. The search windows and the victims
+then lie table by table, and each window begins with a block of its own.
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +16,14 @@ import triton.language as tl
 from embedrock.kernels.gpu.addresses import (
     AGES,
     FAR,
+    WORDS,
     BatchTime,
-    CacheSlots,
     fade,
     far_word,
+    last_begun,
     read_word,
+    slots_of,
+    span_of,
     touch_rows,
 )
 from embedrock.kernels.gpu.numbers import loaded
@@ -24,31 +31,56 @@ from embedrock.kernels.gpu.plan import BLOCK, blocks, load_heads, sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
 BINS = 128
-NOBODY = 2**63 - 1
+SHARE_WORDS = 5
+TIME_WORDS = 12  # int32; numbers of a CUDA graph are at multiples of 16 bytes
+WARPS = 8  # fewer would take too many registers for a loop over tables
+COPIED = 2048  # words of the records that one program copies at once
 
 _BINS = tl.constexpr(BINS)
 _LAST = tl.constexpr(BINS - 1)  # the bin of slots that may not be evicted
-_NOBODY = tl.constexpr(NOBODY)
+_WORDS, _SHARE, _TIME = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS), tl.constexpr(TIME_WORDS)
 _AGES = tl.constexpr(AGES)
 _FAR = tl.constexpr(FAR)
 _ONE = tl.constexpr(127 << 23)  # the bits of 1.0
 _TO_BIN = tl.constexpr(20)  # leaves 8 bins to a doubling of the score
 _MIDDLE = tl.constexpr(33)  # the bin of score 1
-_SLOT_BITS = tl.constexpr(31)
-_SLOT_MASK = tl.constexpr((1 << 31) - 1)
-WORDS = 2048  # of the records that one program copies at once
+_SLOT_BITS, _NO_SLOT = tl.constexpr(31), tl.constexpr((1 << 31) - 1)
+
+
+class VictimShare(NamedTuple):
+    """A table's share of a search for victims.
+
+    Attributes:
+        fading: the bits of a float32: see `addresses.BatchTime`.
+        window: number of device slots to search.
+        size: maximum number of victims.
+        block: index of the first block of its window, among all blocks.
+        victim: index of its first victim, among all victims.
+    """
+
+    fading: int
+    window: int
+    size: int
+    block: int
+    victim: int
 
 
 class VictimScratch(NamedTuple):
-    """Scratch of one batch's search for victims. The next batch on the same stream may reuse it at once.
+    """Scratch of one batch's search for victims, of k tables. The next batch on the same stream may reuse it at once.
 
     Attributes:
         counts: int32 (blocks(n),): rows to load in each block of keys.
-        bins: uint8 (window,): bin of each device slot of the window, ascending with its score.
-        table: int32 (BINS, blocks(window)): number of a block's slots in the bins below each bin.
-        histogram: int32 (BINS,): number of the window's slots in each bin.
-        victims: int64 (at most n,): ``(owner + 1) << 31 | device slot`` of the victims, then `NOBODY`, with the lower
-            31 bits of no slot. No more rows are loaded than it holds.
+        bins: uint8 (blocks * BLOCK,), of all windows: bin of each device slot, ascending with its score.
+        table: int32 (blocks * BINS,): number of a block's slots in the bins below each bin, bin by bin.
+        histogram: int32 (k * BINS,): number of a window's slots in each bin.
+        victims: int64: ``(owner's key + 1) << 31 | device slot`` of the victims, then the key after the table's last
+            row, with the lower 31 bits of no slot. No more rows are loaded than it holds.
+        shares: int64 (k, SHARE_WORDS), see `VictimShare`. None: one table has all of `victims`, and its window is
+            all of `bins`, of any number.
+        times: int32 (k, TIME_WORDS): stamp, span and first device slot of the window of each table, each at 16 bytes.
+            None: one table, see `time`.
+        misses: int32 (k,): rows to load of each table; zeros before `touch`. None: one table.
+        time: of the batch, of one table.
     """
 
     counts: Any
@@ -56,50 +88,104 @@ class VictimScratch(NamedTuple):
     table: Any
     histogram: Any
     victims: Any
-
-
-class CacheInsertion(NamedTuple):
-    """Insertion of a batch's rows into a device cache.
-
-    Attributes:
-        slots: state of the cache.
-        search: scratch.
-        time: of the batch.
-    """
-
-    slots: CacheSlots
-    search: VictimScratch
-    time: BatchTime
+    shares: Any = None
+    times: Any = None
+    misses: Any = None
+    time: BatchTime = BatchTime(0, 0, 0.0)
 
 
 # ---------------------------------------------------------------- rows of a batch
 
 
 @inlined
-def _load_rows(keys, count, limit, u):
-    """Return keys, and a mask of the rows among them, without repeats. Equal keys are adjacent."""
+def _time_of(table, shares, times, stamp, span, fading, hand):
+    """Return the stamp, the span, the fading and the first device slot of the window of a table's batch."""
+    if shares is None:
+        stamp, span, hand = loaded(stamp), loaded(span), loaded(hand)
+    else:
+        own = times + table * _TIME
+        stamp, span, hand = tl.load(own), tl.load(own + 4), tl.load(own + 8)
+        fading = tl.load(shares + table * _SHARE).to(tl.int32).to(tl.float32, bitcast=True)
+    return stamp, span, fading, hand
+
+
+@inlined
+def _keys_of(keys, count, u):
+    """Return keys, and a mask of the first of equal neighbours."""
     if count.dtype.is_ptr():
         count = tl.load(count)
-    key, heads = load_heads(keys, u, count)
-    return key, heads & (key >= 0) & (key < limit)
+    return load_heads(keys, u, count)
 
 
-@kernel("count", "stamp", "span")
+@inlined
+def _rows_of(key, heads, entry, shares):
+    """Return the rows of a table among keys, and a mask of them. The keys of one table are its rows."""
+    own = key if shares is None else key - tl.load(entry)
+    return own, heads & (own >= 0) & (own < tl.load(entry + 1))
+
+
+@inlined
+def _touch_table(key, heads, entry, shares, time):
+    """Mark the rows of a table as used by a batch; return how many to load."""
+    own, known = _rows_of(key, heads, entry, shares)
+    stamp, span, fading, _ = time
+    where, _, worth, used, _, tallies = slots_of(entry)
+    return touch_rows(own, known, where, worth, used, tallies, stamp, span, fading)
+
+
+@kernel("count", "tables", "stamp", "span", "hand", anywhere=("shares", "times", "misses"))
 def _touch(
-    keys, count, where, worth, used, tallies, limit, stamp, span, fading, counts, histogram, LANES: tl.constexpr
+    keys,
+    count,
+    entries,
+    tables,
+    shares,
+    times,
+    misses,
+    stamp,
+    span,
+    fading,
+    hand,
+    counts,
+    histogram,
+    LANES: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    key, known = _load_rows(keys, count, limit, program * LANES + tl.arange(0, LANES))
-    tl.store(counts + program, touch_rows(key, known, where, worth, used, tallies, stamp, span, fading))
-    if program == 0:
-        tl.store(histogram + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
+    program, found = tl.program_id(0), 0
+    u = program * LANES + tl.arange(0, LANES)
+    key, heads = _keys_of(keys, count, u)
+    if shares is None:
+        found = _touch_table(key, heads, entries, shares, _time_of(0, shares, times, stamp, span, fading, hand))
+    else:
+        table, last = span_of(entries, tables, key, heads)
+        while table <= last:
+            time = _time_of(table, shares, times, stamp, span, fading, hand)
+            missing = _touch_table(key, heads, entries + table * _WORDS, shares, time)
+            tl.atomic_add(misses + table, missing, sem="relaxed")
+            found += missing
+            table += 1
+    tl.store(counts + program, found)
+    row = program
+    while row < tables:
+        tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
+        row += tl.num_programs(0)
 
 
-def touch(slots, search, time, keys, count, limit):
-    """Mark rows as used by a batch, and count rows to load: on host, and unused by unfinished batches."""
-    where, _, worth, used, _, tallies = slots
-    args = limit, *time[:3], search.counts, search.histogram
-    launch(_touch, blocks(keys.shape[0]), keys, count, where, worth, used, tallies, *args, LANES=BLOCK)
+def touch(tables, search, keys, count):
+    """Mark rows as used by a batch, and count rows to load: on host, and unused by unfinished batches.
+
+    Args:
+        tables: see `addresses.DeviceTables`; all have a cache.
+        search: scratch.
+        keys: int64 or int32 (n,), of the batch; equal ones are adjacent, and count once. Of several tables, ascending.
+        count: number of keys, int32 (1,) or a number.
+    """
+    args = *_of_tables(tables, search), search.counts, search.histogram
+    launch(_touch, blocks(keys.shape[0]), keys, count, *args, num_warps=WARPS, LANES=BLOCK)
+
+
+def _of_tables(tables, search):
+    entries = tables.entries
+    return entries, entries.shape[0], search.shares, search.times, search.misses, *search.time
 
 
 # ---------------------------------------------------------------- victims
@@ -112,96 +198,122 @@ def _slot(j, hand, capacity):
 
 
 @inlined
-def offer_slots(
-    part, parts, owner, worth, used, hand, capacity, window, stamp, span, fading, bins, table, histogram, LANES
-):
-    """Assign bins to the slots of a program's part of a window, one of `parts` parts."""
-    bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
-    inside = j < window
-    v = _slot(j, hand, capacity)
-    age = (stamp - tl.load(used + v, mask=inside, other=0)) & _AGES
-    rest = fade(tl.load(worth + v, mask=inside, other=1.0), age, fading)
-    mine = ((rest.to(tl.int32, bitcast=True) - _ONE) >> _TO_BIN) + _MIDDLE
-    mine = tl.minimum(tl.maximum(mine, 1), _LAST - 1)
-    free = tl.load(owner + v, mask=inside, other=0) < 0
-    mine = tl.where(free, 0, tl.where(inside & (age > span), mine, _LAST))
-    tl.store(bins + j, mine.to(tl.uint8), mask=inside)
-    found = tl.histogram(mine, _BINS)
-    tl.store(table + bin_ * parts + part, tl.cumsum(found, axis=0) - found)
-    tl.atomic_add(histogram + bin_, found, sem="relaxed")
-
-
-@kernel("hand", "window", "stop", "stamp", "span")
-def _offer(
-    owner,
-    worth,
-    used,
-    hand,
-    capacity,
-    window,
-    counts,
-    stop,
-    stamp,
-    span,
-    fading,
-    bins,
-    table,
-    histogram,
-    LANES: tl.constexpr,
-):
-    stamp, span = loaded(stamp), loaded(span)
-    if sum_before(counts, stop) > 0:
-        known = owner, worth, used, loaded(hand), capacity, window, stamp, span, fading
-        offer_slots(tl.program_id(0), tl.num_programs(0), *known, bins, table, histogram, LANES)
-
-
-def offer(slots, search, time):
-    """Assign bins to the device slots from ``time.hand`` on, cyclically; ``search.bins`` sets their number."""
-    capacity, window = slots.owner.shape[0], search.bins.shape[0]
-    args = slots.owner, slots.worth, slots.used, time.hand, capacity, window, search.counts, search.counts.shape[0]
-    launch(_offer, blocks(window), *args, *time[:3], search.bins, search.table, search.histogram, LANES=BLOCK)
+def _part(shares, tables, window, size, LANES):
+    """Return the table and part of its window that a program handles, the number of parts, and the table's share."""
+    part, table, block, victim = tl.program_id(0), 0, 0, 0
+    if shares is not None:
+        table = last_begun(shares + 3, tables, part, _SHARE)
+        share = shares + table * _SHARE
+        window, size = tl.load(share + 1).to(tl.int32), tl.load(share + 2).to(tl.int32)
+        block, victim = tl.load(share + 3).to(tl.int32), tl.load(share + 4)
+    return table, part - block, tl.cdiv(window, LANES), window, size, block, victim
 
 
 @inlined
-def choose_slots(
-    part, parts, misses, owner, hand, capacity, window, bins, table, histogram, victims, size, base, nobody, LANES
-):
-    """Write the victims of one part of a window, for `misses` rows to load.
+def _misses_of(table, misses, counts, parts):
+    """Return the number of a table's rows to load; `parts`: blocks of keys."""
+    return sum_before(counts, parts) if misses is None else tl.load(misses + table)
 
-    Owners are counted from `base`. Places up to `size` without a victim get `nobody`.
-    """
+
+@kernel("tables", "stamp", "span", "hand", "stop", "window", anywhere=("shares", "times", "misses"))
+def _offer(
+    entries,
+    tables,
+    shares,
+    times,
+    misses,
+    stamp,
+    span,
+    fading,
+    hand,
+    counts,
+    stop,
+    bins,
+    window,
+    table_of_bins,
+    histogram,
+    LANES: tl.constexpr,
+):
+    table, part, parts, window, _size, block, _victim = _part(shares, tables, window, 0, LANES)
+    if _misses_of(table, misses, counts, stop) > 0:
+        now, unfinished, fades, first = _time_of(table, shares, times, stamp, span, fading, hand)
+        entry = entries + table * _WORDS
+        _, owner, worth, used, _, _ = slots_of(entry)
+        bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
+        inside = j < window
+        v = _slot(j, first, tl.load(entry + 17).to(tl.int32))
+        age = (now - tl.load(used + v, mask=inside, other=0)) & _AGES
+        rest = fade(tl.load(worth + v, mask=inside, other=1.0), age, fades)
+        mine = ((rest.to(tl.int32, bitcast=True) - _ONE) >> _TO_BIN) + _MIDDLE
+        mine = tl.minimum(tl.maximum(mine, 1), _LAST - 1)
+        free = tl.load(owner + v, mask=inside, other=0) < 0
+        mine = tl.where(free, 0, tl.where(inside & (age > unfinished), mine, _LAST))
+        tl.store(bins + block * LANES + j, mine.to(tl.uint8), mask=inside)
+        found = tl.histogram(mine, _BINS)
+        tl.store(table_of_bins + block * _BINS + bin_ * parts + part, tl.cumsum(found, axis=0) - found)
+        tl.atomic_add(histogram + table * _BINS + bin_, found, sem="relaxed")
+
+
+def offer(tables, search):
+    """Assign bins to the device slots of the tables' windows, cyclically from their first device slots on."""
+    counts, bins = search.counts, search.bins
+    args = *_of_tables(tables, search), counts, counts.shape[0], bins, bins.shape[0], search.table, search.histogram
+    launch(_offer, blocks(bins.shape[0]), *args, num_warps=WARPS, LANES=BLOCK)
+
+
+@kernel("tables", "stamp", "span", "hand", "stop", "window", "size", anywhere=("shares", "times", "misses"))
+def _choose(
+    entries,
+    tables,
+    shares,
+    times,
+    misses,
+    stamp,
+    span,
+    fading,
+    hand,
+    counts,
+    stop,
+    bins,
+    window,
+    table_of_bins,
+    histogram,
+    victims,
+    size,
+    LANES: tl.constexpr,
+):
+    table, part, parts, window, size, block, victim = _part(shares, tables, window, size, LANES)
+    entry, victims = entries + table * _WORDS, victims + victim
     bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
-    found = tl.where(bin_ < _LAST, tl.load(histogram + bin_), 0)
-    wanted = tl.minimum(tl.minimum(misses, tl.sum(found, axis=0)), size)
+    found = tl.where(bin_ < _LAST, tl.load(histogram + table * _BINS + bin_), 0)
+    wanted = tl.minimum(tl.minimum(_misses_of(table, misses, counts, stop), tl.sum(found, axis=0)), size)
+    base = tl.load(entry)
+    nobody = ((base + tl.load(entry + 1) + 1) << _SLOT_BITS) | _NO_SLOT
     tl.store(victims + j, tl.zeros([LANES], tl.int64) + nobody, mask=(j >= wanted) & (j < size))
     if (wanted > 0) & (part * LANES < window):
         # The victims are all slots in bins below the edge, and the first ones in the edge bin.
         edge = tl.sum(((tl.cumsum(found, axis=0) < wanted) & (bin_ < _LAST)).to(tl.int32), axis=0)
         quota = wanted - tl.sum(tl.where(bin_ < edge, found, 0), axis=0)
-        row = table + edge * parts
+        row = table_of_bins + block * _BINS + edge * parts
         below = sum_before(row, part)
         ties = sum_before(row + parts, part) - below
-        mine = tl.load(bins + j, mask=j < window, other=_LAST).to(tl.int32)
+        mine = tl.load(bins + block * LANES + j, mask=j < window, other=_LAST).to(tl.int32)
         tie = (mine == edge).to(tl.int32)
         taken = (mine < edge) | ((tie == 1) & (ties + tl.cumsum(tie, axis=0) <= quota))
         rank = below + tl.minimum(ties, quota) + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-        v = _slot(j, hand, capacity)
+        _, _, _, first = _time_of(table, shares, times, stamp, span, fading, hand)
+        _, owner, _, _, _, _ = slots_of(entry)
+        v = _slot(j, first, tl.load(entry + 17).to(tl.int32))
         whose = tl.load(owner + v, mask=taken, other=0)
         tl.store(victims + rank, ((base + whose + 1) << _SLOT_BITS) | v, mask=taken)
 
 
-@kernel("hand", "window", "stop", "size")
-def _choose(owner, hand, capacity, window, counts, stop, bins, table, histogram, victims, size, LANES: tl.constexpr):
-    part, parts, misses = tl.program_id(0), tl.cdiv(window, LANES), sum_before(counts, stop)
-    known = owner, loaded(hand), capacity, window, bins, table, histogram
-    choose_slots(part, parts, misses, *known, victims, size, 0, _NOBODY, LANES)
-
-
-def choose(slots, search, time):
-    """Write the victims with the lowest scores, one for each row to load, in the order of the window."""
-    capacity, window, size = slots.owner.shape[0], search.bins.shape[0], search.victims.shape[0]
-    args = slots.owner, time.hand, capacity, window, search.counts, search.counts.shape[0], search.bins, search.table
-    launch(_choose, blocks(max(window, size)), *args, search.histogram, search.victims, size, LANES=BLOCK)
+def choose(tables, search):
+    """Write the victims of each table: the lowest scores, one for each row to load, in the order of the window."""
+    counts, bins, victims = search.counts, search.bins, search.victims
+    args = *_of_tables(tables, search), counts, counts.shape[0], bins, bins.shape[0], search.table, search.histogram
+    programs = blocks(max(bins.shape[0], victims.shape[0]))
+    launch(_choose, programs, *args, victims, victims.shape[0], num_warps=WARPS, LANES=BLOCK)
 
 
 # ---------------------------------------------------------------- exchange of records
@@ -218,35 +330,27 @@ def _leave(where, owner, worth, used, dirty, slot, goes):
 
 
 @inlined
-def is_nobody(victim):
-    return (victim & _SLOT_MASK) == _SLOT_MASK
+def _is_nobody(victim):
+    return (victim & _NO_SLOT) == _NO_SLOT
 
 
 @inlined
-def clear_moves(u, victims, moves, size):
-    """Mark the moves of missing victims as empty."""
-    nobody = is_nobody(tl.load(victims + u, mask=u < size, other=0))
-    tl.store(moves + u.to(tl.int64) * 3, tl.full(u.shape, -1, tl.int64), mask=nobody)
-
-
-@inlined
-def are_missing(key, known, where, stamp, span):
-    """Return a mask of the rows to load, the age of their last use, and their score then."""
+def _swap_table(key, heads, entry, shares, time, ranked, record_bytes, mine):
+    """Give the slots of a table's victims to its missing rows, by rank; `ranked`: of those in earlier programs."""
+    stamp, span, fading, _ = time
+    victims, moves, size = mine
+    where, owner, worth, used, dirty, tallies = slots_of(entry)
+    near, far = tl.load(entry + 3), tl.load(entry + 4)
+    key, known = _rows_of(key, heads, entry, shares)
     word = tl.load(where + key, mask=known, other=0)
     absent, last, then = read_word(word)
     age = (stamp - last) & _AGES
-    return known & (word < 0) & (absent == 0) & (age > span), age, then
+    missing = known & (word < 0) & (absent == 0) & (age > span)
+    rank = ranked + tl.cumsum(missing.to(tl.int32), axis=0) - 1
 
-
-@inlined
-def swap_rows(
-    key, missing, age, then, rank, where, owner, worth, used, dirty, tallies, near, far, record_bytes, stamp, fading,
-    victims, moves, size,
-):  # fmt: skip
-    """Give the slots of victims to missing rows, by rank."""
-    victim = tl.load(victims + rank, mask=missing & (rank < size), other=_NOBODY)
-    comes = ~is_nobody(victim)
-    slot = (victim & _SLOT_MASK).to(tl.int32)
+    victim = tl.load(victims + rank, mask=missing & (rank < size), other=_NO_SLOT)
+    comes = ~_is_nobody(victim)
+    slot = (victim & _NO_SLOT).to(tl.int32)
     whose, owned, back = _leave(where, owner, worth, used, dirty, slot, comes)
     move = moves + rank.to(tl.int64) * 3
     tl.store(move, near + slot.to(tl.int64) * record_bytes, mask=comes)
@@ -265,55 +369,61 @@ def swap_rows(
     tl.atomic_add(tallies + 5, tl.sum(back.to(tl.int64), axis=0), sem="relaxed")
 
 
-@kernel("count", "stamp", "span", "size", "record_bytes")
+@kernel(
+    "count", "tables", "stamp", "span", "hand", "size", "record_bytes", anywhere=("shares", "times", "misses")
+)  # fmt: skip
 def _swap(
     keys,
     count,
-    where,
-    owner,
-    worth,
-    used,
-    dirty,
-    tallies,
-    near,
-    far,
-    record_bytes,
-    limit,
+    entries,
+    tables,
+    shares,
+    times,
+    misses,
     stamp,
     span,
     fading,
+    hand,
     counts,
     victims,
     moves,
     size,
+    record_bytes,
     LANES: tl.constexpr,
 ):
     program = tl.program_id(0)
     u = program * LANES + tl.arange(0, LANES)
-    clear_moves(u, victims, moves, size)
-    stamp, span = loaded(stamp), loaded(span)
-    key, here = _load_rows(keys, count, limit, u)
-    missing, age, then = are_missing(key, here, where, stamp, span)
-    rank = sum_before(counts, program) + tl.cumsum(missing.to(tl.int32), axis=0) - 1
-    slots = where, owner, worth, used, dirty, tallies
-    swap_rows(
-        key, missing, age, then, rank, *slots, near, far, record_bytes, stamp, fading, victims, moves, size
-    )  # fmt: skip
+    nobody = _is_nobody(tl.load(victims + u, mask=u < size, other=0))
+    tl.store(moves + u.to(tl.int64) * 3, tl.full(u.shape, -1, tl.int64), mask=nobody)  # no move
+    key, heads = _keys_of(keys, count, u)
+    ranked = sum_before(counts, program)
+    if shares is None:
+        time, mine = _time_of(0, shares, times, stamp, span, fading, hand), (victims, moves, size)
+        _swap_table(key, heads, entries, shares, time, ranked, record_bytes, mine)
+    else:
+        table, last = span_of(entries, tables, key, heads)
+        before = sum_before(misses, table)
+        while table <= last:
+            time, share = _time_of(table, shares, times, stamp, span, fading, hand), shares + table * _SHARE
+            first, most = tl.load(share + 4), tl.load(share + 2).to(tl.int32)
+            # The table's missing rows in earlier programs: none if its rows begin here.
+            rank, mine = tl.maximum(ranked - before, 0), (victims + first, moves + first * 3, most)
+            _swap_table(key, heads, entries + table * _WORDS, shares, time, rank, record_bytes, mine)
+            before += tl.load(misses + table)
+            table += 1
 
 
-def swap(slots, search, time, keys, count, limit, memory, moves):
+def swap(tables, search, keys, count, moves):
     """Give the slots of victims to the rows to load, in order. Rows without a slot are used zero-copy on host.
 
     Args:
-        slots, search, time, keys, count, limit: as in `touch`. There are `count` keys (n,), int32 (1,) or a number;
-            equal ones are adjacent, and count once. ``search.victims`` may be sorted after `choose`.
-        memory: addresses of the slots.
+        tables, search, keys, count: as in `touch`. ``search.victims`` may be sorted after `choose`.
         moves: int64 (len(victims), 3) receives three addresses a move, for `exchange`. First, the device slot (-1: no
             move). Second, the old record's host slot (-1: clean). Third, the new record's host slot.
     """
     size = search.victims.shape[0]
-    args = *memory, limit, *time[:3], search.counts, search.victims, moves, size
-    launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *slots, *args, LANES=BLOCK)
+    args = *_of_tables(tables, search), search.counts, search.victims, moves, size, tables.form.record_bytes
+    launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *args, num_warps=WARPS, LANES=BLOCK)
 
 
 @kernel("size")
@@ -364,8 +474,8 @@ def _exchange(moves, size, BYTES: tl.constexpr, RECORDS: tl.constexpr, WIDTH: tl
 
 
 def _tiles(size, record_bytes):
-    width = min(WORDS // 2, triton.next_power_of_2(record_bytes // 4))
-    records = WORDS // width
+    width = min(COPIED // 2, triton.next_power_of_2(record_bytes // 4))
+    records = COPIED // width
     return -(-size // records), {"BYTES": record_bytes, "RECORDS": records, "WIDTH": width}
 
 

@@ -4,13 +4,10 @@ Every operation is exact or rounded once as in IEEE 754, so the results equal th
 (rows, BLOCK), one row of a table each. BLOCK is a power of two and at least 4.
 """
 
-import functools
-
 import triton.language as tl
 from triton.language.random import philox_impl
 
 from embedrock.kernels import constants
-from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.runtime import inlined
 
 FIRST_VALUES = tl.constexpr(constants.FIRST_VALUES)
@@ -112,17 +109,3 @@ def truncated_normal(ids, seed, mean, std, beyond, BLOCK: tl.constexpr):
 
 
 DRAWS = {"constant": constant, "uniform": uniform, "normal": normal, "truncated_normal": truncated_normal}
-
-
-@functools.lru_cache(maxsize=1024)  # tables
-def draw_args(seed, drawn):
-    """Return the kernel arguments of ``seed`` and ``drawn``.
-
-    Args:
-        seed: 64 bits.
-        drawn: generator of initial values and its numbers: ("constant", value), ("uniform", low, high), ("normal",
-            mean, std) or ("truncated_normal", mean, std, beyond).
-    """
-    _, *numbers = drawn
-    a, b, c, *_ = *map(float, numbers), 0.0, 0.0, 0.0
-    return FixedArguments(seed % 2**64, a, b, c)

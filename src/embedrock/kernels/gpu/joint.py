@@ -1,123 +1,23 @@
-"""Reads and steps of several tables with one record layout: see ``tests/reference/device.py`` for references.
+"""Plans and norms of several tables with one record layout: see ``tests/reference/device.py`` for references.
 
-Rows of all tables share a space of keys. Each table has a range of it. One key before and one after its rows are for
-ids outside of the table. Device memory has `WORDS` words about each table, in the order of the keys. So a batch's keys
-are sorted and planned as if they were of one table. In the order of keys, the rows of a table are adjacent. So nearly
-every program handles a single table.
+Rows of all tables share a space of keys, see `addresses`. One key before a table's rows and one after them are for ids
+outside of the table. So a batch's keys are sorted and planned as if they were of one table.
 """
-
-import functools
-from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu import gate, rules
-from embedrock.kernels.gpu.generator import DRAWS
-from embedrock.kernels.gpu.numbers import of_step
+from embedrock.kernels.gpu.addresses import WORDS
 from embedrock.kernels.gpu.plan import NUMBER
-from embedrock.kernels.gpu.rows import most_rows, prepared, read_rows, rows_of_program, step_rows
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
-WORDS = 24
 BAD_OFFSETS = tl.constexpr(4)  # error code of invalid bag starts
 PROGRAMS = 32  # for the sum of a table's squares
 LANES = 1024
 
 _WORDS = tl.constexpr(WORDS)
 _PROGRAMS = tl.constexpr(PROGRAMS)
-_LINE, _LIVE, _FACTOR = tl.constexpr(gate.LINE), tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
 _NOBODY = tl.constexpr(2**62)
-
-
-class TableEntryWords(NamedTuple):
-    """Words about a table for kernels.
-
-    Attributes:
-        first: the key of id 0; keys from ``first - 1`` to ``first + rows`` are the table's.
-        rows: of the table.
-        where, near, far: see `addresses.RecordAddresses`, addresses.
-        seed: 64 bits.
-        state, fault: addresses of the initial state, float32, and of the error, int64 (4,).
-        numbers: of the generator of initial values: the bits of three float32.
-        padding: the id that gets no gradient, -2 for none.
-        slots: addresses of `owner`, `worth`, `used`, `dirty` and `tallies`, see `addresses.CacheSlots`, and the number
-            of device slots. Zeros without a cache.
-        directory: of a table of open ids, see `joint_directory`; else zeros.
-    """
-
-    first: int
-    rows: int
-    where: int
-    near: int
-    far: int
-    seed: int
-    state: int
-    fault: int
-    numbers: tuple[int, int, int]
-    padding: int
-    slots: tuple[int, ...] = (0,) * 6
-    directory: tuple[int, ...] = (0,) * 6
-
-    @property
-    def words(self):
-        """The words for kernels: int64 (WORDS,)."""
-        *most, numbers, padding, slots, directory = self
-        return *(word - 2**64 if word >= 2**63 else word for word in most), *numbers, padding, *slots, *directory
-
-
-class DeviceTables(NamedTuple):
-    """Tables of one family on a device.
-
-    Attributes:
-        entries: int64 (k, WORDS).
-        kind: address kind of the tables, for kernels that write records.
-        draw: name of the generator of initial values, see `generator.DRAWS`.
-        form: layout of the records.
-    """
-
-    entries: Any
-    kind: Any
-    draw: str
-    form: Any
-
-
-@inlined
-def last_begun(begins, count, place, STRIDE: tl.constexpr):
-    """Return the last item that begins at or before a place; `begins` has one number in `STRIDE`."""
-    low, high = count * 0, count
-    while high - low > 1:
-        middle = (low + high) // 2
-        begun = tl.load(begins + middle * STRIDE) <= place
-        low = tl.where(begun, middle, low)
-        high = tl.where(begun, high, middle)
-    return low
-
-
-@inlined
-def span_of(entries, tables, key, here):
-    """Return the first and the last table of keys."""
-    first, last = tl.min(tl.where(here, key, _NOBODY), axis=0), tl.max(tl.where(here, key, -1), axis=0)
-    # The keys of a table begin one before its first row.
-    return last_begun(entries, tables, first + 1, _WORDS), last_begun(entries, tables, last + 1, _WORDS)
-
-
-@inlined
-def _homes(entry, KIND: tl.constexpr):
-    """Return the record addresses of a table, see `find`."""
-    where = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
-    dirty = where
-    if KIND.is_cached:
-        dirty = tl.load(entry + 15).to(tl.pointer_type(tl.uint8))
-    return where, dirty, tl.load(entry + 1), tl.load(entry + 3), tl.load(entry + 4)
-
-
-@inlined
-def _drawn(entry):
-    a = tl.load(entry + 8).to(tl.int32).to(tl.float32, bitcast=True)
-    b = tl.load(entry + 9).to(tl.int32).to(tl.float32, bitcast=True)
-    c = tl.load(entry + 10).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.load(entry + 5).to(tl.uint64), a, b, c
 
 
 @kernel("n", "features")
@@ -144,7 +44,7 @@ def join(ids, cuts, features, tables, keys):
         cuts: int64 (at least 2 * features + 1,): first position of each feature, the last one's end, and each one's
             table.
         features: number of features.
-        tables: see `DeviceTables`.
+        tables: see `addresses.DeviceTables`.
         keys: see above.
     """
     n = ids.shape[0]
@@ -199,7 +99,7 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
     """Write the range of each table's rows in a plan, and its padding row; record ids outside of a table.
 
     Args:
-        tables: see `DeviceTables`.
+        tables: see `addresses.DeviceTables`.
         keys, count, order, starts: of the plan.
         ids: (n,), the argument of `join`.
         bounds: int32 (2 * k + 1,) receives each table's first row, the last one's end, and each padding row (-1: none).
@@ -268,7 +168,7 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
             last. Ids of each bag of a feature, 0 if `starts` has them. First place of the feature in `starts`. 1 for
             means, else 0.
         features: number of features.
-        tables: see `DeviceTables`.
+        tables: see `addresses.DeviceTables`.
         bounds: see `bounds`.
         tickets: int32 (1 + k,), zeros: a counter of programs, and the invalid starts of each table.
         offsets: int32 (bags + 1,) receives the first position of each bag, and the end of the last.
@@ -278,35 +178,6 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
     n, count, k = bags.shape[0], words.shape[0], tables.entries.shape[0]
     args = starts, cuts, tables.entries, bounds, tickets, offsets, bags, words, n, features, count, k
     launch(_bags, -(-(max(n, count) + 1) // LANES), *args, LANES=LANES)
-
-
-@kernel("count", "tables")
-def _read_tables(keys, ids, count, entries, tables, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr):
-    u, here = rows_of_program(count, FORM)
-    key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
-    table, last = span_of(entries, tables, key, here)
-    while table <= last:
-        entry = entries + table * _WORDS
-        homes = _homes(entry, KIND)
-        seed, a, b, c = _drawn(entry)
-        own = key - tl.load(entry)
-        mine = here & (own >= -1) & (own <= tl.load(entry + 1))
-        read_rows((u, mine, own), homes, (ids, seed, a, b, c), out, out, DRAW, KIND, FORM)
-        table += 1
-
-
-def read(keys, count, tables, out, ids=None):
-    """Copy the weights of the rows of keys, table by table, to `out` float32 (n, dim).
-
-    Args:
-        keys: int32 or int64 (n,).
-        count: number of keys: int32 (1,), or a number.
-        tables: see `DeviceTables`.
-        out: see above; see `rows.read`.
-        ids: int64 (n,), which determine initial values; None: the keys do.
-    """
-    programs, ready = _to_read(tables.form, tables.kind, tables.draw)
-    ready.launch(programs(keys.shape[0]), keys, ids, count, tables.entries, tables.entries.shape[0], out)
 
 
 @kernel("tables", anywhere=("tickets",))
@@ -342,78 +213,3 @@ def norms(tables, bounds, squares, parts, tickets, norms):
         norms: see above.
     """
     launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, tickets, norms, LANES=LANES // 4)
-
-
-@kernel("tables", "begin", "end", "step", "steps")
-def _step_tables(
-    keys,
-    ids,
-    bounds,
-    count,
-    entries,
-    tables,
-    begin,
-    end,
-    values,
-    were,
-    verdicts,
-    clip,
-    step,
-    numbers,
-    steps,
-    DRAW: tl.constexpr,
-    UPDATE: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    u, here = rows_of_program(count, FORM)
-    key = tl.load(keys + u, mask=here, other=0)
-    table, last = span_of(entries, tables, key, here)
-    table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
-    lines = keys
-    if ids is not None:
-        lines = ids
-    while table <= last:
-        entry, verdict = entries + table * _WORDS, verdicts + (table - begin) * _LINE
-        homes = _homes(entry, KIND)
-        seed, a, b, c = _drawn(entry)
-        first, rows, padding = tl.load(entry), tl.load(entry + 1), tl.load(bounds + tables + 1 + table)
-        own = key - first
-        mine = here & (own >= 0) & (own < rows) & (u != padding) & (tl.load(verdict + _LIVE) != 0)
-        factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
-        shift = first
-        if ids is not None:
-            shift = first * 0
-        origin = lines, shift, seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
-        gradients, made = (values, were, factor, clip), (step, numbers, steps)
-        step_rows((u, mine, own), homes, gradients, origin, made, DRAW, UPDATE, KIND, FORM)
-        table += 1
-
-
-def step(keys, count, bounds, tables, which, values, verdicts, clip, step, numbers, were=None, ids=None):
-    """Step the rows of some neighbouring tables: see `rows.step`.
-
-    Args:
-        keys, count: of the rows of all tables.
-        bounds: see `bounds`. Padding rows are left out.
-        tables: see `DeviceTables`.
-        which: the first of the stepped tables, and the one after the last.
-        values: float32 (n, dim), the gradients of all rows.
-        verdicts: int32 (stepped tables, LINE), of `gate.judge`.
-        clip, step, numbers, were: as for `rows.step`; the same for all.
-        ids: int64 (n,), which determine initial values and the rounding; None: the keys do.
-    """
-    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers))
-    clip = None if clip is None else float(clip)
-    args = keys, ids, bounds, count, tables.entries, tables.entries.shape[0], *which, values, were, verdicts, clip
-    ready.launch(programs(keys.shape[0]), *args, *of_step(step, numbers))
-
-
-@functools.cache
-def _to_read(form, kind, draw):
-    return prepared(_read_tables, form, KIND=kind, DRAW=DRAWS[draw])
-
-
-@functools.cache
-def _to_step(form, kind, draw, rule):
-    return prepared(_step_tables, form, most_rows(rule), DRAW=DRAWS[draw], UPDATE=rules.UPDATES[rule], KIND=kind)

@@ -8,8 +8,9 @@ of rows without a slot.
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate
+from embedrock.kernels.gpu.addresses import WORDS
 from embedrock.kernels.gpu.directory import LANES, claim, seek
-from embedrock.kernels.gpu.joint import WORDS, first_from
+from embedrock.kernels.gpu.joint import first_from
 from embedrock.kernels.gpu.plan import BLOCK, sum_before
 from embedrock.kernels.gpu.plan import blocks as blocks_of_positions
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
@@ -158,7 +159,7 @@ def search(plan, entries, keys, counts, news, bounds):
 
     Args:
         plan: ids int64 (n,), starts, tables int (n,) of the sorted positions, count, and `cuts` as for `tables`.
-        entries: see `joint.DeviceTables`.
+        entries: see `addresses.DeviceTables`.
         keys: int64 (n,), see above; unchanged beyond the existing rows.
         counts: int32, see `blocks`.
         news: int32 (k,), zeros, receives each table's number of rows without a slot, except its padding.

@@ -6,7 +6,7 @@ blocks. So a framework only sorts, and the number of unique keys stays on the de
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.addresses import touch_rows
+from embedrock.kernels.gpu.addresses import slots_of, touch_rows
 from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 
@@ -79,7 +79,7 @@ def mark(keys, limit, counts, fault, number):
     _ready_to_mark.launch(blocks(n), keys, limit, counts, fault, n, number)
 
 
-@kernel("n", "size", "rows", "stamp", "span")
+@kernel("n", "size", "stamp", "span")
 def _collect(
     keys,
     nobody,
@@ -93,17 +93,12 @@ def _collect(
     tables,
     size,
     n,
-    where,
-    worth,
-    used,
-    tallies,
-    rows,
+    entry,
     stamp,
     span,
     fading,
     missing,
     histogram,
-    TOUCHES: tl.constexpr,
     BINS: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -126,8 +121,9 @@ def _collect(
     if program == 0:
         tl.store(starts + total, n)
         tl.store(count, total)
-    if TOUCHES:
-        known = heads & (key >= 0) & (key < rows)
+    if entry is not None:
+        known = heads & (key >= 0) & (key < tl.load(entry + 1))
+        where, _, worth, used, _, tallies = slots_of(entry)
         tl.store(missing + program, touch_rows(key, known, where, worth, used, tallies, stamp, span, fading))
         if program == 0:
             tl.store(histogram + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
@@ -136,8 +132,8 @@ def _collect(
 def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets, arrival=None, tables=None):
     """Write the plan of sorted `keys` with positions `order`, from the `counts` of `mark`.
 
-    Beyond the unique keys, `unique` gets the key `nobody`. `tickets`, int32, are set to 0. With an `arrival`, a
-    `cache.CacheInsertion`, the kernel also does the work of `cache.touch`. With `tables`, (n,) integers, equal keys of
+    Beyond the unique keys, `unique` gets the key `nobody`. `tickets`, int32, are set to 0. With an `arrival`, one table
+    and the scratch for `cache.touch`, the kernel also does its work. With `tables`, (n,) integers, equal keys of
     different tables differ.
     """
     n = keys.shape[0]
@@ -145,16 +141,15 @@ def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets
     if arrival is None:
         _ready_to_collect.launch(blocks(n + 1), *args, _NO_ARRIVAL)
         return
-    (where, _, worth, used, _, tallies), search, time = arrival
-    touched = where, worth, used, tallies, where.shape[0], *time[:3], search.counts, search.histogram
-    constexprs = {"TOUCHES": True, "BINS": search.histogram.shape[0]}
-    launch(_collect, blocks(n + 1), *args, *touched, LANES=BLOCK, **constexprs)
+    (entry, *_), search = arrival
+    touched = entry, *search.time[:3], search.counts, search.histogram
+    launch(_collect, blocks(n + 1), *args, *touched, BINS=search.histogram.shape[0], LANES=BLOCK)
 
 
 # Kernels that each batch launches, prepared once.
 _ready_to_narrow, _ready_to_mark = ReadyKernel(_narrow, LANES=BLOCK), ReadyKernel(_mark, LANES=BLOCK)
-_ready_to_collect = ReadyKernel(_collect, TOUCHES=False, BINS=1, LANES=BLOCK)
-_NO_ARRIVAL = FixedArguments(None, None, None, None, 0, 0, 0, 0.0, None, None)
+_ready_to_collect = ReadyKernel(_collect, BINS=1, LANES=BLOCK)
+_NO_ARRIVAL = FixedArguments(None, 0, 0, 0.0, None, None)
 
 
 @kernel()

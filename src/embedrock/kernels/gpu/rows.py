@@ -1,8 +1,7 @@
 """Reads and steps of records on device, in GPU memory, or zero-copy in pinned host memory.
 
-``keys`` (n,) are slots of rows, and `homes` are their record addresses, see `addresses.RecordAddresses`. ``count`` (1,)
-int32 is the number of existing rows: nothing beyond is read or written. `form` is the layout of the records. All
-launches are asynchronous, and nothing is allocated.
+``keys`` (n,) are of rows of the `tables`, see `addresses.DeviceTables`. ``count`` (1,) int32 is the number of existing
+rows: nothing beyond is read or written. All launches are asynchronous, and nothing is allocated.
 """
 
 import functools
@@ -12,13 +11,14 @@ import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate, rules
-from embedrock.kernels.gpu.addresses import find, settle
+from embedrock.kernels.gpu.addresses import WORDS, drawn_of, find, homes_of, settle, span_of
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
-from embedrock.kernels.gpu.generator import DRAWS, draw_args, rounding_words
+from embedrock.kernels.gpu.generator import DRAWS, rounding_words
 from embedrock.kernels.gpu.numbers import apart, loaded, of_step
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel
 
-_LIVE, _FACTOR = tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
+_WORDS = tl.constexpr(WORDS)
+_LINE, _LIVE, _FACTOR = tl.constexpr(gate.LINE), tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
 
 
 @inlined
@@ -59,8 +59,8 @@ def read_rows(lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.con
 
     Args:
         lines: their indices, a mask of existing ones, and their keys.
-        homes: see `find`.
-        origin: of rows without a record: ids of the lines, None: the keys; seed, a, b, c, see `draw_args`.
+        homes: see `homes_of`.
+        origin: of rows without a record: ids of the lines, None: the keys; seed, a, b, c, see `drawn_of`.
         fresh: line k is of key ``-1 - k``, if nothing is drawn.
         out: float32 (n, dim).
     """
@@ -85,30 +85,35 @@ def read_rows(lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.con
     tl.store(out + at, values, mask=inside)
 
 
-@kernel("count", "limit", "seed")
+@kernel("count", "tables")
 def _read(
     keys,
     ids,
-    count,
-    where,
-    dirty,
-    limit,
-    near,
-    far,
     fresh,
-    seed: tl.uint64,
-    a,
-    b,
-    c,
+    count,
+    entries,
+    tables,
     out,
+    ALONE: tl.constexpr,
     DRAW: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
 ):
     u, here = rows_of_program(count, FORM)
-    key = tl.load(keys + u, mask=here, other=-1).to(tl.int64)
-    homes, origin = (where, dirty, limit, near, far), (ids, seed, a, b, c)
-    read_rows((u, here, key), homes, origin, fresh, out, DRAW, KIND, FORM)
+    key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
+    if ALONE:
+        seed, a, b, c = drawn_of(entries)
+        lines = u, here, key - tl.load(entries)
+        read_rows(lines, homes_of(entries, KIND), (ids, seed, a, b, c), fresh, out, DRAW, KIND, FORM)
+    else:
+        table, last = span_of(entries, tables, key, here)
+        while table <= last:
+            entry = entries + table * _WORDS
+            own = key - tl.load(entry)
+            lines = u, here & (own >= -1) & (own <= tl.load(entry + 1)), own
+            seed, a, b, c = drawn_of(entry)
+            read_rows(lines, homes_of(entry, KIND), (ids, seed, a, b, c), fresh, out, DRAW, KIND, FORM)
+            table += 1
 
 
 @inlined
@@ -145,7 +150,7 @@ def step_rows(
 
     Args:
         lines: their indices, a mask of stepped ones, and their keys.
-        homes: see `find`.
+        homes: see `homes_of`.
         gradients: float32 (n, dim); the current weights of the rows, or None; a factor; a clip, or None.
         origin: of the rows: ids of the lines, their offset; seed, a, b, c; initial state.
         numbers: the number of the step, and the results of `apart`.
@@ -178,158 +183,174 @@ def step_rows(
         tl.store(weights, w, mask=inside)
 
 
-@kernel("limit", "seed", "step", "steps", "judged", anywhere=("verdict", "shown"))
+@inlined
+def _step_table(
+    lines,
+    entry,
+    gradients,
+    ids,
+    numbers,
+    DRAW: tl.constexpr,
+    UPDATE: tl.constexpr,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Step the records of a table among lines of several: see `step_rows`.
+
+    `ids`: of the lines, and the share of the table's first key in their offset.
+    """
+    u, here, key = lines
+    first = tl.load(entry)
+    seed, a, b, c = drawn_of(entry)
+    origin = ids[0], first * ids[1], seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+    homes = homes_of(entry, KIND)
+    step_rows((u, here, key - first), homes, gradients, origin, numbers, DRAW, UPDATE, KIND, FORM)
+
+
+@kernel("tables", "begin", "end", "step", "steps", "judged", anywhere=("verdicts", "shown"))
 def _step(
     keys,
     ids,
+    bounds,
+    count,
+    entries,
+    tables,
+    begin,
+    end,
     values,
     were,
-    verdict,
+    verdicts,
     shown,
     fault,
     tickets,
     judged,
     clip,
-    count,
-    where,
-    dirty,
-    limit,
-    near,
-    far,
-    seed: tl.uint64,
-    a,
-    b,
-    c,
-    first_state,
     step,
     numbers,
     steps,
+    ALONE: tl.constexpr,
     DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
 ):
     u, here = rows_of_program(count, FORM)
-    if fault is not None:
-        is_made, factor = gate.judge_alone(verdict, shown, fault, tickets, judged)
+    key, made = tl.load(keys + u, mask=here, other=-1).to(tl.int64), (step, numbers, steps)
+    own_ids = keys, 1
+    if ids is not None:
+        own_ids = ids, 0
+    if ALONE:
+        if bounds is not None:
+            here &= u != tl.load(bounds + 2)
+        if fault is not None:
+            live, factor = gate.judge_alone(verdicts, shown, fault, tickets, judged)
+        else:
+            live, factor = tl.load(verdicts + _LIVE), tl.load(verdicts + _FACTOR).to(tl.float32, bitcast=True)
+        lines, gradients = (u, here & (live != 0), key), (values, were, factor, clip)
+        _step_table(lines, entries, gradients, own_ids, made, DRAW, UPDATE, KIND, FORM)
     else:
-        is_made = tl.load(verdict + _LIVE)
-        factor = tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True)
-    here &= is_made != 0
-    key = tl.load(keys + u, mask=here, other=-1)
-    homes, gradients = (where, dirty, limit, near, far), (values, were, factor, clip)
-    origin = ids, 0, seed, a, b, c, first_state
-    step_rows((u, here, key), homes, gradients, origin, (step, numbers, steps), DRAW, UPDATE, KIND, FORM)
+        table, last = span_of(entries, tables, key, here)
+        table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
+        while table <= last:
+            verdict = verdicts + (table - begin) * _LINE
+            mine = here & (u != tl.load(bounds + tables + 1 + table)) & (tl.load(verdict + _LIVE) != 0)
+            gradients = values, were, tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True), clip
+            _step_table((u, mine, key), entries + table * _WORDS, gradients, own_ids, made, DRAW, UPDATE, KIND, FORM)
+            table += 1
 
 
-@kernel("limit", "steps")
-def _refresh(
-    rows,
-    keys,
-    count,
-    where,
-    dirty,
-    limit,
-    near,
-    far,
-    numbers,
-    steps,
-    REFRESH: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-):
+@kernel("steps")
+def _refresh(rows, keys, count, entries, numbers, steps, REFRESH: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr):
     u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=-1)
-    place, _, has, _ = find(key, here, (where, dirty, limit, near, far), KIND, FORM.record_bytes)
+    place, _, has, _ = find(key, here, homes_of(entries, KIND), KIND, FORM.record_bytes)
     at, inside = _elements(u, here, FORM)
     w = tl.load(rows + at, mask=inside, other=0.0)
     w = REFRESH(w, _state(place, FORM), has, numbers, steps, FORM)
     tl.store(rows + at, w, mask=inside)
 
 
-def read(keys, count, homes, seed, drawn, form, out, ids=None):
+def read(keys, count, tables, out, ids=None, fresh=None):
     """Copy the weights of records to `out` float32 (n, dim).
 
     A row without a record gets its initial value, rounded to nearest as in its future record.
 
     Args:
-        keys: int64 or int32 (n,), slots of rows; keys of no row have no record.
+        keys: int64 or int32 (n,); keys of no row have no record.
         count: int32 (1,), or a number.
-        homes: record addresses.
-        seed: 64 bits.
-        drawn: generator of initial values, see `generator.draw_args`.
-        form: layout of the records.
+        tables: see above.
         out: see above.
-        ids: int64 (n,), which determine initial values, with `seed`; None: the keys do.
+        ids: int64 (n,), which determine initial values, with the table's seed; None: the keys do.
+        fresh: float32; if the host creates the records of a table, key ``-1 - k`` is of ``fresh[k]``.
     """
-    programs, ready = _to_read(form, homes.kind, drawn[0])
-    ready.launch(programs(keys.shape[0]), keys, ids, count, homes.arguments, out, draw_args(seed, drawn), out)
-
-
-def gather(keys, fresh, count, homes, form, out):
-    """Copy the weights of records to `out` float32 (n, dim), as `read` does; key ``-1 - k`` is of ``fresh[k]``."""
-    programs, ready = _to_read(form, homes.kind, None)
-    ready.launch(programs(keys.shape[0]), keys, None, count, homes.arguments, fresh, draw_args(0, NOT_DRAWN), out)
+    count_of_tables = tables.entries.shape[0]
+    programs, ready = _to_read(tables.form, tables.kind, tables.draw, count_of_tables == 1)
+    ready.launch(programs(keys.shape[0]), keys, ids, fresh, count, tables.entries, count_of_tables, out)
 
 
 class InitialRecord(NamedTuple):
-    """Initial record of a row: `drawn`, see `generator.draw_args`, and its state float32 (state_width,)."""
+    """Initial record of a row.
+
+    Attributes:
+        drawn: generator of initial values and its numbers: ("constant", value), ("uniform", low, high), ("normal",
+            mean, std) or ("truncated_normal", mean, std, beyond).
+        state: float32 (state_width,).
+    """
 
     drawn: Any
     state: Any
 
 
-def step(keys, ids, values, verdict, clip, count, homes, first, seed, step, numbers, form, were=None):
-    """Step records by summed gradients. 16-bit weights are rounded stochastically.
+def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, numbers, were=None):
+    """Step the records of some neighbouring tables by summed gradients. 16-bit weights are rounded stochastically.
 
-    The step marks rows in `homes` as having records, and device records as dirty.
+    The step marks rows as having records, and device records as dirty.
 
     Args:
-        keys: int64 (n,), slots of rows. Keys of no row are left out.
-        ids: int64 (n,), which determine initial values, and the rounding with `step`; both with `seed`.
-        values: float32 (n, dim): the gradients.
-        verdict: int32 (LINE,) of `gate.judge`: the decision and the gradients' factor. Or a `gate.VerdictCase`, which
-            the kernel checks.
-        clip: limit of the gradients' absolute values; None: no limit.
+        keys: int64 (n,). Keys of no row are left out.
+        ids: int64 (n,), which determine initial values, and the rounding with `step`; both with the table's seed. None:
+            the keys do.
         count: int32 (1,).
-        homes: record addresses.
-        first: initial record of new rows; None: all rows have records.
-        seed: 64 bits.
-        step: the number of the step; or int64 () with it, and then all step constants are float32 ().
+        bounds: see `joint.bounds`. Padding rows are left out. None: there are none.
+        tables: see above.
+        which: the first of the stepped tables, and the one after the last.
+        values: float32 (n, dim): the gradients.
+        verdicts: int32 (stepped tables, LINE) of `gate.judge`: decisions, and factors of gradients. Or, of one table
+            alone, a `gate.VerdictCase`, which the kernel checks.
+        clip: limit of the gradients' absolute values; None: no limit.
+        step: the number of the step; or int64 () with it, and then all step constants are float32 (). The same for all.
         numbers: a tuple of `embedrock.kernels.arguments`, with the type of the rule and tensors as arrays.
-        form: layout of the records.
         were: the current weights of the rows, float32 (n, dim), which are then not read again; or None.
     """
-    drawn, state = (NOT_DRAWN, values) if first is None else first
-    programs, ready = _to_step(form, homes.kind_to_step, drawn[0], type(numbers))
-    case = verdict if type(verdict) is gate.VerdictCase else (verdict, None, None, None, 0)
+    count_of_tables = tables.entries.shape[0]
+    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables == 1)
+    case = verdicts if type(verdicts) is gate.VerdictCase else (verdicts, None, None, None, 0)
     clip = None if clip is None else float(clip)
-    origin = draw_args(seed, drawn), state
-    gradients = values, were, *case, clip, count
-    ready.launch(programs(keys.shape[0]), keys, ids, *gradients, homes.arguments, *origin, *of_step(step, numbers))
+    gradients = values, were, *case, clip
+    of_rows = keys, ids, bounds, count, tables.entries, count_of_tables, *which
+    ready.launch(programs(keys.shape[0]), *of_rows, *gradients, *of_step(step, numbers))
 
 
-def refresh(rows, keys, count, homes, numbers, form):
-    """Catch up stale copies `rows` float32 (n, dim). The records stay unchanged.
+def refresh(rows, keys, count, tables, numbers):
+    """Catch up stale copies `rows` float32 (n, dim), of one table. The records stay unchanged.
 
     Rows without a record were never stepped: their state is 0.
     """
     rule = type(numbers)
-    programs, ready = prepared(_refresh, form, most_rows(rule), REFRESH=rules.REFRESHES[rule], KIND=homes.kind)
-    ready.launch(programs(keys.shape[0]), rows, keys, count, homes.arguments, *apart(numbers))
-
-
-NOT_DRAWN = (None,)  # the generator of rows that are not drawn here
+    constexprs = {"REFRESH": rules.REFRESHES[rule], "KIND": tables.kind}
+    programs, ready = prepared(_refresh, tables.form, most_rows(rule), **constexprs)
+    ready.launch(programs(keys.shape[0]), rows, keys, count, tables.entries, *apart(numbers))
 
 
 @functools.cache  # faster than the cache of `prepared`, as a lookup there would take longer than a launch
-def _to_read(form, kind, draw):
-    return prepared(_read, form, KIND=kind, DRAW=DRAWS.get(draw))
+def _to_read(form, kind, draw, is_alone):
+    return prepared(_read, form, ALONE=is_alone, DRAW=DRAWS.get(draw), KIND=kind)
 
 
 @functools.cache
-def _to_step(form, kind, draw, rule):
-    return prepared(_step, form, most_rows(rule), DRAW=DRAWS.get(draw), UPDATE=rules.UPDATES[rule], KIND=kind)
+def _to_step(form, kind, draw, rule, is_alone):
+    update = rules.UPDATES[rule]
+    return prepared(_step, form, most_rows(rule), ALONE=is_alone, DRAW=DRAWS.get(draw), UPDATE=update, KIND=kind)
 
 
 @functools.cache

@@ -271,7 +271,7 @@ class Embedding(RowLayer):
 
     def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], ids: Tensor) -> LookupState:
         try:
-            if layout.table_lock is not None:
+            if layout.features is not None:
                 arrays = layout.plain((ids,)) or [self.host_input(ids).ids]
                 if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
                     self._shrink(arrays[0], self.max_norm)
