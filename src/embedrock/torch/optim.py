@@ -271,15 +271,15 @@ class RowOptimizer(torch.optim.Optimizer):
             pending = handle.pending
             joint = pending.joint
             if joint is not None and rule is not None and clip is None and not handle.followers:
-                together += ((joint, rule, pending.executor, pending.number, rows),)
+                together += ((joint, rule, pending.number, rows),)
             elif (grads := handle.gradients()) is not None:
                 if rule is None:
                     pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
                     continue
                 for follower in handle.followers or ():
                     follower.note(grads)
-                executor = handle.executor_of_gradients()
-                due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
+                executor: Any = handle.executor_of_gradients()
+                due.append(StepRequest((rows,), rule, grads.clipped(clip), None, executor if executor.judge else None))
         due += of_joint(together)
 
     def bound(self) -> list[OptimizedRows]:

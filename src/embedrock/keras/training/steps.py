@@ -106,7 +106,7 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
     for handle, rule, grads in zip(handles, found, summed, strict=True):
         change, executor = constraint_on(handle), handle.executor.stepped
         if change is None and type(grads) is RowGradients and grads.whole is not None:  # of tables without shards
-            together.append((grads.whole, rule, executor, grads.number, handle.state))
+            together.append((grads.whole, rule, grads.number, handle.state))
         else:
             due.append(StepRequest((handle.state,), rule, own_part(handle.shard, grads), change, executor))
     due += of_joint(sorted(together, key=lambda part: (id(part[0]), id(part[1]))))

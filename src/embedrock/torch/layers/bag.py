@@ -164,8 +164,8 @@ class EmbeddingBag(RowLayer):
             if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
                 self._shrink(array, self.max_norm)
             return HostLookup(layout, trained, [array], False, [bounds], () if factors is None else [factors])
-        except Exception as error:
-            self._refuse(error, layout, trained, value)
+        except Exception as error:  # of all processes that share the rows
+            layout.handles[0].refuse(error, bool(trained))
 
     # ------------------------------------------------------------ as a feature of a collection
 

@@ -277,8 +277,8 @@ class Embedding(RowLayer):
                     self._shrink(arrays[0], self.max_norm)
                 return HostLookup(layout, trained, arrays)
             return SingleLookupState(layout, trained, *self.gpu_input(ids))
-        except Exception as error:
-            self._refuse(error, layout, trained, ids)
+        except Exception as error:  # of all processes that share the rows
+            layout.handles[0].refuse(error, bool(trained))
 
     def _read(self, layout: LayerLayout, ids: Tensor) -> Tensor:
         """Return rows that do not train, if possible without a plan."""
@@ -334,4 +334,5 @@ class Embedding(RowLayer):
         return handle.pending.executor.feature(flat, self.padding_idx), None
 
     def outside(self, error: IdError, value: Tensor) -> IdError:
+        """Return the error of a lookup, with the position of the id in the layer's input."""
         return self._outside(error, flat_ids(value), place_in(value))

@@ -275,17 +275,6 @@ class RowLayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known_layout": None}  # a copy has a handle of its own
 
-    def _refuse(self, error: Exception, layout: LayerLayout, trained: list[Handle], value: Any) -> NoReturn:
-        """Raise the error of a lookup of the input `value`, on all processes that share the rows."""
-        try:
-            layout.handles[0].refuse(error, bool(trained))
-        except IdError as refused:
-            raise self.outside(refused, value) from None
-
-    def outside(self, error: IdError, value: Any) -> IdError:
-        """Return the error of a lookup, with the position of the id in the layer's input `value`."""
-        raise NotImplementedError
-
     def _shrink(self, ids: np.ndarray, max_norm: float) -> None:
         """Shrink rows with a larger norm in the table, as `torch.embedding_renorm_` does."""
         plan = self._table.plan(ids)

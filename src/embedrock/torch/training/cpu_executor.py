@@ -12,7 +12,6 @@ from torch import Tensor
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.frontend.steps import judge_on_host
 from embedrock.storage.table_lock import TableLock
 from embedrock.table.table import Table, rows_of
 
@@ -33,8 +32,7 @@ class CpuExecutor:
     rows: Callable[[Any], np.ndarray] | None = None
     sums_positions: bool = False
 
-    is_current = True
-    judge = staticmethod(judge_on_host)
+    is_current, judge = True, None
 
     def is_used_on(self, device: torch.device) -> bool:
         return False

@@ -106,7 +106,7 @@ class Handle(HandleValue, nn.Parameter):
 
     # ------------------------------------------------------------ forward and backward
 
-    def receive(self, grads: Gradients, node: Any, run: BackwardPass | None = None) -> Tensor:
+    def receive(self, grads: Gradients, node: Any, run: BackwardPass) -> Tensor:
         """Receive the row gradients of one lookup, during a backward.
 
         They become pending only when autograd accumulates the handle's own gradient. So `torch.autograd.grad` leaves no
@@ -115,14 +115,13 @@ class Handle(HandleValue, nn.Parameter):
         Args:
             grads: gradients of the lookup.
             node: autograd's node that accumulates the handle's gradient.
-            run: the backward, if the caller has it; None: the current one.
+            run: the backward.
 
         Returns:
             The number that autograd adds for this lookup. For ``.grad`` it is 0, which keeps earlier changes to
             ``.grad`` visible. For `torch.autograd.grad` it is the growth of the norm of this backward's gradients.
         """
         self.pending.drop_unless_shown(self)
-        run = BackwardPass.current() if run is None else run
         earlier = run.gradients.get(id(self))
         if run.brought and (brought := run.take(self)) is not None:
             earlier = brought

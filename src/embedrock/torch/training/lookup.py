@@ -22,7 +22,7 @@ from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import FeatureLayout
 from embedrock.table.table import rows_of
-from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
+from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, as_it_is, each_once
 from embedrock.torch.training.cpu_executor import CpuExecutor, host_grads, host_weights
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.generation import generation
@@ -405,6 +405,10 @@ class HostLookup(LookupState):
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
     def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
+        """Sum the gradients, which become pending when the backward ends.
+
+        Autograd accumulates those that other code must see before: see `Handle.receive`.
+        """
         handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
             blocks = batches.sum_array(self._batch, grads[0])
@@ -415,7 +419,17 @@ class HostLookup(LookupState):
             if type(None) in set(map(type, grads)):
                 given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
-        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
+        brought, run = [(own, list(map(handles.get, tables))) for tables, own in blocks], BackwardPass.current()
+        run.brought += brought if len(brought) < 2 else each_once(brought)
+        is_plain = torch._C._will_engine_execute_node(NODE_OF_ANCHOR) and not run.gradients
+        is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region
+        found: list[Tensor | None] = [None] * len(self.trained)
+        for number, handle in enumerate(self.trained):
+            if not is_plain or handle.is_watched:
+                summed = run.take(handle)
+                if summed is not None:
+                    found[number] = handle.receive(summed, ctx.next_functions[number + 1][0], run)
+        return found
 
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
         blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`

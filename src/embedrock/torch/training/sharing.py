@@ -228,8 +228,7 @@ class RankGroup:
             rule = replace(member.table.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
             grads = member.handle.pending.grads
             if grads is not None:
-                rows = rows_of(member.handle.table)
-                due.append(StepRequest((rows,), rule, grads.clipped(part["clip"]), executor=member.executor))
+                due.append(StepRequest((rows_of(member.table),), rule, grads.clipped(part["clip"])))
         step_all(due)
         for member in members:
             member.handle.stepped()
