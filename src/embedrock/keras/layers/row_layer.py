@@ -168,8 +168,7 @@ class KerasRowLayer(keras.layers.Layer):
             options["path"] = shards.folder_of_shard(options["path"], f"{self.name!r}, {kind}")
         is_loaded = loading.shared_objects() is not None
         if is_loaded and options["path"] is not None and dim is not None:
-            options |= {"rows": rows, "dim": dim}
-            table, self.shares_open_table = loading.open_for(options["path"], options, first)
+            table, self.shares_open_table = loading.open_for({**options, "rows": rows, "dim": dim}, first)
             return table
         return open_table(kind, rows, dim, None, options, first, names=SIZES, group=group, is_loaded=is_loaded)
 

@@ -152,11 +152,9 @@ def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
             return group.table(**{name: options[name] for name in OF_MEMBER}), is_shared
     if at is not None:
         return loading.open_snapshot(loading.path_now(str(path)), at, options), False
-    if path is not None and loading.shared_objects() is not None:
-        return loading.open_for(path, options)
-    if path is not None:
+    if path is not None and loading.shared_objects() is None:
         loading.check_not_copied(path, label)
-    return loading.open_or_make(options), False
+    return loading.open_for(options)
 
 
 def describe_group(group: Group) -> dict[str, Any]:

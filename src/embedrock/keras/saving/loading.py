@@ -130,9 +130,17 @@ def is_tied(layer: Any) -> bool:
     return sum(getattr(each, "_table", None) is layer.table for each in layers) > 1
 
 
-def open_for(path: str, options: Mapping[str, Any], first: InitialValuesOf | None = None) -> tuple[Table, bool]:
-    """Return the table that was at a path, for a layer of a loading model, and whether another model shares it."""
-    return found_once(path, options, lambda now: open_or_make({**options, "path": now}, first))
+def open_for(options: Mapping[str, Any], first: InitialValuesOf | None = None) -> tuple[Table, bool]:
+    """Return the table of a layer's options, opened or new, and whether another model shares it.
+
+    For a loading model, the path in the options is that in the file.
+    """
+    path, more = options.get("path"), {name: own for name, own in options.items() if name not in ("rows", "dim")}
+
+    def made(now: str | None) -> Table:
+        return make_table(options["rows"], options["dim"], {**more, "path": now}, first)
+
+    return (made(path), False) if path is None or shared_objects() is None else found_once(path, options, made)
 
 
 def found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], Any]) -> tuple[Any, bool]:
@@ -166,12 +174,6 @@ def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
     drawn = ["init"] * isinstance(options.get("init"), FromArray)
     names = ("memory", "on_nonfinite", "policy", "device_memory", "name", *drawn)
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
-
-
-def open_or_make(options: Mapping[str, Any], first: InitialValuesOf | None = None) -> Table:
-    """Open the table at the options' path, or create it. Log the step that a reopened table resumes from."""
-    more = {name: value for name, value in options.items() if name not in ("rows", "dim")}
-    return make_table(options["rows"], options["dim"], more, first)
 
 
 def path_now(path: str) -> str:
