@@ -18,11 +18,11 @@ from embedrock.torch.layers.features import BagInput, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
-    ExecutorLookup,
     HostInput,
     HostLookup,
     LayerLayout,
     LookupState,
+    SingleLookupState,
     check_ids,
     host_ids,
     looked_up,
@@ -146,7 +146,7 @@ class EmbeddingBag(RowLayer):
         ids, offsets, weights, _ = value
         try:
             if layout.table_lock is None:
-                return self._planned_on_gpu(layout, trained, ids, offsets, weights)
+                return SingleLookupState(layout, trained, *self.gpu_input(value))
             arrays = layout.plain((ids,)) if offsets is None else None
             if arrays is not None and arrays[0].ndim == 2:
                 array, bounds, factors = arrays[0], None, self._flat_weights(ids, weights, arrays[0].size)
@@ -157,17 +157,6 @@ class EmbeddingBag(RowLayer):
             return HostLookup(layout, trained, [array], False, [bounds], () if factors is None else [factors])
         except Exception as error:
             self._refuse(error, layout, trained, value)
-
-    def _planned_on_gpu(
-        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any
-    ) -> LookupState:
-        handle = layout.handles[0]
-        executor: Any = handle.executor()
-        flat, bounds = self._flat(ids, offsets, handle)
-        weights = self._flat_weights(ids, weights, len(flat))
-        bounds, plan = executor.bounds(bounds, len(flat)), executor.plan(flat, bool(trained))
-        bags = executor.bags(plan, bounds, self.mode, self.padding_idx)
-        return ExecutorLookup(layout, trained, executor, plan, weights, bags)
 
     # ------------------------------------------------------------ as a feature of a collection
 

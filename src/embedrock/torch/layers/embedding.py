@@ -20,11 +20,11 @@ from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
-    ExecutorLookup,
     HostInput,
     HostLookup,
     LayerLayout,
     LookupState,
+    SingleLookupState,
     check_ids,
     host_ids,
     looked_up,
@@ -276,9 +276,9 @@ class Embedding(RowLayer):
                 if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
                     self._shrink(arrays[0], self.max_norm)
                 return HostLookup(layout, trained, arrays)
-            executor: Any = layout.handles[0].executor()
-            plan = executor.plan(check_ids(ids, layout.handles[0].label), bool(trained))
-            return ExecutorLookup(layout, trained, executor, plan)
+            handle: Any = layout.handles[0]
+            feature = handle.executor().feature(check_ids(ids, handle.label), self.padding_idx)
+            return SingleLookupState(layout, trained, feature)
         except Exception as error:
             self._refuse(error, layout, trained, ids)
 

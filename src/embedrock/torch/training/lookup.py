@@ -275,49 +275,34 @@ class LookupState(ABC):
     def _weight_grads(self, grads: Sequence[Any]) -> Any: ...
 
 
-class ExecutorLookup(LookupState):
-    """Lookup of one feature by the verbs of its rows' executor on a GPU.
+class SingleLookupState(LookupState):
+    """Lookup of one feature on a GPU.
 
     Args:
-        executor: executor of the rows.
-        plan: plan of the batch.
-        bags: bags of the batch; None: the rows themselves.
+        feature: a `DeviceFeature`.
         layout, trained, weights: see `LookupState`.
     """
 
     def __init__(
-        self,
-        layout: LayerLayout,
-        trained: Sequence[Handle],
-        executor: Any,
-        plan: Any,
-        weights: Tensor | None = None,
-        bags: Any = None,
+        self, layout: LayerLayout, trained: Sequence[Handle], feature: Any, weights: Tensor | None = None
     ) -> None:
+        from embedrock.device.joint import SingleLookup  # needs Triton, like the executors
+
         super().__init__(layout, trained, (weights,))
-        self._executor, self._plan, self._bags = executor, plan, bags
-        self._trace = self._rows = None
+        self._found = SingleLookup(feature, False, bool(trained))
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
-        if self._bags is None:
-            out = self._executor.read(self._plan)
-        else:
-            rows = self._executor.read_rows(self._plan)
-            out, self._trace = self._executor.pool(rows, self.weights[0], self._bags)
-            self._rows = rows if for_weights else None
+        out = self._found.read()
+        if not for_weights:
+            self._found.rows = None
         return (out.to(self.handles[0].device, self.layout.dtypes[0]),)
 
     def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        by_frequency = self.layout.by_frequency
-        if self._bags is None:
-            summed = self._executor.sum(self._plan, grads[0], self.layout.forms[2][0], by_frequency)
-        else:
-            summed = self._executor.unpool(grads[0], self.weights[0], self._bags, self._trace, by_frequency)
-        return {self.handles[0]: summed}
+        return {self.handles[0]: self._found.sum(grads[0], self.layout.by_frequency)}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return [self._executor.weight_grads(grads[0], self._rows, self._bags)]
+        return [self._found.weight_grads(grads[0])]
 
 
 class DeviceLookupState(LookupState):
