@@ -57,6 +57,10 @@ class NonFiniteGradientError(GradientError):
         return type(self), (str(self), self.count, self.ids)
 
 
+class ForgottenGradientsError(EmbedrockError, RuntimeError):
+    """Gradients of rows that no optimizer of rows applied, or a foreign write to what stands for rows in a model."""
+
+
 class MemoryBudgetError(EmbedrockError, MemoryError):
     """Rows that do not fit the table's memory budget, or a table that does not fit the machine."""
 

@@ -414,7 +414,7 @@ def numbers_of(path: str, name: str) -> tuple[er.Table, ...]:
     layout = layout_of(path)
     assert layout is not None
     kept = [commits.kept_in(part).values() for part in layout.parts]
-    numbers = [next(each.number for each in marks if each.name == name) for marks in kept]
+    numbers = [next(each.numbers[0] for each in marks if each.name == name) for marks in kept]
     return tuple(er.open(part, mode="r", at=at) for part, at in zip(layout.parts, numbers, strict=True))
 
 

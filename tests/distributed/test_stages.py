@@ -14,7 +14,7 @@ import embedrock as er
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.distributed import stages
-from embedrock.distributed.messages import Letter, MessageReader, as_sent, pack, pack_all
+from embedrock.distributed.messages import Letter, MessageReader, as_sent, pack_all
 from embedrock.distributed.owners import Shard, Split, owners
 from embedrock.distributed.stages import GradientBlock
 from embedrock.distributed.transport import addressed, taken
@@ -123,7 +123,7 @@ def _block(ids: np.ndarray, values: np.ndarray) -> GradientBlock:
 def test_rows_of_16_bits_travel_in_16_bits_and_come_as_they_were(dtype: str) -> None:
     table = er.Table(rows=9, dim=3, dtype=dtype, seed=1)
     rows = table.lookup(np.arange(9))
-    message = pack([as_sent(rows, dtype), np.array([7], np.int64)])
+    message = pack_all([[as_sent(rows, dtype), np.array([7], np.int64)]]).flat
     assert message.nbytes == 56 + 8  # 9 x 3 x 2 bytes, filled up to words
     reader = MessageReader(message)
     np.testing.assert_array_equal(reader.sent(9, 3, dtype), rows)
@@ -135,6 +135,6 @@ def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000).astype(np.uint32)
     ties = np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F800001, 0, 1 << 31])
     numbers = np.concatenate([bits, ties.astype(np.uint32)]).view(np.float32).reshape(-1, 1)
-    sent = MessageReader(pack([as_sent(numbers, "bfloat16")])).sent(len(numbers), 1, "bfloat16")
+    sent = MessageReader(pack_all([[as_sent(numbers, "bfloat16")]]).flat).sent(len(numbers), 1, "bfloat16")
     np.testing.assert_array_equal(sent, decode(encode_nearest(numbers, np.uint16)))
     np.testing.assert_array_equal(np.signbit(sent[~np.isnan(sent)]), np.signbit(numbers[~np.isnan(numbers)]))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import embedrock as er
-from embedrock.store.compaction import NO_AGE, compact_in_pieces
+from embedrock.store.compaction import NO_AGE, compact
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.segments import FORMAT
 from small_pieces import cut_small
@@ -125,7 +125,7 @@ def make_in_pieces(folder: Path) -> None:
         for number, change in enumerate(IN_PIECES.after):
             change(table)
             if number == len(IN_PIECES.after) - 1:
-                compact_in_pieces(store_of(table), CompactionGoal(4, NO_AGE), None, lambda: False)
+                compact(store_of(table), None, lambda: False, CompactionGoal(4, NO_AGE))
             table.commit(step=number, name=f"golden {number}")
         table.close()
 

@@ -32,7 +32,7 @@ from suites.kernels import DEFAULTS, DIMS, FORMS, Guarded, poison, step_numbers
 
 PADDING = 3  # keys beyond count, which no kernel may look at
 NOWHERE = 2**50  # a slot whose address crashes
-NAMES = {storage.words: storage.name for storage in STORAGES.values()}
+NAMES = {words: name for name, words in STORAGES.items()}
 ALL_RULES = [*DEFAULTS, *FORMS]
 ROUNDED = arguments.RowwiseAdagradStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
 
@@ -160,7 +160,7 @@ def form_for(spec: Spec) -> RecordForm:
 
 
 def words_of(records: np.ndarray, spec: Spec) -> np.ndarray:
-    return records.view(spec.storage.words)[:, : spec.dim]
+    return records.view(spec.words)[:, : spec.dim]
 
 
 DRAWN = [
@@ -225,7 +225,7 @@ FLOATS = (
 @settings(max_examples=6)
 def test_rounding_of_any_value(dtype: str, data: st.DataObject) -> None:
     values = data.draw(arrays.arrays(np.float32, (2, 70), elements=FLOATS))
-    words, ids, seed = np.zeros((2, 70), STORAGES[dtype].words), np.array([-5, 2**40]), np.uint64(2**64 - 3)
+    words, ids, seed = np.zeros((2, 70), STORAGES[dtype]), np.array([-5, 2**40]), np.uint64(2**64 - 3)
     expected, slots = words.copy(), np.arange(2)
     scatter(words, slots, values, 0, 2)
     cpu.rows.scatter(expected, slots, values, 0, 2)
@@ -238,7 +238,7 @@ def test_rounding_of_any_value(dtype: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_word_decodes(dtype: str) -> None:
-    words = np.arange(2**16, dtype=np.uint16).view(STORAGES[dtype].words).reshape(16, 4096)
+    words = np.arange(2**16, dtype=np.uint16).view(STORAGES[dtype]).reshape(16, 4096)
     got, expected = (np.empty((16, 4096), np.float32) for _ in range(2))
     args = words, np.arange(16), np.arange(16, dtype=np.int32), np.empty((0, 4096), np.float32)
     gather(*args, got, 0, 16)

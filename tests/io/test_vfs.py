@@ -31,12 +31,12 @@ from embedrock.io.vfs import (
     NO_SPACE,
     OS_SYSTEM,
     System,
-    aligned_empty,
     create,
     open_file,
     read_whole,
     write_whole,
 )
+from embedrock.system.arena import returned
 from suites import FaultFS
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -71,7 +71,7 @@ def reads(request, monkeypatch):
             made._linux.works = False
         elif not made._linux.works or made._linux._new_context() is None:
             pytest.skip("no asynchronous reads here")
-        monkeypatch.setattr(readers, "_readers", made)
+        monkeypatch.setattr(readers, "READERS", made)
         return made
 
     return start
@@ -211,13 +211,13 @@ class DirectWrites:
 
 
 def unaligned(data):
-    memory = aligned_empty(len(data) + 1)[1:]
+    memory = returned(len(data) + 1, np.uint8, "a test")[1:]
     memory[:] = np.frombuffer(data, np.uint8)
     return memory.data
 
 
 def on_blocks(data):
-    memory = aligned_empty(len(data))
+    memory = returned(len(data), np.uint8, "a test")
     memory[:] = np.frombuffer(data, np.uint8)
     return memory.data
 
@@ -225,7 +225,7 @@ def on_blocks(data):
 def read_all(system, file):
     """Read all of a file by `read_many`."""
     size = -(-file.size // BLOCK) * BLOCK
-    out, starts = aligned_empty(size + BLOCK), np.arange(0, size, BLOCK)
+    out, starts = returned(size + BLOCK, np.uint8, "a test"), np.arange(0, size, BLOCK)
     system.read_many(np.full(len(starts), file.fd), starts, np.full(len(starts), BLOCK), out, starts)
     assert not out[file.size : size].any()
     return out[: file.size].tobytes()
@@ -397,9 +397,9 @@ class TestDirectWrites:
         assert not failed
 
     def test_aligned_memory(self):
-        assert aligned_empty(0).shape == (0,)
+        assert returned(0, np.uint8, "a test").shape == (0,)
         for size in range(1, 10_001):
-            memory = aligned_empty(size)
+            memory = returned(size, np.uint8, "a test")
             assert (memory.shape, memory.dtype, memory.flags.writeable) == ((size,), np.uint8, True)
             assert memory.ctypes.data % BLOCK == 0
             assert memory.base is not None
@@ -619,7 +619,7 @@ class TestReadMany:
         fds[bad] = os.dup(file.fd)
         os.close(fds[bad[0]])
         out = aligned(count * BLOCK)
-        readers.read((fds, at, np.full(count, BLOCK), out, at, got), {file.fd, int(fds[bad[0]])})
+        readers.READERS.read((fds, at, np.full(count, BLOCK), out, at, got), {file.fd, int(fds[bad[0]])})
         assert np.flatnonzero(got < 0).tolist() == bad
         good = np.delete(np.arange(count), bad)
         blocks = out.reshape(count, BLOCK)
@@ -643,7 +643,7 @@ class TestReadMany:
         # As in containers: the system call is there, and refused.
         made = Readers()
         made._linux._calls = 10**6, 10**6, 10**6
-        monkeypatch.setattr(readers, "_readers", made)
+        monkeypatch.setattr(readers, "READERS", made)
         made._linux.works = True
         for seed in range(5):
             self.read_and_check(file, seed)

@@ -62,7 +62,7 @@ class Watch:
 
         def watched_plan(*batch: Any) -> Any:
             made = plan(*batch)
-            self.missing += [share.plan.missing for share in made.shares]
+            self.missing += [part.plan.missing for part in made.parts]
             return made
 
         self.kept: list[Any] = []

@@ -183,12 +183,12 @@ MODES = {"one": "sum", "three": "mean", "seven": "max"}
 
 def test_each_part_of_a_step_is_one_call_for_all_tables(monkeypatch: pytest.MonkeyPatch):
     joint, _, optimizer, _ = both()
-    calls: dict[str, int] = dict.fromkeys(["plan", "read", "sum_blocks"], 0)
+    calls: dict[str, int] = dict.fromkeys(["read", "sum_blocks"], 0)
     for name in calls:
         counted(monkeypatch, batches, name, calls)
     loss_of(joint(batch(0))).backward()
     optimizer.step()
-    assert calls == {"plan": 1, "read": 1, "sum_blocks": 1}
+    assert calls == {"read": 1, "sum_blocks": 1}
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, calls: dict[str, int]) -> None:

@@ -31,7 +31,7 @@ def test_a_hundred_lives_leave_what_one_table_has() -> None:
 
 
 def mark(number: int, step: int, made: int, files: int | None = None) -> commits.ShardCommit:
-    return commits.ShardCommit(None, step, made, number, (number if files is None else files,))
+    return commits.ShardCommit(None, step, made, (number,), (number if files is None else files,))
 
 
 def test_the_newest_commit_of_all_is_gone_back_to_and_no_more_than_two_are_left() -> None:

@@ -10,7 +10,7 @@ import pytest
 import embedrock as er
 from embedrock.storage.cache import POLICIES, SlotCache, feed
 from embedrock.storage.disk_backend import DiskBackend
-from embedrock.storage.online_curve import AT_ONCE, OnlineMissCurve, UsageCounts
+from embedrock.storage.online_curve import AT_ONCE, OnlineMissCurve
 from embedrock.table.table import rows_of
 
 FEWER = {"lfu": 0.9, "lru": 0.85, "clock": 0.8}  # a window of ids is used at once: then recency is known better
@@ -28,7 +28,7 @@ def watched(drawn: list[np.ndarray], here: int, policy: str = "lfu") -> OnlineMi
     watch = OnlineMissCurve(policy)
     for number, ids in enumerate(drawn):
         if watch.see(ids):
-            watch.look(here, ROWS, UsageCounts(number + 1, 0, 0), None)
+            watch.look(here, ROWS, (number + 1, 0, 0), None)
     return watch
 
 
@@ -57,7 +57,7 @@ def test_the_same_ids_tell_the_same():
 
 def test_little_is_kept():
     watch = watched(batches(2)[:1200], 2400)
-    assert 0 < watch.bytes_used < 1 << 18
+    assert 0 < watch._ids.nbytes + sum(level.cache.bytes_used for level in watch._levels) < 1 << 18
 
 
 def test_of_a_cache_that_holds_few_batches_nothing_is_told_but_of_larger_ones():
@@ -82,7 +82,7 @@ def test_what_pays():
     even = OnlineMissCurve("lfu")
     for number in range(BATCHES):  # of two rows in turn
         if even.see(np.arange(number % 2, 40, 2)):
-            even.look(4000, ROWS, UsageCounts(number, 40, 0), None)
+            even.look(4000, ROWS, (number, 40, 0), None)
     assert even.worthwhile(4000, is_full=False) == 2000
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from embedrock.io.vfs import OS_SYSTEM, File
 from embedrock.store import manifest as manifests
-from embedrock.store.compaction import NO_AGE, compact, compact_in_pieces, relieve
+from embedrock.store.compaction import NO_AGE, compact, relieve
 from embedrock.store.folding import fold
 from embedrock.store.manifest import Manifest, StoreEntry, TableEntry
 from embedrock.store.pieces import CompactionGoal
@@ -120,7 +120,7 @@ class Life:
         goal = CompactionGoal(int(self.rng.integers(0, self.store.log_index.count + 1)), NO_AGE)
         if self.rng.random() < 0.3:
             goal = CompactionGoal(0, int(self.rng.integers(0, 30_000)))
-        compact_in_pieces(self.store, goal, None, lambda: False)
+        compact(self.store, None, lambda: False, goal)
 
     def relieve(self) -> None:
         """Make room while the log of the next commit is written."""
@@ -192,7 +192,7 @@ def none_has_newer(ids: np.ndarray) -> np.ndarray:
 
 
 def rows_in_logs(store: RecordStore) -> set[int]:
-    return {int(row) for ids, _ in store.log_index.items(100) for row in ids}
+    return {int(row) for ids, _ in store.log_parts() for row in ids}
 
 
 def read_all(store: RecordStore, ids: list[int]) -> dict[int, bytes]:
@@ -256,7 +256,7 @@ def test_logs_go_when_all_their_rows_are_folded(tmp_path: Path):
         for _ in range(60):
             life.write()
             life.commit()
-            compact_in_pieces(life.store, CompactionGoal(60, NO_AGE), None, lambda: False)
+            compact(life.store, None, lambda: False, CompactionGoal(60, NO_AGE))
             lengths.append(len(life.store.delta))
             assert life.store.log_index.count <= 60
         life.commit()

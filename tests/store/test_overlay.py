@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,9 +25,16 @@ def check_size(log_index: LogIndex) -> None:
     assert log_index.nbytes <= 24 * log_index.count + PAGE
 
 
+def items(log_index: LogIndex, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    ids, locations = log_index.behind(None, batch)
+    while len(ids):
+        yield ids, locations
+        ids, locations = log_index.behind(int(ids[-1]), batch)
+
+
 def content(log_index: LogIndex, batch: int = 100) -> dict[int, int]:
     found: dict[int, int] = {}
-    for ids, locations in log_index.items(batch):
+    for ids, locations in items(log_index, batch):
         assert 0 < len(ids) <= batch
         assert not found.keys() & set(ids.tolist())
         found.update(zip(ids.tolist(), locations.tolist(), strict=True))
@@ -105,7 +113,7 @@ def test_size_while_it_grows(seed: int):
         check_size(log_index)
         assert log_index.nbytes <= most
     for share in (0.0, 0.1, 0.2, 0.7, 0.9, 0.99, 1.0):
-        ids, locations = (np.concatenate(each) for each in zip(*log_index.items(1000), strict=True))
+        ids, locations = (np.concatenate(each) for each in zip(*items(log_index, 1000), strict=True))
         chosen = locations >> 40 < int(share * 2**22)
         log_index.remove(ids[chosen], locations[chosen])
         log_index.fit()

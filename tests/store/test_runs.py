@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from embedrock.errors import CorruptTableError, EmbedrockError, MissingFileError, NewerFormatError
 from embedrock.io.vfs import BLOCK
 from embedrock.store import segments as runs
+from embedrock.store.reading import marks_of
 from embedrock.store.segments import CRC_BYTES, Log, Segment, SegmentEntry, owner_of, run_bytes
+from embedrock.system.arena import joined as joined_ids
 from suites import FaultFS
 
 UUID, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -89,7 +91,9 @@ def test_a_log_is_what_was_appended(batches: list[list[int]]):
     assert entry.size == run_bytes(WIDTH, entry) == len(system.files()["/t/delta/1.dlt"])
     assert (run.number, run.path, run.stride, run.entry) == (3, "delta/1.dlt", WIDTH + 4, entry)
     assert run.salt == log.salt == entry.salt == zlib.crc32(system.files()["/t/delta/1.dlt"][:4092])
-    np.testing.assert_array_equal(run.marks(0, run.count), unmarked(all_ids, stored(run)))
+    np.testing.assert_array_equal(
+        marks_of([run], np.array([run.number]), run.locations()), unmarked(all_ids, stored(run))
+    )
     assert listed(run) == listed(log) == all_ids
     np.testing.assert_array_equal(stored(run), np.concatenate(pieces))
 
@@ -110,7 +114,7 @@ def test_a_file_of_format_1_has_no_marks():
     page += struct.pack("<I", zlib.crc32(page))
     system.write_file("/t/delta/1.dlt", page + data[4096:])
     run = reopened(system, replace(entry, salt=None))
-    assert run.marks(0, 5).tolist() == [0] * 5
+    assert marks_of([run], np.array([run.number]), run.locations()).tolist() == [0] * 5
     with pytest.raises(CorruptTableError, match=r"the file with salt 0x.*, got one with salt none \(format 1\)"):
         reopened(system, entry)
     system.write_file("/t/delta/1.dlt", data)
@@ -402,7 +406,7 @@ def test_ids_that_come_one_after_the_other_are_all_there(parts: list[list[int]],
         patch.setattr(runs, "_BLOCK_IDS", block)
         for part in parts:
             ids.append(np.array(part, np.int64))
-        made, joined = list(ids), ids.joined()
+        made, joined = list(ids), joined_ids(ids, ids.count, "a test")
     expected = [row for part in parts for row in part]
     assert joined.tolist() == [row for array in made for row in array.tolist()] == expected
     assert ids.count == len(expected)

@@ -77,10 +77,10 @@ class KernelSuite:
         """Return random records as (storage words, float32), two views of the same memory, state >= 0."""
         records = poison((slots, layout.record_bytes // 4), np.float32)
         records[:, layout.state_start :] = rng.random((slots, records.shape[1] - layout.state_start))
-        words = records.view(STORAGES[dtype].words)
+        words = records.view(STORAGES[dtype])
         weights = words[:, : layout.state_start * 4 // words.itemsize]
         weights[:] = reference.codec.encode_nearest(
-            rng.standard_normal(weights.shape).astype(np.float32), STORAGES[dtype].words
+            rng.standard_normal(weights.shape).astype(np.float32), STORAGES[dtype]
         )
         return words, records
 

@@ -16,11 +16,12 @@ from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from same_tables import RULES, check_same
 from suites import FaultFS
+from support import features as features_of
+from support.features import BatchFeature
 
 MOST = 6  # members at a time
 ROWS = 60
@@ -37,7 +38,7 @@ class GroupPair:
     def __init__(self, seed: int) -> None:
         self.rng, self.draw = np.random.default_rng(seed), random.Random(seed)
         self.group, self.alone = self.new_group(), dict[str, er.Table]()
-        self._made = 0
+        self._made, self.layouts = 0, features_of.Layouts()  # of batches that recur
         # Few kinds of records, so that members share pools.
         self._kinds = [(self.draw.choice(RULES), self.draw.choice(("float32", "bfloat16", "float16"))) for _ in "ab"]
         self._kinds.append((self._kinds[0][0], "float32"))
@@ -112,13 +113,13 @@ class GroupPair:
         modes = {name: self.draw.choice((("sum", "mean"), ("max",))) for name in names}
         padding = {name: self.draw.choice((None, 3)) for name in names}
         features = [self._feature(name, kinds[name], modes[name], padding[name]) for name in names]
-        batch = self.group.plan(features)
+        batch = features_of.plan(features, self.layouts)
         between = self.draw.choice(
             (None, None, GroupPair.update, GroupPair.add, GroupPair.grow, GroupPair.set_rule, GroupPair.load)
         )
         if between is not None:
             between(self)
-        reading = self.group.read(batch, for_weights=True)
+        reading = batches.read_planned(batch, for_weights=True)
         grads = [self.rng.standard_normal(out.shape).astype(np.float32) for out in reading.outputs]
         weighed, due = batches.weight_gradients(reading, grads), []
         for table, summed in batches.sum_gradients(reading, grads):

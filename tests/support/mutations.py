@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 
 import embedrock as er
-from embedrock.store.compaction import NO_AGE, compact_in_pieces
+from embedrock.store.compaction import NO_AGE, compact
 from embedrock.store.pieces import CompactionGoal
 from suites import FaultFS
 from table_files import store_of
@@ -132,7 +132,7 @@ def _lived() -> dict[str, bytes]:
             if step == 5:
                 table.compact()
             if step == 9:  # some chunks have the rows of logs that the next commits name still
-                compact_in_pieces(store_of(table), CompactionGoal(20, NO_AGE), None, lambda: False)
+                compact(store_of(table), None, lambda: False, CompactionGoal(20, NO_AGE))
         table.release("step 2")
         table.close()
     return {path.removeprefix("/t/"): data for path, data in system.files().items()}

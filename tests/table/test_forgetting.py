@@ -11,11 +11,12 @@ import pytest
 import embedrock as er
 from embedrock.system.interrupts import held_back
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from format_reader import read_table
 from same_tables import check_same
+from support import features as features_of
+from support.features import BatchFeature
 
 DIM = 4
 SECRET = 0x0123456789ABCDEF  # an id ...
@@ -186,14 +187,14 @@ def test_rows_of_an_unfinished_batch_of_a_group_are_not_forgotten(on_disk: bool,
         tables = {name: group.table(name, rows=None, dim=4, rule=er.Adam(lr=0.1)) for name in ("a", "b")}
         ids, ones = {"a": np.array([1, 2, 3]), "b": np.array([3, 4, 5])}, np.ones((3, 4), np.float32)
         group.update(ids, dict.fromkeys(ids, ones))
-        reading = group.read(group.plan([BatchFeature(table, ids[name]) for name, table in tables.items()]))
+        reading = features_of.read([BatchFeature(table, ids[name]) for name, table in tables.items()])
         grads = batches.sum_gradients(reading, [ones, ones])
         with pytest.raises(er.ArgumentError, match=r"not stepped yet: got 1 row, first ids \[5\]"):
             tables["b"].forget([1, 5])
         assert tables["a"].forget([5]) == 0
         step_all([StepRequest((rows_of(table),), er.Adam(lr=0.1), own) for table, own in grads])
         assert tables["b"].forget([1, 5]) == 1
-        group.read(group.plan([BatchFeature(tables["a"], ids["a"])]))  # nobody has its plan
+        features_of.read([BatchFeature(tables["a"], ids["a"])])  # nobody has its plan
         assert tables["a"].forget([1]) == 1
         if on_disk:
             group.commit()
@@ -227,7 +228,7 @@ def test_all_rows_of_an_unfinished_batch_with_rows_and_bags_stay():
     step(table, [1, 2, 3, 4])
     features = [BatchFeature(table, np.array([1])), BatchFeature(table, np.array([2]), padding=7)]
     features.append(BatchFeature(table, np.array([[3]]), mode="sum"))
-    found = group.read(group.plan(features))
+    found = features_of.read(features)
     for unfinished in (1, 2, 3):
         with pytest.raises(er.ArgumentError, match="read and is not stepped yet: got 1 row"):
             table.forget([unfinished, 4])
@@ -241,7 +242,7 @@ def test_rows_of_added_up_gradients_of_several_tables_stay():
     tables = [group.table(name, 40, DIM, rule=er.SGD(lr=0.1), seed=0) for name in "ab"]
     for table in tables:
         step(table, [1, 2])
-    found = group.read(group.plan([BatchFeature(table, np.array([1, 2])) for table in tables]))
+    found = features_of.read([BatchFeature(table, np.array([1, 2])) for table in tables])
     ((_, summed),) = batches.sum_blocks(found, [np.ones_like(out) for out in found.outputs])
     merged = [summed.of(table).merge(summed.of(table)) for table in range(2)]
     del found, summed

@@ -16,7 +16,6 @@ import embedrock as er
 from embedrock.kernels.cpu import runtime
 from embedrock.storage.ram_backend import RamBackend
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature
 from embedrock.table.group import device_memory_of
 from embedrock.table.stepping import StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
@@ -25,6 +24,8 @@ from group_pair import play
 from same_tables import check_same
 from slow import slow
 from suites import records_of
+from support import features as features_of
+from support.features import BatchFeature
 
 ADAM = er.Adam(lr=0.1)
 
@@ -420,7 +421,7 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
     def train() -> None:
         ids = [rng.integers(0, 100, 30) for _ in group]
         features = [BatchFeature(group[name], own, offsets, mode="sum") for name, own in zip(group, ids, strict=True)]
-        reading = group.read(group.plan(features))
+        reading = features_of.read(features)
         step_all(
             [
                 StepRequest((rows_of(table),), ADAM, own)
@@ -588,10 +589,9 @@ def test_bags_of_several_pools_are_side_by_side() -> None:
         BatchFeature(group[name], rng.integers(0, 100, (5, count)), mode=mode)
         for name, count, mode in (("b", 2, "mean"), ("a", 1, "sum"), ("d", 3, "sum"), ("a", 2, "max"), ("c", 2, "sum"))
     ]
-    batch = group.plan(features)
-    assert len(batch.shares) == 3
-    assert batches.may_be_side_by_side(batch)
-    whole, apart = group.read(batch, side_by_side=True), group.read(group.plan(features))
+    whole, apart = features_of.read(features, side_by_side=True), features_of.read(features)
+    assert len(whole.parts) == 3
+    assert (whole.side_by_side, apart.side_by_side) == (True, False)
     np.testing.assert_array_equal(whole.arrays[0], np.concatenate(apart.outputs, axis=1))
     for own, other in zip(whole.outputs, apart.outputs, strict=True):
         np.testing.assert_array_equal(own, other)
@@ -611,4 +611,12 @@ def test_bags_of_several_pools_are_side_by_side() -> None:
             by_table.setdefault(table, []).append(own.of(number))
     for table, other in expected:
         np.testing.assert_array_equal(er.RowGradients.sum_of(by_table[table]).values, other.values)
-    assert not batches.may_be_side_by_side(group.plan([*features, BatchFeature(group["a"], np.arange(5))]))
+    more = [*features, BatchFeature(group["a"], np.arange(5))]
+    assert not features_of.read(more, side_by_side=True).side_by_side
+
+
+def test_a_step_of_no_table_does_nothing() -> None:
+    group = group_of(a={})
+    group.update({}, {})
+    assert group.lookup({}) == {}
+    assert group["a"].steps == 0

@@ -23,7 +23,6 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.disk_pools import DiskPools
 from embedrock.storage.record_pools import RecordRange
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from group_pair import DiskGroupPair, play
@@ -31,6 +30,8 @@ from same_tables import check_same
 from slow import slow
 from small_pieces import cut_small
 from suites import FaultFS, records_of
+from support import features as features_of
+from support.features import BatchFeature
 
 
 @pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 4))])
@@ -195,7 +196,7 @@ def test_numbers_of_a_group_are_those_of_its_pools_together(tmp_path: Path) -> N
 
 def read_and_stepped(group: er.Group, ids: dict[str, np.ndarray]) -> None:
     """Read a batch and step it, as layers do."""
-    reading = group.read(group.plan([BatchFeature(group[name], of_table) for name, of_table in ids.items()]))
+    reading = features_of.read([BatchFeature(group[name], of_table) for name, of_table in ids.items()])
     summed = batches.sum_gradients(reading, [np.ones(out.shape, np.float32) for out in reading.outputs])
     step_all([StepRequest((rows_of(table),), table.rule or ADAM, grads) for table, grads in summed])
 
@@ -556,17 +557,17 @@ def test_a_commit_that_says_other_rows_of_a_member_than_its_pool_has_is_damaged(
         group.commit()
         part = rows_of(group["b"]).tier
         assert isinstance(part, RecordRange)
-        part.count += 1  # as a forged manifest says
+        part.admitted(1)  # as a forged manifest says
         with pytest.raises(
             er.CorruptTableError, match=r"the pool of table 'b' is damaged: expected 1\d rows of it, got"
         ):
             group["b"].export()
-        part.count -= 2
+        part.admitted(-2)
         with pytest.raises(
             er.CorruptTableError, match=r"the pool of table 'b' is damaged: expected \d+ rows? of it, got"
         ):
             group["b"].export()
-        part.count += 1
+        part.admitted(1)
         part.spec = replace(part.spec, rows=3)  # as a forged log has keys that no id of the table has
         with pytest.raises(er.CorruptTableError, match=r"expected ids in \[0, 3\), got \d+ to \d+\. Restore the file"):
             group["b"].export()

@@ -17,7 +17,7 @@ from embedrock.admission.copy_on_write import (
     damaged,
     int64,
 )
-from embedrock.admission.usage import IdNumbers
+from embedrock.batch.id_table import IdNumbers
 from embedrock.kernels.constants import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.spec.admission import Admission
 from embedrock.system.arena import Arena
@@ -209,8 +209,3 @@ class CountMinSketch:
 
 
 FrequencyCounter: TypeAlias = ExactCounter | CountMinSketch
-
-
-def counter(admission: Admission, key: np.uint64) -> FrequencyCounter:
-    """Return an empty counter. `key` is the table's seed."""
-    return ExactCounter() if admission.sketch is None else CountMinSketch(admission, key)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from embedrock.admission.copy_on_write import Arrays, Columns, damaged, merged, own_arrays
-from embedrock.admission.frequency import FrequencyCounter, counter
+from embedrock.admission.frequency import CountMinSketch, ExactCounter, FrequencyCounter
 from embedrock.admission.usage import UsageTracker
 from embedrock.errors import ArgumentError, counted
 
@@ -57,7 +57,7 @@ class RowLifecycle:
 
     def __init__(self, spec: Spec, subject: str) -> None:
         self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
-        self._most = None if self.eviction is None else self.eviction.most_rows(spec.record_bytes)
+        self.change_layout(spec)
         self.usage = None if self.eviction is None else UsageTracker(self.eviction)
         # Of this period and of the one before; none without admission.
         self._period, self._counters = 0, [self._new_counter() for _ in range(2 if self.admission else 0)]
@@ -65,7 +65,7 @@ class RowLifecycle:
         self.steps = 0
         self._left, self._back, self._has_mirror = list[np.ndarray](), NOBODY, False
         self.shared: np.ndarray | None = None
-        self._record_bytes, self._is_saved = spec.record_bytes, False
+        self._is_saved = False
 
     @classmethod
     def of(cls, spec: Spec, subject: str) -> RowLifecycle | None:
@@ -74,7 +74,7 @@ class RowLifecycle:
 
     def _new_counter(self) -> FrequencyCounter:
         assert self.admission is not None  # callers check it
-        return counter(self.admission, self._key)
+        return ExactCounter() if self.admission.sketch is None else CountMinSketch(self.admission, self._key)
 
     @property
     def reads_zeros(self) -> bool:

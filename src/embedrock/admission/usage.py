@@ -11,75 +11,9 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.admission.copy_on_write import Arrays, Columns, LastCopy, copied, damaged, int64
+from embedrock.batch.id_table import IdNumbers
 from embedrock.spec.eviction import Eviction
-from embedrock.system.arena import reserve, returned
-
-FIRST_ENTRIES = 1024
-FULLEST = 0.625  # load factor at which the hash table doubles
-ENTRY_BYTES = 16
-
-
-class IdNumbers:
-    """Hash table from id to a number >= 0. Ids are int64 arrays without repeats.
-
-    Attributes:
-        count: number of ids.
-
-    Example:
-        >>> pairs = IdNumbers()
-        >>> pairs.put(np.array([7, -3]), np.array([1, 2]))
-        >>> pairs.find(np.array([-3, 8])).tolist()
-        [2, -1]
-    """
-
-    def __init__(self) -> None:
-        self.count, self._entries = 0, _entries(FIRST_ENTRIES)
-
-    @property
-    def nbytes(self) -> int:
-        return self._entries.nbytes
-
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the number of each id, int64 (n,). -1: not in the table."""
-        numbers = np.empty(len(ids), np.int64)
-        kernels.cpu.launch(kernels.cpu.directory.find_hashed, self._entries, ids, numbers)
-        return numbers
-
-    def put(self, ids: np.ndarray, numbers: np.ndarray) -> None:
-        """Insert new ids with their numbers."""
-        self.make_room(len(ids))
-        self.set(ids, numbers)
-        self.count += len(ids)
-
-    def make_room(self, more: int) -> None:
-        """Grow the table for `more` new ids."""
-        entries = len(self._entries)
-        while self.count + more > FULLEST * entries:
-            entries *= 2
-        if entries > len(self._entries):
-            larger = _entries(entries)
-            kernels.cpu.directory.rehash(self._entries, larger)
-            self._entries = larger
-
-    def set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
-        """Overwrite the numbers of known ids."""
-        kernels.cpu.launch(kernels.cpu.directory.set_values, self._entries, ids, numbers)
-
-    def remove(self, ids: np.ndarray) -> None:
-        """Delete known ids."""
-        kernels.cpu.launch(kernels.cpu.cache.erase, self._entries, ids)
-        self.count -= len(ids)
-
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all ids, ascending, and their numbers."""
-        there = self._entries[self._entries[:, 1] != 0]
-        there = there[np.argsort(there[:, 0])]
-        return there[:, 0].copy(), there[:, 1] - 1
-
-
-def _entries(count: int) -> np.ndarray:
-    return reserve(count * ENTRY_BYTES, "an index of ids").view(np.int64).reshape(-1, 2)
-
+from embedrock.system.arena import returned
 
 ONE_USE = 256  # one use, as a fixed-point count that halves with time
 MOST_USES = 1 << 22
@@ -161,12 +95,6 @@ class UsageTracker:
             self._changed[places] = True
         if (snapshot := self._snapshot.now) is not None:
             snapshot.keep(places)
-
-    def _faded(self, numbers: np.ndarray, step: int) -> np.ndarray:
-        """Return the faded number of uses of each row, in units of 1 / `ONE_USE`."""
-        half_life = self._eviction.half_life
-        halvings = step // half_life - self._last[numbers] // half_life
-        return self._marks[numbers] >> np.minimum(halvings, 62)
 
     def _add(self, ids: np.ndarray, step: int) -> None:
         self.make_room(len(ids))
@@ -257,11 +185,11 @@ class UsageTracker:
         """Return the positions of the rows with the lowest scores. Among equal scores, the first positions count."""
         if count >= len(numbers):
             return np.arange(len(numbers))
-        last = self._last[numbers]
-        worth = last
-        if self._eviction.by != "recency":
-            marks = self._marks[numbers] if self._eviction.by == "age" else self._faded(numbers, step)
-            worth = marks if self._eviction.by == "age" else (marks << LAST_BITS) | np.minimum(last, (1 << 41) - 1)
+        last, marks, half_life = self._last[numbers], self._marks[numbers], self._eviction.half_life
+        worth = last if self._eviction.by == "recency" else marks
+        if self._eviction.by == "use":
+            uses = marks >> np.minimum(step // half_life - last // half_life, 62)  # faded, in units of 1 / `ONE_USE`
+            worth = (uses << LAST_BITS) | np.minimum(last, (1 << LAST_BITS) - 1)
         limit = np.partition(worth, count - 1)[count - 1]
         below, equal = np.flatnonzero(worth < limit), np.flatnonzero(worth == limit)
         return np.concatenate([below, equal[: count - len(below)]])

@@ -43,8 +43,11 @@ class RowGradients:
 
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
-        """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence."""
-        return RowGradients.of_bags([np.ascontiguousarray(grads, np.float32)], None, Bags.of_rows(plan), ONES)
+        """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence.
+
+        The columns of a row are neighbours in memory.
+        """
+        return RowGradients.of_bags([grads], None, Bags.of_rows(plan), ONES)
 
     @staticmethod
     def of_bags(grads: Sequence[np.ndarray], weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
@@ -99,7 +102,7 @@ class RowGradients:
 
     @property
     def is_finite(self) -> bool:
-        return math.isfinite(self.square_norm)
+        return self.square_norm < math.inf
 
     def has_width(self, dim: int) -> bool:
         """Return whether `values` is float32 with one row of `dim` columns for each row of the plan."""

@@ -104,7 +104,7 @@ class Plan:
     def made(cls, **fields: Any) -> Self:
         """Return a plan of arrays that are read-only already, in a fifth of the time; `fields` are all but `parts`."""
         plan = object.__new__(cls)
-        vars(plan).update(fields)  # `parts` is the class's
+        plan.__dict__.update(fields)  # `parts` is the class's
         return plan
 
     def of(self, table: int) -> slice:
@@ -319,7 +319,7 @@ _scratch = _Scratch()
 
 def table_size(ids: int) -> int:
     """Return the number of entries of a hash table for `ids` ids."""
-    return 1 << max(1, (2 * ids - 1).bit_length())
+    return 1 << ((2 * ids - 1).bit_length() or 1)
 
 
 def _planned_at_once(

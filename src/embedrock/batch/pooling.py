@@ -54,6 +54,7 @@ class Bags(NamedTuple):
 
 
 _ONE, NO_BAGS = np.array([0, 1]), np.empty(0, np.int32)
+NO_BAGS.setflags(write=False)  # kernels would make a view of it each time
 
 
 def bag_of_position(offsets: np.ndarray) -> np.ndarray:
@@ -148,9 +149,9 @@ def sum_bags(
     Returns:
         The gradients, float32 (unique, dim), and the sum of squares of each table, float64 (tables,).
     """
-    plan, cpu = bags.plan, kernels.cpu
-    values, squares = buffers.empty((len(plan.ids), dim), np.float32), np.empty(len(plan.ids), np.float64)
-    given = places, bags.bounds, bags.own, plan.rows, bags.of_positions
+    plan, cpu, rows = bags.plan, kernels.cpu, bags.plan.rows
+    values, squares = buffers.empty((plan.ids.size, dim), np.float32), np.empty(plan.ids.size)
+    given = places, bags.bounds, bags.own, rows, bags.of_positions
     segments = *given, plan.starts, plan.order
     if bags.mode == "max":
         cpu.launch(cpu.pooling.pool_max_backward, *segments, trace, values, squares)
@@ -158,8 +159,8 @@ def sum_bags(
         start = NOTHING if bags.mode is None else ZERO
         about = ONES if weights is None else weights, trace, bags.skip, start
         cpu.launch(cpu.pooling.pool_sum_backward, *segments, *about, values, squares)
-    sums = np.empty(len(plan.rows) - 1, np.float64)
-    cpu.pooling.sum_squares(squares, plan.rows, sums)
+    sums = np.empty(rows.size - 1)
+    cpu.pooling.sum_squares(squares, rows, sums)
     return values, sums
 
 

@@ -19,7 +19,7 @@ from embedrock.cli.formats.files import opened_text
 from embedrock.cli.imports import RESTART, Journal, words_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
-from embedrock.io.vfs import full_disk, is_full
+from embedrock.io.vfs import explained_if_full, full_disk
 
 SYNC_BYTES = 256 << 20  # of vectors, between two entries in the journal
 
@@ -49,7 +49,9 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
         _check_part(output, journal, kept, arguments.restart)
         start = 0 if kept is None else kept["rows"]
         assert kind.sink is not None  # a writable format
-        made = _write(table, kind.sink(output, start), journal)
+        sink = kind.sink(output, start)
+        with explained_if_full(lambda: _full_disk(table, sink)):
+            made = _write(table, sink, journal)
         journal.path.unlink()
         result = described | {"table": str(table.path), "files": [str(one) for one in made], "continued_at": start}
         order = "table", "commit", "files", "format", "rows", "continued_at", "dim", "all", "words"
@@ -111,10 +113,6 @@ def _write(table: er.Table, sink: Sink, journal: Journal) -> list[Path]:
         sink.sync()
         journal.save({"rows": sink.done})
         return sink.finish()
-    except OSError as error:
-        if not is_full(error):
-            raise
-        raise _full_disk(table, sink) from error
     finally:
         with contextlib.suppress(OSError):  # its error was reported
             sink.close()

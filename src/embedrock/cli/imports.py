@@ -24,8 +24,10 @@ from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatc
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
+from embedrock.distributed.resharding import prefetched
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.planner.demand import RULE_NAMES
+from embedrock.spec.description import as_arguments
 from embedrock.system import platform
 
 MAX_BYTES = 1 << 20
@@ -62,8 +64,8 @@ class Journal:
         if job != self._job:
             before = job if isinstance(job, dict) else {}
             keys = [key for key in self._job if key not in before or before[key] != self._job[key]]
-            found = _listed({key: before.get(key) for key in keys}) if isinstance(job, dict) else repr(job)
-            now = _listed({key: self._job[key] for key in keys})
+            found = as_arguments({key: before.get(key) for key in keys}) if isinstance(job, dict) else repr(job)
+            now = as_arguments({key: self._job[key] for key in keys})
             fail(self.path, f"to continue the earlier run, with {found}", now, RESTART)
         return state
 
@@ -89,10 +91,6 @@ class Journal:
             platform.sync(file.fileno())
         os.replace(new, self.path)
         OS_SYSTEM.fsync_folder(str(self.path.parent))
-
-
-def _listed(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
 Item = TypeVar("Item")
@@ -402,15 +400,8 @@ def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: in
 @contextmanager
 def ahead(items: Generator[Item]) -> Iterator[Iterator[Item]]:
     """Iterate over `items`, none of which is None, while a thread makes the next one."""
-
-    def iterate() -> Iterator[Item]:
-        coming = maker.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = maker.submit(next, items, None)
-            yield item
-
     with closing(items), ThreadPoolExecutor(1) as maker:
-        yield iterate()
+        yield prefetched(maker, items)
 
 
 def _check_range(job: ImportJob, table: er.Table, batch: RowBatch, done: int) -> None:

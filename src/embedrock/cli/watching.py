@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from embedrock.cli.histories import FIELDS, here, member_tables, now, of_split, page, which_pool
-from embedrock.cli.terminal.arguments import add_command, number, place, print_result, writable_file
+from embedrock.cli.terminal.arguments import add_command, import_extra, number, place, print_result, writable_file
 from embedrock.cli.terminal.tables import format_count, format_lines, format_number, format_table
-from embedrock.errors import ArgumentError, RequirementError
+from embedrock.errors import ArgumentError
 from embedrock.system.sizes import format_bytes
 from embedrock.table.numbers import StatsFile, files_in, runtime_folder
 
@@ -110,12 +110,7 @@ def _pretty(lines: Sequence[dict[str, Any]]) -> Any:
 
 
 def _publish(arguments: Namespace) -> int:
-    try:
-        import prometheus_client
-    except ImportError as error:
-        raise RequirementError(
-            f'--prometheus needs prometheus_client, which does not import: {error}. pip install "embedrock[metrics]"'
-        ) from error
+    prometheus_client = import_extra("prometheus_client", "metrics", "--prometheus")
     while True:
         write_metrics(prometheus_client, _lines(arguments.folder), arguments.prometheus)
         if arguments.once:

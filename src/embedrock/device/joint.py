@@ -240,6 +240,7 @@ class SingleLookup:
         feature: rows, or bags.
         as_rows: bags are the rows of their ids.
         trains: a step may follow.
+        by_frequency: divide a row's gradient by the number of times its id occurs.
 
     Attributes:
         rows: unique rows of bags, after `read`.
@@ -250,7 +251,8 @@ class SingleLookup:
     trace: Any = None
     rows: Any = None
 
-    def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool) -> None:
+    def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool, by_frequency: bool = False) -> None:
+        self._by_frequency = by_frequency
         self._feature, (executor, ids, padding, bags) = feature, feature
         self._plan = executor.plan(ids, trains)
         self.weights = None if bags is None else bags.weights
@@ -270,21 +272,18 @@ class SingleLookup:
             out, self.trace = self._bags.pool(self.rows)
         return out
 
-    def sum(self, grads: Tensor, by_frequency: bool = False) -> DeviceRowGradients:
-        """Return the gradients of the rows from the gradients of the output, of any float dtype.
-
-        With `by_frequency`, they are divided by the number of the id's occurrences.
-        """
+    def sum(self, grads: Tensor) -> DeviceRowGradients:
+        """Return the gradients of the rows from the gradients of the output, of any float dtype."""
         executor, padding = self._feature.executor, self._feature.padding
         if self._bags is None:
-            return executor.sum(self._plan, grads, padding, by_frequency)
-        return self._sum_bags(self._bags, grads, by_frequency)
+            return executor.sum(self._plan, grads, padding, self._by_frequency)
+        return self._sum_bags(self._bags, grads)
 
     @spanned("sum")
-    def _sum_bags(self, bags: DeviceBags, grads: Tensor, by_frequency: bool) -> DeviceRowGradients:
+    def _sum_bags(self, bags: DeviceBags, grads: Tensor) -> DeviceRowGradients:
         with self._feature.executor.working:
             summed = sum_rows(grads.contiguous(), bags.of.plan, bags.of.paddings, *bags.shares(self.trace))
-            return summed.by_frequency() if by_frequency else summed
+            return summed.by_frequency() if self._by_frequency else summed
 
     def weight_grads(self, grads: Tensor | None) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), after `read`."""

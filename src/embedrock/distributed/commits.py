@@ -140,40 +140,24 @@ KEEP = AHEAD + 1  # of each shard; with fewer, the newest commit that all have m
 
 
 class ShardCommit(NamedTuple):
-    """A commit of one shard.
+    """A commit of one shard, or one that all shards have.
 
     Attributes:
-        name: its name, also if that was released since.
+        name: its name, also if that was released since; None if it has none, or another in each shard.
         step: training step.
         made: steps of the rule so far.
-        number: the commit's number in the shard.
-        files: files of the commit. A rollback makes another commit with the same files.
-    """
-
-    name: str | None
-    step: int | None
-    made: int
-    number: int
-    files: tuple[Any, ...]
-
-
-class CommonCommit(NamedTuple):
-    """A commit that all shards have.
-
-    Attributes:
-        name: name of the commit; None if it has none, or another in each shard.
-        step: training step.
-        made: steps of the rule so far.
-        numbers: the commit's number in each shard.
+        numbers: the commit's number in each of the shards.
+        files: files of the commit of one shard. A rollback makes another commit with the same files.
     """
 
     name: str | None
     step: int | None
     made: int
     numbers: tuple[int, ...]
+    files: tuple[Any, ...] = ()
 
 
-def known_as(commit: ShardCommit | CommonCommit) -> int:
+def known_as(commit: ShardCommit) -> int:
     """Return the identifier of a commit, the same in all shards: 63 bits."""
     identity = repr((commit.name, commit.step, commit.made)).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 1
@@ -196,7 +180,7 @@ def marks_of(part: str) -> list[ShardCommit]:
     return found[::-1]
 
 
-def kept_of(layout: ShardFolders) -> list[CommonCommit]:
+def kept_of(layout: ShardFolders) -> list[ShardCommit]:
     """Return the named commits that all shards keep, the oldest first: checkpoints may refer to them.
 
     Commits that a rollback undid are among them.
@@ -211,7 +195,7 @@ def kept_in(part: str) -> dict[int, ShardCommit]:
     return {known_as(mark): mark for mark in named}
 
 
-def readable_of(layout: ShardFolders) -> list[CommonCommit]:
+def readable_of(layout: ShardFolders) -> list[ShardCommit]:
     """Return the commits that readers can open: those of `commits_of` and of `kept_of`."""
     found = {known_as(common): common for common in (*kept_of(layout), *commits_of(layout))}
     return sorted(found.values(), key=lambda common: common.numbers)
@@ -220,24 +204,24 @@ def readable_of(layout: ShardFolders) -> list[CommonCommit]:
 def _mark(manifest: Manifest) -> ShardCommit:
     (member,), (pool,) = manifest.members, manifest.pools  # groups are not sharded
     files = pool.base, pool.delta, member.history, member.count
-    return ShardCommit(manifest.name, manifest.step, member.steps, manifest.commit, files)
+    return ShardCommit(manifest.name, manifest.step, member.steps, (manifest.commit,), files)
 
 
-def commits_of(layout: ShardFolders) -> list[CommonCommit]:
+def commits_of(layout: ShardFolders) -> list[ShardCommit]:
     """Return the commits of a sharded table, the oldest first."""
     return _in_all([{known_as(mark): mark for mark in marks_of(part)} for part in layout.parts])  # newest of equals
 
 
-def _in_all(parts: Sequence[Mapping[int, ShardCommit]]) -> list[CommonCommit]:
+def _in_all(parts: Sequence[Mapping[int, ShardCommit]]) -> list[ShardCommit]:
     found = [
-        CommonCommit(mark.name, mark.step, mark.made, tuple(part[known].number for part in parts))
+        ShardCommit(*mark[:3], sum((part[known].numbers for part in parts), ()))
         for known, mark in parts[0].items()
         if all(known in part for part in parts)
     ]
     return sorted(found, key=lambda common: common.numbers)
 
 
-def last_of(layout: ShardFolders) -> CommonCommit:
+def last_of(layout: ShardFolders) -> ShardCommit:
     """Return the newest commit that all shards of a table have.
 
     Raises:
@@ -256,7 +240,7 @@ def last_of(layout: ShardFolders) -> CommonCommit:
     if common and (common[-1].made or steps == [0]):
         return common[-1]
     if len(steps) == 1:  # names differ, but all are of the same step
-        return CommonCommit(None, last[0].step, steps[0], tuple(mark.number for mark in last))
+        return ShardCommit(None, last[0].step, steps[0], sum((mark.numbers for mark in last), ()))
     raise ArgumentError(
         f"the parts of the table at {layout.path!r} must have a commit in common: they have none of the same name, and "
         f"have made {steps} steps. Save by ert.save on all ranks, and then begin again."

@@ -60,11 +60,6 @@ class Mail(NamedTuple):
         return [end - start for start, end in itertools.pairwise(self.bounds)]
 
 
-def pack(letter: Sequence[Part]) -> np.ndarray:
-    """Pack items into one message, int32 (words,). Arrays of 2-byte elements are padded to whole words."""
-    return pack_all([letter]).flat
-
-
 def length(letter: Sequence[Part]) -> int:
     """Return the length of the packed message, in words."""
     return sum([-(-part.nbytes // 4) for part in letter])
@@ -75,7 +70,7 @@ def _room(words: int) -> np.ndarray:
 
 
 def pack_all(letters: Sequence[Sequence[Part]], room: Room = _room) -> Mail:
-    """Pack messages into one block of memory, which `room` returns.
+    """Pack messages into one block of memory, which `room` returns. Arrays of 2-byte elements are padded to words.
 
     Example:
         >>> pack_all([[np.zeros(3, np.float16)], [], [np.ones(1, np.int64)]]).bounds

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 import numpy as np
 
 from embedrock.batch.plan import NO_BITS, SlotIndex
-from embedrock.distributed.commits import CommonCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
+from embedrock.distributed.commits import ShardCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
 from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, CacheTooSmallError, CorruptTableError, TableFileError, UnsupportedError
 from embedrock.spec.description import check_same, describe_spec
@@ -25,6 +26,7 @@ from embedrock.store.verify import Verification, verify_commits
 from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import parse_bytes
 from embedrock.table.group import asked
 from embedrock.table.group import open_table as open_alone
@@ -38,7 +40,7 @@ STAY = ("dim", "dtype", "init", "seed")  # the same for one table at all times: 
 
 
 class ShardedBackend(Backend):
-    """The records of a sharded table, read only. It copies the records of a batch into one array.
+    """The records of a sharded table, read only: the location refuses changes. It copies those of a batch to an array.
 
     Args:
         spec: spec of the whole table.
@@ -115,18 +117,6 @@ class ShardedBackend(Backend):
             "embedrock reshard --shards 1, and open its part; or look them up on the CPU."
         )
 
-    def has_room(self, rows: int) -> bool:
-        return False
-
-    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> NoReturn:
-        raise AssertionError(self.subject)  # unreachable: the location refuses changes before
-
-    def discard(self, ids: np.ndarray, is_final: bool = False) -> NoReturn:
-        raise AssertionError(self.subject)
-
-    def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> NoReturn:
-        raise AssertionError(self.subject)
-
     def stats(self) -> dict[str, float]:
         each = [part.tier.stats() for part in self._parts]
         return {name: sum(one[name] for one in each) for name in each[0] if name != "commit"} | {"parts": len(each)}
@@ -146,7 +136,7 @@ class OpenShards(NamedTuple):
     """A sharded table, open as of a commit that all shards have."""
 
     layout: ShardFolders
-    commit: CommonCommit
+    commit: ShardCommit
     tables: Sequence[Table]  # the shards
     options: Mapping[str, Any]  # the arguments that opened the whole table
 
@@ -170,11 +160,8 @@ class OpenShards(NamedTuple):
         if (layout, last_of(layout)) == (self.layout, self.commit):
             return None
         newer = OpenShards.as_of(layout, None, self.options)
-        try:
+        with on_failure(newer.close):
             _check_like(self.tables[0], newer.tables[0], STAY)
-        except BaseException:
-            newer.close()
-            raise
         return newer
 
     @property
@@ -188,7 +175,7 @@ class OpenShards(NamedTuple):
             table.close()
 
 
-def _commit(layout: ShardFolders, at: int | None) -> CommonCommit:
+def _commit(layout: ShardFolders, at: int | None) -> ShardCommit:
     if at is None:
         return last_of(layout)
     found = {common.numbers[0]: common for common in readable_of(layout)}
@@ -200,19 +187,16 @@ def _commit(layout: ShardFolders, at: int | None) -> CommonCommit:
     return found[at]
 
 
-def _open_all(layout: ShardFolders, common: CommonCommit, options: Mapping[str, Any]) -> list[Table]:
+def _open_all(layout: ShardFolders, common: ShardCommit, options: Mapping[str, Any]) -> list[Table]:
     own = {key: value for key, value in options.items() if key != "name"}  # of the whole table
     if own.get("memory") is not None:
         own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)
     opened = list[Table]()
-    try:
+    with contextlib.ExitStack() as held:
         for part, number in zip(layout.parts, common.numbers, strict=True):
-            opened.append(open_alone(part, "r", number, **own))
+            opened.append(held.enter_context(open_alone(part, "r", number, **own)))
             _check_like(opened[0], opened[-1], CONTENTS)
-    except BaseException:
-        for table in opened:
-            table.close()
-        raise
+        held.pop_all()
     return opened
 
 
@@ -362,8 +346,5 @@ def open_table(
         )
     with held_back():  # or Ctrl-C may leave files open that belong to no table
         location = ShardedTableReader(OpenShards.as_of(layout, at, options), opening)
-        try:
+        with on_failure(location.close_all):
             return Table.over(location.rows(given), location, given)
-        except BaseException:
-            location.close_all()
-            raise

@@ -13,14 +13,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from embedrock.distributed.commits import (
     FILE,
     FOLDER,
-    CommonCommit,
+    ShardCommit,
     ShardFolders,
     kept_in,
     kept_of,
@@ -31,7 +31,7 @@ from embedrock.distributed.commits import (
 )
 from embedrock.distributed.owners import Shard, owners
 from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError, counted
-from embedrock.io.vfs import OS_SYSTEM, full_disk, is_full
+from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
@@ -40,6 +40,7 @@ from embedrock.store.record_store import changed_ids
 from embedrock.store.segments import CRC_BYTES, ID_BYTES
 from embedrock.system import platform
 from embedrock.system.buffers import buffers
+from embedrock.system.scopes import on_failure
 from embedrock.table.group import open_table
 from embedrock.table.saved import SavedState, load, saved_of
 from embedrock.table.table import Table, rows_of
@@ -59,6 +60,7 @@ GONE = ".gone"  # shards that are being removed
 SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the old shards: each of their rows is read once
 
 
+Item = TypeVar("Item")
 Batch = tuple[np.ndarray, np.ndarray]  # ids int64 (n,) and records uint8 (n, record_bytes)
 Picked = Sequence[tuple[Batch, np.ndarray]]  # batches of several shards, and a mask of the rows of each, bool (n,)
 
@@ -132,7 +134,7 @@ class Resharding:
         name: its name in each new shard.
     """
 
-    common: CommonCommit
+    common: ShardCommit
     name: str
 
     def __init__(self, before: ShardFolders, ranks: int, memory: int | str = MEMORY) -> None:
@@ -211,16 +213,14 @@ class Resharding:
         for rank in ranks:
             shutil.rmtree(self.after.part(rank), ignore_errors=True)
 
-    @contextlib.contextmanager
-    def undone_on_full_disk(self, ranks: Iterable[int]) -> Iterator[None]:
+    def undone_on_full_disk(self, ranks: Iterable[int]) -> contextlib.AbstractContextManager[None]:
         """Remove the new shards if the disk is full after all: no later call could continue them."""
-        try:
-            yield
-        except Exception as error:
-            if not is_full(error):
-                raise
+
+        def undo() -> OSError:
             self._remove(ranks)
-            raise self._full_disk(self._needed_bytes) from error
+            return self._full_disk(self._needed_bytes)
+
+        return explained_if_full(undo)
 
     def _own_name(self) -> str:
         """Return a name that no earlier shards have, so that those do not pass for new ones."""
@@ -248,8 +248,12 @@ class Resharding:
                 tables = [open_table(self.before.part(n), "r", common.numbers[n], memory=memory) for n in sources]
                 for table in tables:
                     opened.callback(table.close)
-                made = made or [opened.enter_context(_closing(self._new_part(rank, tables[0]))) for rank in missing]
-                if last and _is_like(last[0], tables[0]):
+                if not made:
+                    made = [opened.enter_context(self._new_part(rank, tables[0])) for rank in missing]
+                    for table in made:  # an error may leave it incomplete
+                        opened.enter_context(on_failure(rows_of(table).version.commit))
+                # Records of commits with one record layout can share a shard.
+                if last and _layout(last[0]) == _layout(tables[0]):
                     _follow(last, tables, shards, made)
                 else:
                     _fill(tables, shards, made)
@@ -293,21 +297,8 @@ class Resharding:
         _remove_others(self.after)
 
 
-@contextlib.contextmanager
-def _closing(table: Table) -> Iterator[Table]:
-    """Close a new shard afterwards. An error may leave it incomplete."""
-    with table:
-        try:
-            yield table
-        except BaseException:
-            rows_of(table).version.commit()
-            raise
-
-
-def _is_like(one: Table, other: Table) -> bool:
-    """Return whether two commits have the same record layout, so that their records can share a shard."""
-    first, second = one.spec, other.spec
-    return (first.rows, first.seed, first.layout) == (second.rows, second.seed, second.layout)
+def _layout(table: Table) -> tuple[Any, ...]:
+    return table.spec.rows, table.spec.seed, table.spec.layout
 
 
 def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
@@ -317,7 +308,7 @@ def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table
     """
     with ThreadPoolExecutor(len(tables) + len(shards)) as pool:
         size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
-        streams = [_prefetched(pool, _records(table, size)) for table in tables]
+        streams = [prefetched(pool, _records(table, size)) for table in tables]
         _send(merged(streams), shards, [_BatchFeed(pool, _write, table, tables) for table in made])
 
 
@@ -460,12 +451,12 @@ def _records(table: Table, size: int) -> Iterator[Batch]:
             yield ids, _taken(records.bytes, slots)
 
 
-def _prefetched(pool: ThreadPoolExecutor, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Iterate over batches; a thread makes the next one meanwhile."""
-    coming = pool.submit(next, batches, None)
-    while (batch := coming.result()) is not None:
-        coming = pool.submit(next, batches, None)
-        yield batch
+def prefetched(pool: ThreadPoolExecutor, items: Iterator[Item]) -> Iterator[Item]:
+    """Iterate over `items`, none of which is None, while a thread makes the next one."""
+    coming = pool.submit(next, items, None)
+    while (item := coming.result()) is not None:
+        coming = pool.submit(next, items, None)
+        yield item
 
 
 def _overlap(one: Shard, other: Shard) -> bool:

@@ -20,11 +20,11 @@ from embedrock.optimizers import Rule
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import OPEN_IDS, check_count
 from embedrock.system.interrupts import held_back
-from embedrock.table import changes
-from embedrock.table.changes import RuleTaker, set_rule
+from embedrock.table.changes import RuleTaker, check_may_bind, set_rule
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import InitialValuesOf, make_rows
 from embedrock.table.options import TableOptions, declared, index, table_options
+from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
 WIRES = ("float32", "bfloat16")  # dtypes of float32 numbers on the wire between processes
@@ -76,7 +76,10 @@ def open_table(
     """
     rows_name, dim_name = names
     if isinstance(rows, Table):
-        _refuse_options(layer, [dim_name] * (dim is not None) + ["group"] * (group is not None), options)
+        known = declared(TableOptions).items()
+        given = [dim_name] * (dim is not None) + ["group"] * (group is not None)
+        for name in given + [name for name, option in known if name in options and options[name] != option.default]:
+            raise ArgumentError(f"`{name}` of {layer} belongs to the table: pass it when you make the er.Table.")
         return rows
     if dim is None:
         raise ArgumentError(f"`{dim_name}` of {layer} is missing: only a ready-made er.Table brings its own.")
@@ -100,13 +103,6 @@ def open_table(
     if padding is not None and not rows_of(table).tier.count:
         zero_rows(table, [padding])
     return table
-
-
-def _refuse_options(layer: str, given: list[str], options: Mapping[str, Any]) -> None:
-    known = declared(TableOptions).items()
-    changed = [name for name, option in known if name in options and options[name] != option.default]
-    for name in given + changed:
-        raise ArgumentError(f"`{name}` of {layer} belongs to the table: pass it when you make the er.Table.")
 
 
 def _member(
@@ -264,28 +260,10 @@ def written(rule: Rule) -> str:
     return f"er.{type(rule).__name__}({', '.join(parts)})"
 
 
-def bind_rule(table: Table, rule: Rule, taker: RuleTaker) -> None:
-    """Set an optimizer's rule as the rule of a table. Rows of a snapshot are never stepped.
-
-    Raises:
-        ArgumentError: a chosen rule, or optimizer state of rows, would be lost.
-    """
-    if table.mode == "w":
-        with (rows := rows_of(table)).table_lock.whole():
-            rows.check()
-            changes.bind_rule(rows, rule, taker)
-
-
-def check_may_bind(table: Table, rule: Rule, taker: RuleTaker) -> None:
-    """Raise the error that `bind_rule` would raise, if any."""
-    if table.mode == "w" and not taker.resets_state:
-        changes.check_may_bind(rows_of(table), rule, taker)
-
-
-def may_bind(table: Table, rule: Rule, taker: RuleTaker) -> bool:
+def may_bind(rows: TableState, rule: Rule, taker: RuleTaker) -> bool:
     """Return whether `check_may_bind` raises nothing."""
     try:
-        check_may_bind(table, rule, taker)
+        check_may_bind(rows, rule, taker)
     except ArgumentError:
         return False
     return True

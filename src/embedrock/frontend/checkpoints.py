@@ -17,16 +17,18 @@ import os
 import re
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embedrock.io.vfs import OS_SYSTEM
+from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
 from embedrock.system import platform
 from embedrock.table.table import Table
 
 FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
+_NONE_BEFORE = "There is no checkpoint before it."
 
 
 class CheckpointSuffixes(NamedTuple):
@@ -94,6 +96,20 @@ class Checkpoint(NamedTuple):
         self.draft.rename(self.file)
         OS_SYSTEM.fsync_folder(str(self.folder))
 
+    def explained_if_full(self, needed: Callable[[], int], rows: str = "") -> AbstractContextManager[None]:
+        """Explain an error of a full disk, by the bytes of the file, and free the space of the draft."""
+
+        def explain() -> OSError:
+            if self.draft.exists():
+                self.draft.write_bytes(b"")
+            found = checkpoints(self.folder, self.endings)
+            last = f"The last checkpoint, {str(found[-1].file)!r}, is whole." if found else _NONE_BEFORE
+            remedy = f"Free some space, or save to a folder on another disk. {last}"
+            what = f"the checkpoint of step {self.step}{rows} could not be saved"
+            return full_disk(str(self.file), what, needed(), remedy)
+
+        return explained_if_full(explain)
+
 
 def checkpoints(folder: Path, endings: CheckpointSuffixes) -> list[Checkpoint]:
     """Return the checkpoints in a folder, oldest first."""
@@ -132,9 +148,7 @@ def older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None) -> l
 def drop(old: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
     """Drop checkpoints of one folder, and release their commits."""
     retire(old)
-    free(old, tables)
-    for each in old:
-        each.draft.unlink()
+    _remove(old, tables)
 
 
 def retire(old: Sequence[Checkpoint]) -> None:
@@ -147,9 +161,12 @@ def retire(old: Sequence[Checkpoint]) -> None:
 
 def collect(folder: Path, endings: CheckpointSuffixes, tables: Iterable[Table]) -> None:
     """Release the commits of unfinished or dropped checkpoints. No checkpoint may be in progress."""
-    drafted = drafts(folder, endings)
-    free(drafted, tables)
-    for each in drafted:
+    _remove(drafts(folder, endings), tables)
+
+
+def _remove(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
+    free(gone, tables)
+    for each in gone:
         each.draft.unlink()
 
 
@@ -159,12 +176,6 @@ def free(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
         for commit in table.commits() if gone else ():
             if any(each.owns(commit) for each in gone):
                 table.release(commit["name"])
-
-
-def told_last(made: Checkpoint) -> str:
-    """Return a sentence that names the newest complete checkpoint, for the error of a failed one."""
-    found = checkpoints(made.folder, made.endings)
-    return f"The last checkpoint, {str(found[-1].file)!r}, is whole." if found else "There is no checkpoint before it."
 
 
 COME_AND_GONE = ("admitted", "evicted", "gradients_dropped", "gradients_shared")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.optimizers import Rule
 from embedrock.system.log import tell
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import set_within
 from embedrock.table.changes import set_rule
 from embedrock.table.table import Table, rows_of
 
@@ -60,14 +61,9 @@ def reference_at(table: Table, commit: int, step: int | None) -> dict[str, Any]:
     return made if table.group is None else {**made, MEMBER: table.name}
 
 
-@contextlib.contextmanager
-def kept_by(checkpoint: str) -> Iterator[None]:
+def kept_by(checkpoint: str) -> AbstractContextManager[None]:
     """Make references refer to commits that the named checkpoint keeps for as long as it needs them."""
-    token = _checkpoint.set(checkpoint)
-    try:
-        yield
-    finally:
-        _checkpoint.reset(token)
+    return set_within(_checkpoint, checkpoint)
 
 
 def is_kept() -> bool:

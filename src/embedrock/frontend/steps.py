@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
     """Step tables by their gradients. Errors are raised before any table is stepped.
 
     Args:
-        due: the steps, one for each table.
+        due: the steps, one for each table. Those without an executor are the CPU's.
         is_awaited: the caller waits until all checks have passed. (This waits for a GPU.)
 
     Raises:
@@ -28,23 +27,23 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
         ClosedTableError: a table was closed.
     """
     for part in due:
-        if part.executor.judge is not judge_on_host:
+        if part.executor is not None:
             break
     else:
         return stepping.step_all(due)
     kinds: dict[Any, list[stepping.StepRequest]] = {}
     for part in due:
-        kinds.setdefault(part.executor.judge, []).append(part)
-    ordered = [*kinds.items()]
-    if len(kinds) > 1:  # a GPU step waits for a CPU step that has the same table lock
-        ordered.sort(key=lambda kind: kind[0] is not judge_on_host)
+        kinds.setdefault(None if part.executor is None else part.executor.judge, []).append(part)
     mark_dirty = [part for part in due if part.change is not None and part.grads.is_finite]
     with held_back():  # or Ctrl-C could interrupt between two tables
         alone = len(kinds) == 1 and not is_awaited
-        stepping.step_judged([step for judge, parts in ordered for step in judge(parts, alone)], mark_dirty)
+        # First those of the CPU: a GPU step waits for a CPU step that has the same table lock.
+        judged = stepping.judge(kinds.pop(None)) if None in kinds else []
+        judged += [step for judge, parts in kinds.items() for step in judge(parts, alone)]
+        stepping.step_judged(judged, mark_dirty)
 
 
-Part = tuple[RowGradients, Rule, Any, int, TableState]  # joint gradients, rule, executor, the table's number and state
+Part = tuple[RowGradients, Rule, int, TableState]  # joint gradients, rule, and the number and the state of a table
 
 
 def of_joint(parts: Sequence[Part]) -> list[stepping.StepRequest]:
@@ -52,20 +51,17 @@ def of_joint(parts: Sequence[Part]) -> list[stepping.StepRequest]:
 
     Parts with the same gradients and rule follow each other.
     """
-    found: list[stepping.StepRequest] = []
+    runs, last, by = list[tuple[RowGradients, Rule, dict[int, TableState]]](), None, None
     tables: dict[int, TableState] = {}
-    for (joint, rule, executor, number, rows), after in itertools.zip_longest(parts, parts[1:]):
+    for joint, rule, number, rows in parts:
+        if joint is not last or rule is not by:
+            last, by, tables = joint, rule, {}
+            runs.append((joint, rule, tables))
         tables[number] = rows
-        if after is not None and after[0] is joint and after[1] is rule:
-            continue
+    found: list[stepping.StepRequest] = []
+    for joint, rule, tables in runs:
         if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
-            found += (stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint, None, executor),)
+            found += (stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint),)
         else:
-            found += [stepping.StepRequest((own,), rule, joint.of(k), None, executor) for k, own in tables.items()]
-        tables = {}
+            found += [stepping.StepRequest((own,), rule, joint.of(k)) for k, own in tables.items()]
     return found
-
-
-def judge_on_host(due: Sequence[Any], alone: bool) -> list[stepping.CheckedStep]:
-    """Prepare a step of tables on the CPU by `stepping.judge`, which always checks everything."""
-    return stepping.judge(due)

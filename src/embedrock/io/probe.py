@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -74,11 +75,8 @@ def random_reads(folder: str | os.PathLike[str]) -> float:
     with tempfile.TemporaryDirectory(prefix="embedrock-probe-", dir=folder) as scratch:
         path = Path(scratch) / "blocks"
         write_rate(path, PROBE_BYTES, keep=True, seconds=PROBE_S)
-        reader = BlockReader([path])
-        try:
+        with closing(BlockReader([path])) as reader:
             return reader.best_rate(PROBE_S)
-        finally:
-            reader.close()
 
 
 def write_rate(path: Path, size: int, keep: bool = False, seconds: float = float("inf")) -> float:

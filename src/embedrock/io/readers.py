@@ -101,7 +101,12 @@ class Readers:
         return LinuxReader(_wanted() or AT_ONCE)
 
     def read(self, pieces: Pieces, direct: Set[int]) -> None:
-        """Make all reads. Descriptors in `direct` are read past the page cache."""
+        """Make many reads at once, with the arguments of the kernel `read_pieces`.
+
+        Args:
+            pieces: `fds`, `offsets`, `sizes`, `out`, `starts`, `got`.
+            direct: descriptors that are read past the page cache.
+        """
         fds, _, _, out, _, _ = pieces
         if len(fds) < FEWEST or not self._linux.works:
             return self._by_threads(pieces)
@@ -137,21 +142,11 @@ def _wanted() -> int | None:
     return int(text)
 
 
-_readers = Readers()
-
-
-def read(pieces: Pieces, direct: Set[int]) -> None:
-    """Make many reads at once, with the arguments of the kernel `read_pieces`.
-
-    Args:
-        pieces: `fds`, `offsets`, `sizes`, `out`, `starts`, `got`.
-        direct: descriptors that are read past the page cache.
-    """
-    _readers.read(pieces, direct)
+READERS = Readers()
 
 
 @forks.in_child
 def _begin_child(missed: Set[forks.Lock]) -> None:
     """Discard threads and contexts: they are not valid in a forked child."""
-    global _readers
-    _readers = Readers()
+    global READERS
+    READERS = Readers()

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -23,8 +23,8 @@ import numpy.typing as npt
 from embedrock.errors import CorruptTableError, TableFileError
 from embedrock.io import readers
 from embedrock.system import forks, platform
-from embedrock.system.arena import returned
 from embedrock.system.platform import O_DIRECT, O_NOFOLLOW, O_NONBLOCK
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import format_bytes
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -55,6 +55,17 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+@contextlib.contextmanager
+def explained_if_full(explain: Callable[[], OSError]) -> Iterator[None]:
+    """Raise the error that `explain` returns in place of one of a full disk."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise explain() from error
 
 
 def full_disk(path: str, what: str, needed: int, remedy: str) -> OSError:
@@ -161,8 +172,9 @@ class File:
             except OSError as error:
                 raise self._named(error, end - at) from error
         self.size = end
-        if end >= DIRECT_BYTES and self.fd == self._writing_fd:
-            self._read_directly()
+        if end >= DIRECT_BYTES and self.fd == self._writing_fd:  # read past the page cache from now on, if possible
+            with contextlib.suppress(OSError):
+                self.fd = retried(self._system.open, self.path, os.O_RDONLY | O_DIRECT)
         return start
 
     def read(self, offset: int, size: int) -> bytes:
@@ -216,11 +228,6 @@ class File:
         # A merged or dropped segment stays open until its last reader is done.
         self.close()
 
-    def _read_directly(self) -> None:
-        """Read past the page cache from now on, where the file system can. Appending does not change."""
-        with contextlib.suppress(OSError):
-            self.fd = retried(self._system.open, self.path, os.O_RDONLY | O_DIRECT)
-
     def _named(self, error: OSError, needed: int = 0) -> OSError:
         """Return the error with the path, and with the missing space on a full disk."""
         text = os.strerror(error.errno) if error.errno else str(error)
@@ -231,11 +238,6 @@ class File:
 
 def _folder_of(path: str) -> str:
     return os.path.dirname(path) or "."
-
-
-def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory that direct writes need not copy."""
-    return returned(nbytes, np.uint8, "a copy of records")
 
 
 def create(system: System, path: str) -> File:
@@ -254,11 +256,8 @@ def open_file(system: System, path: str, direct: bool = False) -> File:
         direct: read past the page cache where the file system can. For random reads of files larger than RAM.
     """
     fd = retried(system.open, path, os.O_RDONLY | (O_DIRECT if direct else 0))
-    try:
+    with on_failure(lambda: system.close(fd)):
         return File(system, path, fd, retried(system.size, fd))
-    except BaseException:
-        system.close(fd)
-        raise
 
 
 def write_whole(system: System, path: str, parts: Iterable[Data], link_to: str | None = None) -> None:
@@ -303,16 +302,13 @@ def read_whole(system: System, path: str, limit_bytes: int) -> bytes:
     Raises:
         CorruptTableError: the file is larger than `limit_bytes`, and was not read.
     """
-    file = open_file(system, path)
-    try:
+    with contextlib.closing(open_file(system, path)) as file:
         if file.size > limit_bytes:
             raise CorruptTableError(
                 f"{path} is too large: at most {limit_bytes} bytes were expected, and it has {file.size}. "
                 "Restore the file, or open an older commit."
             )
         return file.read(0, file.size)
-    finally:
-        file.close()
 
 
 LOCK_HEAD = 7  # bytes that identify our lock files
@@ -448,11 +444,9 @@ class System:
         platform.sync(fd)
 
     def size(self, fd: int) -> int:
-        """Return the size of an open file in bytes."""
         return os.fstat(fd).st_size
 
     def fsync_folder(self, path: str) -> None:
-        """Make the entries of a folder durable."""
         opened(platform.sync_folder, path)
 
     def mkdir(self, path: str) -> None:
@@ -460,7 +454,6 @@ class System:
         os.mkdir(path)
 
     def rmdir(self, path: str) -> None:
-        """Remove an empty folder."""
         os.rmdir(path)
 
     def link(self, source: str, target: str) -> None:
@@ -484,7 +477,6 @@ class System:
         return True
 
     def free_bytes(self, path: str) -> int:
-        """Return the free bytes of the file system of `path`."""
         return platform.free_bytes(path)
 
     def lock(self, path: str, text: str) -> int:
@@ -497,7 +489,7 @@ class System:
         if os.path.islink(path) or os.path.isdir(path):
             raise no_lock_file(path)
         fd = opened(os.open, path, os.O_RDWR | os.O_CREAT | O_NONBLOCK | O_NOFOLLOW, 0o666)
-        try:
+        with on_failure(lambda: os.close(fd)):
             found = os.fstat(fd)
             is_ours = stat.S_ISREG(found.st_mode) and os.pread(fd, LOCK_HEAD, 0) == text.encode()[:LOCK_HEAD]
             if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and not is_ours):
@@ -508,9 +500,6 @@ class System:
             # Write before truncation: a table on a full disk can be opened, because the lock's old bytes are reused.
             if is_there := self.is_at(fd, path):
                 os.ftruncate(fd, os.pwrite(fd, text.encode(), 0))
-        except BaseException:
-            os.close(fd)
-            raise
         if not is_there:  # this or another writer removed the name
             os.close(fd)
             return self.lock(path, text)
@@ -535,7 +524,7 @@ class System:
             starts: position of each piece in `out`, likewise. Bytes behind the end of a file are zeroed.
         """
         got = np.empty(len(fds), np.int64)
-        readers.read((fds, offsets, sizes, out, starts, got), self._direct)
+        readers.READERS.read((fds, offsets, sizes, out, starts, got), self._direct)
         for i in np.flatnonzero(got != sizes).tolist():
             start, end = int(starts[i]), int(starts[i] + sizes[i])
             found = self._read_again(int(fds[i]), out.data[start:end], int(offsets[i]))
@@ -553,8 +542,9 @@ class System:
                 found = done + platform.read_into(fd, memory[done:], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and not is_refused:
-                    is_refused = True
-                    self._give_up_direct(fd)
+                    is_refused = True  # some file systems accept O_DIRECT at open, and refuse reads
+                    platform.give_up_direct(fd)
+                    self._direct.discard(fd)
                     continue
                 raise OSError(error.errno, os.strerror(error.errno or 0), self._paths.get(fd)) from error
             if found == done or offset + found >= os.fstat(fd).st_size:
@@ -563,27 +553,19 @@ class System:
             done = found // BLOCK * BLOCK if fd in self._direct else found
         return done
 
-    def _give_up_direct(self, fd: int) -> None:
-        """Read through the page cache from now on: some file systems accept O_DIRECT at open, and refuse reads."""
-        platform.give_up_direct(fd)
-        self._direct.discard(fd)
-
     def behind(self, fd: int, start: int, end: int) -> None:
         """Start to write back appended bytes, which bounds dirty memory and shortens a later sync."""
         tail = self._tails.setdefault(fd, _UnsyncedTail(start))
         try:
             if end - tail.started >= WRITE_BEHIND_BYTES:
-                self._start_writing(fd, tail, end)
+                if self._sync_file_range is not None:
+                    self._sync_file_range(fd, tail.started, end, _WRITE)
+                tail.started = end
             if end - tail.done >= DIRTY_BYTES:
                 self._finish_writing(fd, tail, end - DIRTY_BYTES // 2)
         except OSError as error:
             tail.failure = error
             raise
-
-    def _start_writing(self, fd: int, tail: _UnsyncedTail, end: int) -> None:
-        if self._sync_file_range is not None:
-            self._sync_file_range(fd, tail.started, end, _WRITE)
-        tail.started = end
 
     def _finish_writing(self, fd: int, tail: _UnsyncedTail, end: int) -> None:
         if self._sync_file_range is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from embedrock.errors import WorkerLostError
+from embedrock.errors import ForgottenGradientsError, WorkerLostError
 from embedrock.frontend.references import HeldCommitsWarning
 from embedrock.frontend.requirements import require
 from embedrock.keras.callers import check_backend
@@ -22,7 +22,6 @@ from embedrock.keras.saving.checkpoint import TableCheckpoint
 from embedrock.keras.saving.loading import load_model
 from embedrock.keras.stats import TableStats
 from embedrock.keras.training.optimizers import RowOptimizer, optimizer
-from embedrock.keras.training.pending import ForgottenGradientsError
 from embedrock.keras.workers.cluster import distribute, worker_errors
 from embedrock.storage.listeners import PlacementWarning
 

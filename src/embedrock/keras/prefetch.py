@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError, counted
+from embedrock.errors import ArgumentError, CacheTooSmallError, IdError, UnsupportedError
 from embedrock.frontend.batch_ids import asked_by_table
 from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.training.lookup import checked_ids
 from embedrock.storage.backend import Pin
-from embedrock.system.sizes import format_bytes
 from embedrock.system.spans import span
-from embedrock.table.prefetch import Prefetcher, Wanted, joined, of_bringer
+from embedrock.table.prefetch import Wanted, crowded, joined
 from embedrock.table.table import Table
 
 EXAMPLE = 'Pass, for example, {layer: lambda x, y: x["user"]}.'
@@ -170,7 +169,9 @@ class _Passes:
                 except IdError:
                     return  # the layer's own lookup will report it
                 except CacheTooSmallError as error:
-                    raise self._explained(error, window, prefetcher) from error
+                    kept = f"erk.prefetch with depth={self._depth} keeps the rows of {self._size} batches"
+                    windows = [[self._wanted(each) for each in window]]
+                    raise crowded(error, kept, prefetcher, windows, f" of {len(window)}") from error
 
     def _wanted(self, fetched: _PrefetchedRows) -> Wanted:
         """Return the ids of a batch by prefetcher, for tables that still exist."""
@@ -183,17 +184,6 @@ class _Passes:
         layers = [layer for reference in self._layers if (layer := reference()) is not None and layer.built]
         several = any(len(layer.handle.cells()) > 1 for layer in layers)
         return self._depth + 1 + (STRATEGY_AHEAD if several else 0)
-
-    def _explained(
-        self, error: CacheTooSmallError, window: Sequence[_PrefetchedRows], prefetcher: Prefetcher
-    ) -> CacheTooSmallError:
-        """Return the error with the memory that the prefetcher needs for a window of batches."""
-        rows, memory = prefetcher.room_for(of_bringer(prefetcher, [self._wanted(fetched) for fetched in window]))
-        return CacheTooSmallError(
-            f"{error} erk.prefetch with depth={self._depth} keeps the rows of {self._size} batches in the cache at "
-            f"once, here {counted(rows, 'row')} of {len(window)}: memory={memory} ({format_bytes(memory)}) is "
-            "enough for them, and a lower `depth` needs less."
-        )
 
 
 def _release(window: Sequence[_PrefetchedRows]) -> None:

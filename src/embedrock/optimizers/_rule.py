@@ -149,10 +149,10 @@ class Rule(ABC):
     BELOW: ClassVar[tuple[tuple[str, float], ...]] = ()  # numbers from 0, and what each must be less than
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     HISTORY: ClassVar[type[StepHistory] | None] = None  # with the argument `dense`, if the rule has it
+    COLUMNS: ClassVar[tuple[StateColumn, ...]] = ()  # of the state, before the last step of `dense`
     FADE: ClassVar[str]  # hyperparameter by which untouched rows fade then
-    last_numbers: ClassVar[Any] = (
-        None  # step, its constants and log fades, and `StepHistory.content` after it by before
-    )
+    # A step, its constants and log fades, and `StepHistory.content` after it by before.
+    last_numbers: ClassVar[Any] = None
     lr: float
 
     @property
@@ -160,9 +160,9 @@ class Rule(ABC):
         """True if the rule has its own learning rate. Otherwise a front end may use another one."""
         return vars(self).get("_brings_lr", False)
 
-    @abstractmethod
     def state(self) -> tuple[StateColumn, ...]:
         """Return the state columns in record order."""
+        return (*self.COLUMNS, LAST_STEP) if getattr(self, "dense", False) else self.COLUMNS
 
     @abstractmethod
     def numbers(self, step: int) -> Any:
@@ -181,7 +181,6 @@ class Rule(ABC):
         return self.numbers(step), (float(getattr(self, self.FADE)),)
 
     def check(self) -> None:
-        """Raise `ArgumentError` if hyperparameters are invalid."""
         for name, below in (("lr", math.inf), *self.BELOW):
             self.check_number(name, getattr(self, name), below)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.kernels import arguments
-from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
+from embedrock.optimizers._rule import Rule, StateColumn, StepHistory, rule
 
 
 class DenseAdamHistory(StepHistory):
@@ -38,6 +38,7 @@ class DenseAdamHistory(StepHistory):
 class _AdamFamily(Rule):
     FIXED = frozenset({"dense"})
     BELOW = (("eps", math.inf),)
+    COLUMNS = StateColumn("exp_avg"), StateColumn("exp_avg_sq")
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -50,10 +51,6 @@ class _AdamFamily(Rule):
             raise ArgumentError(f"`betas` of {type(self).__name__} must be two numbers: got {self.betas!r}.")
         for name, beta in zip(("betas[0]", "betas[1]"), self.betas, strict=True):
             self.check_number(name, beta, 1.0)
-
-    def state(self) -> tuple[StateColumn, ...]:
-        moments = StateColumn("exp_avg"), StateColumn("exp_avg_sq")
-        return (*moments, LAST_STEP) if self.dense else moments
 
     def dense_numbers(self, step: int) -> tuple[arguments.DenseAdamNumbers, arguments.DenseAdamFades]:
         lr, (beta1, beta2), (shrink, decay) = float(self.lr), map(float, self.betas), self._decay()

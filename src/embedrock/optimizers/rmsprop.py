@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from embedrock.kernels import arguments
-from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
+from embedrock.optimizers._rule import Rule, StateColumn, StepHistory, rule
 
 
 class DenseRMSpropHistory(StepHistory):
@@ -47,17 +47,13 @@ class RMSprop(Rule):
 
     FIXED = frozenset({"dense"})
     BELOW = (("alpha", 1.0), ("eps", math.inf))
-    HISTORY, FADE = DenseRMSpropHistory, "alpha"
+    COLUMNS, HISTORY, FADE = (StateColumn("square_avg"),), DenseRMSpropHistory, "alpha"
     ADDED = frozenset({"dense", "eps_inside"})
     lr: float = 1e-2
     alpha: float = 0.99
     eps: float = 1e-8
     dense: bool = False
     eps_inside: bool = False
-
-    def state(self) -> tuple[StateColumn, ...]:
-        average = StateColumn("square_avg")
-        return (average, LAST_STEP) if self.dense else (average,)
 
     def numbers(self, step: int) -> arguments.RMSpropStep:
         alpha, eps = float(self.alpha), float(self.eps)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.kernels import arguments
-from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory, rule
+from embedrock.optimizers._rule import Rule, StateColumn, StepHistory, rule
 
 
 @rule
@@ -27,9 +27,6 @@ class SGD(Rule):
     """
 
     lr: float = 1e-2
-
-    def state(self) -> tuple[StateColumn, ...]:
-        return ()
 
     def numbers(self, step: int) -> arguments.SGDStep:
         return arguments.SGDStep(float(self.lr))
@@ -83,17 +80,13 @@ class Momentum(Rule):
 
     FIXED = frozenset({"dense", "lr_inside"})
     BELOW = (("momentum", 1.0),)
-    HISTORY, FADE = DenseMomentumHistory, "momentum"
+    COLUMNS, HISTORY, FADE = (StateColumn("momentum_buffer"),), DenseMomentumHistory, "momentum"
     ADDED = frozenset({"dense", "lr_inside"})
     lr: float = 1e-2
     momentum: float = 0.9
     nesterov: bool = False
     dense: bool = False
     lr_inside: bool = False
-
-    def state(self) -> tuple[StateColumn, ...]:
-        buffer = StateColumn("momentum_buffer")
-        return (buffer, LAST_STEP) if self.dense else (buffer,)
 
     def numbers(self, step: int) -> arguments.MomentumStep:
         gradient_rate, buffer_rate = (float(self.lr), 1.0) if self.lr_inside else (1.0, float(self.lr))

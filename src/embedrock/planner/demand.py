@@ -249,7 +249,7 @@ def most_rows(rows: float, workers: int) -> float:
 
 def exchanged_bytes(spec: Spec, rows: float) -> float:
     """Return the bytes exchanged for rows of other workers: ids, rows, ids again, and gradients."""
-    return rows * (8 + spec.storage.words.itemsize * spec.dim + 8 + 4 * spec.dim)
+    return rows * (8 + spec.words.itemsize * spec.dim + 8 + 4 * spec.dim)
 
 
 def curve_of(demand: Demand, sizes: Sequence[int], steps: int | None) -> MissRatioCurve:

@@ -80,8 +80,8 @@ def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> Non
     different = [key for key, value in said.items() if value != got.get(key)]
     if different:
         raise TableFileError(
-            f"{where} holds another table: {', '.join(different)} differ. Asked for {_line(expected)}; it holds "
-            f"{_line(got)}. Use its own arguments (er.open(path) needs none), or another path."
+            f"{where} holds another table: {', '.join(different)} differ. Asked for {as_arguments(expected)}; it holds "
+            f"{as_arguments(got)}. Use its own arguments (er.open(path) needs none), or another path."
             f"{_how_to_grow(expected['rows'], got['rows'])}"
         )
 
@@ -91,7 +91,8 @@ def _how_to_grow(rows: Any, had: int | None) -> str:
     return f" A table gets more rows by er.open(path) and table.grow({rows})." if can_grow else ""
 
 
-def _line(description: dict[str, Any]) -> str:
+def as_arguments(description: dict[str, Any]) -> str:
+    """Return values with their names, as in a call."""
     return ", ".join(f"{key}={value!r}" for key, value in description.items())
 
 

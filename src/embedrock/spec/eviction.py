@@ -88,7 +88,6 @@ class Eviction:
 
     @property
     def has_mirror(self) -> bool:
-        """Return whether it has a listener."""
         return self.evicted is not None or self.returned is not None
 
     def idle_seconds(self) -> float:

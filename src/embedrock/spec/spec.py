@@ -17,22 +17,9 @@ if TYPE_CHECKING:
     from embedrock.spec.eviction import Eviction
 
 
-class RowDtype(NamedTuple):
-    """The form of weights of one dtype in a record.
-
-    NumPy has no bfloat16, and Numba no 16-bit floats. So 16-bit weights are kept as bits: bfloat16 in uint16, float16
-    in int16. They differ so that a kernel can choose the codec by the array's dtype.
-    """
-
-    name: str
-    words: np.dtype
-
-
-STORAGES = {
-    "float32": RowDtype("float32", np.dtype(np.float32)),
-    "bfloat16": RowDtype("bfloat16", np.dtype(np.uint16)),
-    "float16": RowDtype("float16", np.dtype(np.int16)),
-}
+# The dtypes of weights, and their form in a record. NumPy has no bfloat16, and Numba no 16-bit floats. So 16-bit
+# weights are kept as bits. Their forms differ so that a kernel can choose the codec by the dtype of the array.
+STORAGES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.int16)}
 STATE_BYTES = 4  # optimizer state is always float32
 MAX_ALIGNMENT = 16
 OPEN_IDS = "None is for open ids, any int64."
@@ -107,17 +94,18 @@ class Spec:
         return self.admission is not None or self.eviction is not None
 
     @forks.cached_property
-    def storage(self) -> RowDtype:
+    def words(self) -> np.dtype:
+        """The dtype of weights in a record."""
         return STORAGES[self.dtype]
 
     @forks.cached_property
     def layout(self) -> RecordLayout:
-        state_start = -(-self.dim * self.storage.words.itemsize // STATE_BYTES)
+        state_start = -(-self.dim * self.words.itemsize // STATE_BYTES)
         state_width = 0 if self.rule is None else self.rule.state_width(self.dim)
         used = (state_start + state_width) * STATE_BYTES
         alignment = min(MAX_ALIGNMENT, 1 << (used - 1).bit_length())
         record_bytes = -(-used // alignment) * alignment
-        gaps = (self.dim * self.storage.words.itemsize, state_start * STATE_BYTES), (used, record_bytes)
+        gaps = (self.dim * self.words.itemsize, state_start * STATE_BYTES), (used, record_bytes)
         return RecordLayout(record_bytes, state_start, state_width, tuple(gap for gap in gaps if gap[0] < gap[1]))
 
     @forks.cached_property

@@ -11,14 +11,11 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from embedrock.spec.spec import Spec
-from embedrock.storage.budget import MemoryBudget
-from embedrock.storage.online_curve import AT_ONCE, RECENT, OnlineMissCurve
+from embedrock.storage.online_curve import AT_ONCE, RECENT
 from embedrock.storage.ram_layout import memory_for
 from embedrock.store.folder import Folder
-from embedrock.store.record_store import RecordStore
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.ram import available_bytes
 from embedrock.system.sizes import format_bytes
@@ -40,19 +37,8 @@ _advised: weakref.WeakSet[Folder[Any]] = weakref.WeakSet()
 _lines = 0
 
 
-class Cached(NamedTuple):
-    """A disk backend as advice sees it: its cache of `slots` slots takes RAM of a budget."""
-
-    subject: str
-    spec: Spec
-    store: RecordStore
-    watch: OnlineMissCurve
-    slots: int
-    budget: MemoryBudget
-
-
-def consider(tier: Cached) -> None:
-    """Log advice if another size would clearly pay for a table on disk, or a group, that trains.
+def consider(tier: Any) -> None:
+    """Log advice if another size would clearly pay for a `DiskBackend`, of a table or a group, that trains.
 
     A thread of its own logs it, because a log handler may call the table.
     """
@@ -73,9 +59,9 @@ def consider(tier: Cached) -> None:
         threading.Thread(target=LOGGER.warning, args=("%s", text), name="embedrock-advice", daemon=True).start()
 
 
-def of_more(tier: Cached) -> str | None:
+def of_more(tier: Any) -> str | None:
     """Return how much more memory would save; None if that is little or unknown."""
-    watch, slots = tier.watch, tier.slots
+    watch, slots = tier.watch, tier.placement.slots
     curve, told = watch.curve(), watch.told(slots)
     here, new = told.get("missed_x1"), told.get("missed_new", 0.0)
     if curve is None or here is None or new > SETTLED * here or here - new < MATTERS * curve.rows:
@@ -95,7 +81,7 @@ def of_more(tier: Cached) -> str | None:
     return None
 
 
-def _mostly(tier: Cached) -> str:
+def _mostly(tier: Any) -> str:
     """Return a clause that names the member with at least `MOSTLY` of a group's misses; "" without one."""
     missed = {number: sum(each) for number, each in tier.watch.curves_of_parts().items()}
     table_folder, total = tier.store.table_folder, sum(missed.values())
@@ -111,13 +97,13 @@ def _mostly(tier: Cached) -> str:
     return f"; {share:.0%} of what it misses is of its table {names[0]!r}" if names and share >= MOSTLY else ""
 
 
-def of_less(tier: Cached) -> str | None:
+def of_less(tier: Any) -> str | None:
     """Return advice to halve the memory if that costs almost no reads; None otherwise, or if it is unknown."""
-    told, curve = tier.watch.told(tier.slots), tier.watch.curve()
+    told, curve = tier.watch.told(tier.placement.slots), tier.watch.curve()
     here, less = told.get("missed_x1"), told.get("missed_x0.5")
     if curve is None or here is None or less is None or less - here > SPARED * curve.rows:
         return None
-    setting = tier.budget.pool.setting(tier.budget.nbytes, memory_for(tier.spec, tier.slots // 2))
+    setting = tier.budget.pool.setting(tier.budget.nbytes, memory_for(tier.spec, tier.placement.slots // 2))
     if setting is None or -setting.more < LARGE_BYTES / 2:
         return None
     return (

@@ -7,6 +7,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,7 @@ from embedrock.optimizers import StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.listeners import EvictionListener
 from embedrock.storage.records import Records
-from embedrock.storage.slot_index import cut
-from embedrock.system.arena import Arena
+from embedrock.system.arena import Arena, cut
 
 SCANNED_ROWS = 1 << 16  # scanned at a time for the ids of a range
 
@@ -54,7 +54,6 @@ class Pin:
         self._pins = pins
 
     def release(self) -> None:
-        """Unpin the rows."""
         for pin in self._pins:
             pin.release()
 
@@ -85,14 +84,12 @@ class Backend(ABC):
         is_shared: it is a pool, of all tables with the same record layout. Each has a range of its keys.
         parts: key ranges of a group's tables, by number; None for a table alone.
         batch_rows: rows that fit the backend at once.
-        base: key of id 0, in a pool.
     """
 
     evicts = is_shared = False
     base = number = 0
     parts: dict[int, Any] | None = None
     batch_rows = sys.maxsize
-    base = 0
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
         self.spec, self.placement, self.subject = spec, placement, subject
@@ -132,9 +129,9 @@ class Backend(ABC):
         """Number of rows that have records."""
 
     @property
-    @abstractmethod
     def index(self) -> SlotIndex:
         """The slot index, for kernels that plan a batch. Its key of id k is ``base + k``."""
+        raise NotImplementedError
 
     @abstractmethod
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -142,7 +139,7 @@ class Backend(ABC):
 
     def begin_batch(self) -> None:
         """Announce that the next call of `bring` begins another batch."""
-        self.arena.densify(self.count * self.spec.record_bytes)
+        self.arena.densify(self.count * self.spec.layout.record_bytes)
 
     def goes_on_with(self, ids: np.ndarray) -> bool:
         """Return whether a step of `ids` belongs to the batch of the last `bring`, so that no new one begins."""
@@ -156,26 +153,18 @@ class Backend(ABC):
         """Return records from which `ids` can be read without loading them, and their slots there; -1 for none."""
         return self.records, self.find(ids)
 
-    @abstractmethod
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write the weights of `ids`, which may repeat, to `out`, and return their slots; -1 where `out` has zeros."""
+        raise NotImplementedError
 
-    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
-        """Reserve room for a step of `ids`, and return their slots. The step cannot fail for lack of room afterwards.
-
-        Before the step, `leaving` other rows leave.
-
-        Raises:
-            MemoryBudgetError: the new records do not fit.
-        """
-        self.check_room(max(0, int(np.count_nonzero(slots < 0)) - leaving))
+    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Evict rows for a step of `ids`, and return their slots. The step cannot fail for lack of room afterwards."""
         return slots
 
-    @abstractmethod
     def has_room(self, rows: int) -> bool:
         """Return whether `admit` can take `rows` new rows without making room."""
+        return False
 
-    @abstractmethod
     def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
         """Make records for the ids (without repeats) whose slot is negative, and return all slots. Makes all, or none.
 
@@ -185,6 +174,7 @@ class Backend(ABC):
             fresh: (missing, dim) float32, initial weights of the missing ids, in order.
             first_state: (state_width,) float32.
         """
+        raise NotImplementedError
 
     def copy_before_write(self, slots: np.ndarray) -> None:  # noqa: B027  # most backends need not, as with other verbs below
         """Copy the records in `slots` if others still need them. They may change afterwards. May fail."""
@@ -227,18 +217,19 @@ class Backend(ABC):
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
         """Return the keys of ids in `pool`."""
-        return ids
+        return ids + self.base if self.base else ids
 
     def admitted(self, rows: int) -> None:  # noqa: B027
         """Count records that `pool` has made (below 0: deleted) for this table."""
 
-    def begin_bring(self) -> None:  # noqa: B027
-        """Announce a call of `bring_ahead`, so that files stay open for it. Caller holds the table lock."""
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context that keeps files and rows in place while the table lock may be released."""
+        return nullcontext()
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Load the records of a later batch, and hold them until their pin is released. Ids may repeat.
 
-        Any thread may call it, after `begin_bring`. Other threads may use the table meanwhile.
+        Any thread may call it, while the backend is `in_use`. Other threads may use the table meanwhile.
         """
         return Pin()
 
@@ -252,7 +243,6 @@ class Backend(ABC):
     def holds(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids have a record, in RAM or in files: bool (n,)."""
 
-    @abstractmethod
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
         """Delete the records of `ids` (without repeats), all of which have one. Other slots stay valid.
 
@@ -260,14 +250,15 @@ class Backend(ABC):
             ids: rows that return to their initial values.
             is_final: leave no byte of their records in RAM.
         """
+        raise NotImplementedError
 
     def remove(self, ids: np.ndarray) -> None:
         """Delete the records of `ids`, without repeats, that were just made. Slots may change."""
         self.discard(ids)
 
-    @abstractmethod
     def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
         """Make records for new ids (without repeats) as `record_batches` returned them."""
+        raise NotImplementedError
 
     @property
     def is_direct(self) -> bool:

@@ -21,10 +21,9 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from embedrock.errors import counted
-from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
 from embedrock.system.interrupts import held_back
 from embedrock.system.ram import available_bytes, memory_limit, pressure
@@ -51,26 +50,6 @@ class BudgetHint(NamedTuple):
     more: int
     share: float
     remedy: str
-
-
-class ResizableCache(Protocol):
-    """A backend as budgets see it."""
-
-    table_lock: TableLock
-
-    @property
-    def bytes_used(self) -> int: ...
-
-    @property
-    def wanted_bytes(self) -> int: ...
-
-    def give_up_excess(self, waits: bool) -> None:
-        """Release the RAM above the target. Caller holds the table lock.
-
-        Args:
-            waits: wait also for a running commit, whose rows cannot leave.
-        """
-        ...
 
 
 class BudgetRequest(NamedTuple):
@@ -181,7 +160,7 @@ class MemoryBudget:
     def __init__(self, pool: SharedBudget) -> None:
         self.nbytes = self.due = self.floor = self.least = self.most = 0
         self.pool = pool
-        self._tier: weakref.ref[ResizableCache] | None = None
+        self._tier: weakref.ref[Any] | None = None
 
     def __str__(self) -> str:
         return f"{format_bytes(self.nbytes)}{self.note}"
@@ -214,8 +193,8 @@ class MemoryBudget:
     def _most(self, claim: BudgetRequest) -> int:
         return self.pool.total if self.pool.is_alone else claim.most
 
-    def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
-        """Register a backend with its request, or replace its request."""
+    def join(self, tier: Any, claim: BudgetRequest) -> None:
+        """Register a backend, a `DiskBackend`, with its request, or replace its request."""
         pool, self._tier, self.floor, self.most = self.pool, weakref.ref(tier), claim.least, self._most(claim)
         pool.enter(self)
         self._relieve(waits=not tier.table_lock.lock._is_owned())
@@ -238,11 +217,10 @@ class MemoryBudget:
             return there >= least
 
     def shrink_to(self, nbytes: int) -> None:
-        """Release the bytes above `nbytes`."""
         with self.pool.lock:
             self.nbytes = min(self.nbytes, nbytes)
 
-    def need(self, nbytes: int, tier: ResizableCache) -> bool:
+    def need(self, nbytes: int, tier: Any) -> bool:
         """Request `nbytes` for a batch; return whether they are in force now.
 
         Caller holds the table lock. It may be released and reacquired meanwhile.
@@ -260,7 +238,7 @@ class MemoryBudget:
             self._wait_for_others(tier)
         return self._grow_to(nbytes)
 
-    def _wait_for_others(self, tier: ResizableCache) -> None:
+    def _wait_for_others(self, tier: Any) -> None:
         """Release the table lock while a thread waits for tables above their target."""
         done = threading.Event()
 
@@ -301,11 +279,11 @@ class MemoryBudget:
             share.give_up_excess(waits, own)
 
     @property
-    def tier(self) -> ResizableCache | None:
+    def tier(self) -> Any:
         """Backend of the share; None if no table has it any more."""
         return None if self._tier is None else self._tier()
 
-    def give_up_excess(self, waits: bool, asker: ResizableCache | None) -> None:
+    def give_up_excess(self, waits: bool, asker: Any) -> None:
         """Make its backend release the RAM above its share, for the backend `asker`."""
         tier = self.tier
         if tier is None:
@@ -324,7 +302,7 @@ class MemoryBudget:
                 finally:
                     tier.table_lock.lock.release()
 
-    def _shrink(self, tier: ResizableCache, waits: bool) -> None:
+    def _shrink(self, tier: Any, waits: bool) -> None:
         # The table's own next call raises the error, and the table keeps its RAM.
         with suppress(Exception):
             tier.table_lock.wait_for_step()
@@ -404,7 +382,7 @@ class AutoMemoryBudget(MemoryBudget):
         asked = super().claim
         return asked._replace(most=max(asked.least, min(asked.most, self._wanted)))
 
-    def join(self, tier: ResizableCache, claim: BudgetRequest) -> None:
+    def join(self, tier: Any, claim: BudgetRequest) -> None:
         self._wanted = max(self._wanted, claim.least)
         super().join(tier, claim)
         self.nbytes = max(self.nbytes, claim.least)
@@ -416,7 +394,7 @@ class AutoMemoryBudget(MemoryBudget):
     def offer(self, claim: BudgetRequest) -> int:
         return max(claim.least, super().offer(claim))
 
-    def need(self, nbytes: int, tier: ResizableCache) -> bool:
+    def need(self, nbytes: int, tier: Any) -> bool:
         # A running batch is not refused because others need memory, too, or have rows that cannot leave now.
         self._count_in(nbytes, [share.claim.least for share in self._others()])
         if super().need(nbytes, tier):

@@ -8,21 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import NO_BITS, SlotIndex
+from embedrock.batch.id_table import ENTRY_BYTES, FIRST_ENTRIES, IdTable, entries_for
 from embedrock.errors import check_choice
-from embedrock.storage.slot_index import (
-    ENTRY_BYTES,
-    FIRST_ENTRIES,
-    ID_BYTES,
-    DenseIndex,
-    _find,
-    _look_up,
-    cut,
-    entries_for,
-    new_entries,
-    rehashed,
-)
-from embedrock.system.arena import PAGE, reserve
+from embedrock.storage.slot_index import ID_BYTES, DenseIndex
+from embedrock.system.arena import PAGE, cut, reserve
 
 DIRTY, FROZEN, WRITING = 1, 2, 4  # flags of a slot, set by the backend; the last two prevent eviction
 FULLEST = 0.8  # largest share of the hash table's entries in use
@@ -81,7 +70,7 @@ POLICIES = {
 }
 
 
-class SlotCache:
+class SlotCache(IdTable):
     """Slots of the rows in use: finds them, assigns them and chooses the rows to evict. It holds no records.
 
     Ids are int64 arrays that the table has checked; slots are int64 arrays. The cache's behavior is a function of the
@@ -109,7 +98,7 @@ class SlotCache:
         self._policy = policy_of(policy)
         subject = "the directory of a cache"
         self._most_entries = entries_for(capacity, 2, FULLEST)
-        self._entries = new_entries(min(FIRST_ENTRIES, self._most_entries))
+        super().__init__(min(FIRST_ENTRIES, self._most_entries))
         self._ids = reserve(capacity * ID_BYTES, subject).view(np.int64)
         self.flags, self._scores = reserve(capacity, subject), reserve(capacity, subject)
         self._pins = reserve(capacity * 2, subject).view(np.uint16)
@@ -154,50 +143,19 @@ class SlotCache:
         """Return the ids of the rows in slots; meaningless for free ones."""
         return self._ids[slots]
 
-    @property
-    def index(self) -> SlotIndex:
-        return NO_BITS, self._entries
-
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, int64; -1 where it has none. Ids may repeat."""
-        return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
-
-    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a slot become zeros."""
-        return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
-
-    def insert(self, ids: np.ndarray, used: bool = True) -> np.ndarray:
-        """Return new slots for ids (without repeats) that have none; at most `free` of them.
-
-        Args:
-            ids: (n,).
-            used: they belong to the current batch, which counts as a touch. Otherwise they are for later, and should be
-                pinned.
-        """
+    def insert(self, ids: np.ndarray) -> np.ndarray:
+        """Return new slots for ids (without repeats) that have none; at most `free` of them. Pin or `use` them next."""
         levels = np.zeros(len(ids), np.uint8)
         if len(self._ghosts):
             kernels.cpu.launch(kernels.cpu.cache.recall, self._ghosts, ids, self._epoch, levels)
-        slots = self._enter(ids, levels)
-        if used:
-            try:
-                self._use(slots)
-            except BaseException:  # the slots would never be filled
-                self.remove(slots)
-                raise
-        return slots
-
-    def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
-        """Return new slots for the rows in `slots` of another cache, with the same flags and scores, without pins."""
-        made = self._enter(other.ids_in(slots), other.scores_in(slots))
-        self.flags[made] = other.flags[slots]
-        return made
+        return self.enter(ids, levels)
 
     def scores_in(self, slots: np.ndarray) -> np.ndarray:
         """Return the scores of the rows in slots, uint8: what they are worth to keep."""
         return self._scores[slots]
 
-    def _enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
-        """Assign new slots to ids (without repeats) that have none, with their scores."""
+    def enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        """Assign new slots to ids (without repeats) that have none, with their scores, and return them."""
         assert len(ids) <= self.free
         self._grow(self.count + len(ids))
         cpu, launch, slots = kernels.cpu.cache, kernels.cpu.launch, np.empty(len(ids), np.int64)
@@ -221,7 +179,7 @@ class SlotCache:
         while count * self._most_entries > self.capacity * entries:
             entries *= 2
         if entries > len(self._entries):
-            self._entries = rehashed(self._entries, entries)
+            self._rehash(entries)
 
     def remove(self, slots: np.ndarray) -> None:
         """Free slots (without repeats) that hold rows without pins. Rows of the current batch are allowed."""
@@ -244,7 +202,7 @@ class SlotCache:
     def touch(self, slots: np.ndarray) -> None:
         """Record that a new batch uses these rows. They stay until the next touch, or `release_current`."""
         self.release_current()
-        self._use(slots)
+        self.use(slots)
 
     def hold(self, slots: np.ndarray) -> None:
         """Pin the rows of the current batch in their new slots. It counts as no other use of them."""
@@ -257,7 +215,8 @@ class SlotCache:
         current, self._current = self._current, NO_SLOTS
         self.unpin(current)
 
-    def _use(self, slots: np.ndarray) -> None:
+    def use(self, slots: np.ndarray) -> None:
+        """Record that the current batch uses further rows: see `touch`."""
         cpu, policy, current = kernels.cpu.cache, self._policy, np.concatenate([self._current, slots])
         self.pin(slots)
         self._current = current
@@ -346,7 +305,7 @@ def feed(cache: SlotCache, ids: np.ndarray) -> np.ndarray:
     missing = ids[slots < 0]
     cache.touch(slots[slots >= 0])
     cache.remove(cache.victims(max(0, len(missing) - cache.free)))
-    cache.insert(missing)
+    cache.use(cache.insert(missing))
     return missing
 
 
@@ -357,13 +316,14 @@ def _trials(capacity: int, policy: Policy) -> list[tuple[int, Policy]]:
     return [(slots, replace(policy, epochs=(epoch,))) for epoch in policy.epochs]
 
 
-class FullCache:
+class FullCache(DenseIndex):
     """A `SlotCache` for a table that fits its budget: slots are ids, and no row has to leave."""
 
     epoch_uses: float | None = None  # uses are not counted
 
     def __init__(self, rows: int) -> None:
-        self.capacity, self.used_slots, self._rows = rows, rows, DenseIndex(rows)
+        super().__init__(rows)
+        self.capacity = self.used_slots = rows
         self.flags = reserve(rows, "the directory of a cache", scattered=True)
 
     @staticmethod
@@ -373,45 +333,27 @@ class FullCache:
 
     @property
     def bytes_used(self) -> int:
-        """RAM in use now, records not included."""
-        return self._rows.bytes_with(0) + min(self._rows.count * PAGE, self.flags.nbytes)
-
-    def ids_in(self, slots: np.ndarray) -> np.ndarray:
-        return slots
-
-    @property
-    def count(self) -> int:
-        """Number of rows that have a slot."""
-        return self._rows.count
+        return self.bits.nbytes + min(self.count * PAGE, self.flags.nbytes)
 
     @property
     def free(self) -> int:
         """The number of slots without a row."""
         return self.capacity - self.count
 
-    @property
-    def index(self) -> SlotIndex:
-        return self._rows.index
+    def ids_in(self, slots: np.ndarray) -> np.ndarray:
+        return slots
 
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        return self._rows.find(ids)
-
-    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self._rows.look_up(ids, weights, positions, out)
-
-    def insert(self, ids: np.ndarray, used: bool = True) -> np.ndarray:
-        slots = self._rows.insert(ids)
+    def insert(self, ids: np.ndarray, slots: np.ndarray | None = None) -> np.ndarray:
+        slots = super().insert(ids, slots)
         self.flags[slots] = 0
         return slots
 
-    def remove(self, slots: np.ndarray) -> None:
-        self._rows.remove(slots)
-        self.flags[slots] = 0
+    def remove(self, ids: np.ndarray) -> None:
+        super().remove(ids)
+        self.flags[ids] = 0
 
-    def take_over(self, other: SlotCache | FullCache, slots: np.ndarray) -> np.ndarray:
-        made = self.insert(other.ids_in(slots))
-        self.flags[made] = other.flags[slots]
-        return made
+    def enter(self, ids: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        return self.insert(ids)
 
     def scores_in(self, slots: np.ndarray) -> np.ndarray:
         """Return zeros: this cache counts no uses."""
@@ -424,12 +366,9 @@ class FullCache:
     def touch(self, slots: np.ndarray) -> None:
         """Do nothing: there is nothing to choose."""
 
-    hold = pin = unpin = touch
+    use = hold = pin = unpin = touch
 
     def release_current(self) -> None: ...
-
-    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        return self._rows.batches(size)
 
 
 def policy_of(policy: str | Policy) -> Policy:

@@ -17,7 +17,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.storage.cache import DIRTY, FROZEN, WRITING
 from embedrock.storage.disk_backend import DiskBackend
-from embedrock.storage.slot_index import ID_BYTES, cut
+from embedrock.storage.slot_index import ID_BYTES
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.history import Written
 from embedrock.store.manifest import HistoryFile, TableEntry
@@ -25,6 +25,7 @@ from embedrock.store.record_store import CommitSnapshot
 from embedrock.store.segments import CRC_BYTES
 from embedrock.store.table_folder import TableFolder
 from embedrock.system import platform
+from embedrock.system.arena import cut
 from embedrock.system.spans import spanned
 
 AT_END = "interpreter shutdown"  # in the error of Python 3.12 and newer for threads that start too late
@@ -102,12 +103,8 @@ class CommitWriter:
 
     def __init__(self, commit: StorageCommit, tier: DiskBackend, snapshot: CommitSnapshot) -> None:
         self._commit, self.tier, self._snapshot = commit, tier, snapshot
-        self._writing, self._awaited, self.flush, self.wait = (
-            threading.Lock(),
-            commit.awaited,
-            commit.flush,
-            commit.wait,
-        )
+        self._writing, self._awaited = threading.Lock(), commit.awaited
+        self.flush, self.wait = commit.flush, commit.wait
         self._saved: SimpleQueue[_WriteBuffer | None] = SimpleQueue()  # to be written; None: a thread waits for the end
         self._handed_bytes, self._taken_bytes, self._takes_more = 0, 0, True  # each is counted by one thread
         self.rows = self._freeze()
@@ -162,7 +159,6 @@ class CommitWriter:
         return self._takes_more and waiting < self.tier.store.buffer_bytes * SAVED_SHARE
 
     def write(self) -> None:
-        """Write all rows."""
         parts, rows = self._frozen_slots(), self.tier.store.piece_rows(PIECE_BYTES)
         left = self._write_quietly(parts)
         pieces = (piece for part in chain((left,), parts) for piece in cut(part, rows))
@@ -365,12 +361,11 @@ class StorageCommit:
         self.is_done = False
         self.error: BaseException | None = None
         self.number = table_folder.manifest.commit + 1
-        self._snapshots = table_folder.freeze([functools.partial(_are_in_cache, tier) for tier in tiers])
+        self._snapshots = table_folder.freeze([lambda ids, tier=tier: tier.cache.find(ids) >= 0 for tier in tiers])
         self.parts = [CommitWriter(self, tier, snapshot) for tier, snapshot in zip(tiers, self._snapshots, strict=True)]
 
     @property
     def nbytes(self) -> int:
-        """Approximate bytes of files for its rows."""
         return sum(part.nbytes for part in self.parts)
 
     def flush(self) -> None:
@@ -450,23 +445,23 @@ class StorageCommit:
     def _write_histories(self) -> None:
         while self._histories:  # each is released once it is written: it may take some RAM
             name, new = self._histories.popitem()
-            self._written.append(
-                self._table_folder.write_history({key: self._slowed(each) for key, each in new.arrays.items()})
-            )
+            slowed = {key: self._slowed(each) for key, each in new.arrays.items()}
+            self._written.append(self._table_folder.write_history(slowed))
             self._files[name] = (*new.after, self._written[-1])
             del new
 
     def _slowed(self, array: Written) -> Written:
         if isinstance(array, np.ndarray):
             return array
-        return array._replace(pieces=functools.partial(self._paced, array.pieces))
 
-    def _paced(self, pieces: Callable[[], Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
-        started = time.thread_time()
-        for piece in pieces():
-            yield piece
-            self.rest(started)
+        def pieces() -> Iterator[np.ndarray]:
             started = time.thread_time()
+            for piece in array.pieces():
+                yield piece
+                self.rest(started)
+                started = time.thread_time()
+
+        return array._replace(pieces=pieces)
 
     def rest(self, started: float, end: float = QUIET_END) -> None:
         """Pause after work that began at thread time `started`, unless a thread waits for the end."""
@@ -496,10 +491,6 @@ class StorageCommit:
             for part in self.parts:
                 users.enter_context(part.tier.in_use())
             self._table_lock.wait_for(lambda: self.is_done)
-
-
-def _are_in_cache(tier: DiskBackend, ids: np.ndarray) -> np.ndarray:
-    return tier.cache.find(ids) >= 0
 
 
 def bytes_for(tier: DiskBackend, rows: int) -> int:

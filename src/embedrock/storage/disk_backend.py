@@ -7,27 +7,28 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
 from embedrock.batch.plan import SlotIndex, make_plan
 from embedrock.errors import CacheTooSmallError, counted
 from embedrock.spec.spec import Spec
-from embedrock.storage.advice import Cached, consider
+from embedrock.storage.advice import consider
 from embedrock.storage.backend import Backend, Pin, RamLayout
 from embedrock.storage.budget import MemoryBudget
 from embedrock.storage.cache import DIRTY, WRITING, FullCache, SlotCache
-from embedrock.storage.online_curve import FULL, OnlineMissCurve, UsageCounts
+from embedrock.storage.online_curve import FULL, OnlineMissCurve
 from embedrock.storage.ram_layout import claim_of, memory_for, place
 from embedrock.storage.records import Records, wrong_last_steps
-from embedrock.storage.slot_index import cut
 from embedrock.storage.table_lock import TableLock
+from embedrock.store.base import Base
 from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS, PART_BITS
 from embedrock.store.reading import NAMED
 from embedrock.store.record_store import LocatedRecords, RecordStore
 from embedrock.store.segments import damaged
+from embedrock.system.arena import cut
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.system.spans import spanned
@@ -35,19 +36,6 @@ from embedrock.system.spans import spanned
 LEAST_OVERLAY_BYTES = 1 << 20  # always allowed for the index of rows in logs
 MOVED_ROWS = 8192  # moved between caches, or evicted, at a time
 NO_KEYS = np.empty(0, np.int64)
-
-
-class RunningCommit(Protocol):
-    """A commit as a backend sees it: see `CommitWriter`."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    def save(self, slots: np.ndarray) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def wait(self) -> None: ...
 
 
 class DiskBackend(Backend):
@@ -79,8 +67,8 @@ class DiskBackend(Backend):
         self.members = members
         self.store, self.table_lock, self.budget, self._policy = store, table_lock, budget, policy
         self.is_shared = store.parts is not None
-        self.commit: RunningCommit | None = None
-        self.brings = self.brought = 0  # running calls of bring_ahead, and rows that such calls read
+        self.commit: Any = None  # the part of a running commit: a `CommitWriter`
+        self.brought = 0  # rows that calls of bring_ahead read
         self.cache: FullCache | SlotCache = SlotCache(1)  # others may request room before this one has its own
         budget.join(self, claim_of(spec, self.is_shared))
         self.subject = subject
@@ -158,10 +146,10 @@ class DiskBackend(Backend):
         self._is_known = True
         self.hits, self.misses = self.hits + len(ids) - misses, self.misses + misses
         if self.watch.see(ids):
-            counted = UsageCounts(self._changes, self.misses, self.store.counts["reads"])
+            counted = self._changes, self.misses, int(self.store.counts["reads"])
             self.watch.look(self.placement.slots, self.spec.rows, counted, self.cache.epoch_uses)
             if self._changes:  # the table trains
-                consider(Cached(self.subject, self.spec, self.store, self.watch, self.placement.slots, self.budget))
+                consider(self)
 
     def _bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
         """Return slots for all of `ids` that have records; None if the lock was released: `slots` may be stale."""
@@ -211,15 +199,17 @@ class DiskBackend(Backend):
         """Assign slots to rows for the caller to fill. On an error they are freed, because they still hold other rows'
         bytes.
         """
-        made = self.cache.insert(ids, used)
+        made = self.cache.insert(ids)
         try:
+            if used:
+                self.cache.use(made)
             yield made
         except BaseException:
             self.cache.remove(made)
             self.new_epoch()
             raise
 
-    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
+    def make_room(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         slots = self.bring(ids, slots)
         while self._make_free(int(np.count_nonzero(slots < 0))):  # others may have had the table meanwhile
             slots = self.bring(ids, self.cache.find(ids))
@@ -262,9 +252,7 @@ class DiskBackend(Backend):
 
     def _base_and_rest(self, size: int) -> tuple[Iterator[np.ndarray], np.ndarray]:
         """Return the ids in the base, at most `size` at a time, and the others: both ascending."""
-        with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
-            base, rest = self.store.base, self._ids_above_base()
-            gone = self.store.ids_gone_from_base()
+        base, rest, gone = self._known_ids()
         there = base.count + len(rest) - len(gone)
         if there != self._count:  # callers have room for exactly that many
             raise damaged(self.subject, f"`count` {there}, as its files say", self._count)
@@ -276,14 +264,15 @@ class DiskBackend(Backend):
         )
         return below, rest
 
-    def _ids_above_base(self) -> np.ndarray:
-        resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(MOVED_ROWS)]
-        return np.concatenate([self.store.ids_above_base(), *resident])
+    def _known_ids(self) -> tuple[Base, np.ndarray, np.ndarray]:
+        """Return the base, the ids that only logs or the cache have, and those of the base that were deleted."""
+        with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
+            above, gone = self.store.ids_beside_base()
+            resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(MOVED_ROWS)]
+            return self.store.base, np.concatenate([above, *resident]), gone
 
     def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
-        with self.store.lock:
-            base, rest = self.store.base, self._ids_above_base()
-            gone = self.store.ids_gone_from_base()
+        base, rest, gone = self._known_ids()
         rest = np.sort(rest[(rest >= lo) & (rest <= hi - 1)])
         below = _without(base.within(lo, hi)[0], gone)
         return itertools.chain(cut(below, size), cut(rest, size))
@@ -292,12 +281,8 @@ class DiskBackend(Backend):
         """Delete the `rows` records of ids in ``[lo, hi)``, except those in files. Nothing runs in the background."""
         self.cache.release_current()
         for ids, slots in list(self.cache.batches(MOVED_ROWS)):
-            own = slots[(ids >= lo) & (ids <= hi - 1)]
-            for pin in list(self._pins):
-                pin.free(own)
-            self.cache.remove(own)
+            self._drop(slots[(ids >= lo) & (ids <= hi - 1)])
         self._count -= rows
-        self.new_epoch()
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         slots, known = self.cache.find(ids), np.empty(len(ids), np.int64)
@@ -324,11 +309,15 @@ class DiskBackend(Backend):
         self.store.discard(ids[is_stored])
         if is_final:
             self.records.bytes[own] = 0
-        for pin in list(self._pins):
-            pin.free(own)
-        self.cache.remove(own)
-        self.new_epoch()
+        self._drop(own)
         self._count -= len(ids)
+
+    def _drop(self, slots: np.ndarray) -> None:
+        """Free the slots of deleted rows."""
+        for pin in list(self._pins):
+            pin.free(slots)
+        self.cache.remove(slots)
+        self.new_epoch()
 
     def paste_ascending(self, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> None:
         self._count = fill(self.store, batches, most)
@@ -465,6 +454,7 @@ class DiskBackend(Backend):
         return self.budget.nbytes if wanted == slots else memory_for(self.spec, wanted)
 
     def give_up_excess(self, waits: bool) -> None:
+        """Release the RAM above the target; `waits`: wait also for a running commit, whose rows cannot leave."""
         if waits and self.commit is not None:
             self.commit.wait()
         self.cache.release_current()
@@ -524,8 +514,9 @@ class DiskBackend(Backend):
         self.new_epoch()
         done = 0
         try:
-            for _, slots in self.cache.batches(MOVED_ROWS):  # they ascend
-                records.bytes[cache.take_over(self.cache, slots)] = self.records.bytes[slots]
+            for ids, slots in self.cache.batches(MOVED_ROWS):  # they ascend
+                made = cache.enter(ids, self.cache.scores_in(slots))
+                cache.flags[made], records.bytes[made] = self.cache.flags[slots], self.records.bytes[slots]
                 done = self.arena.give_back(done, (int(slots[-1]) + 1) * self.spec.record_bytes)
         except BaseException as error:
             self.table_lock.failure = error
@@ -543,7 +534,6 @@ class DiskBackend(Backend):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep files and rows in place while the table lock may be released."""
         with self.table_lock.lock:
             self._users += 1
         try:
@@ -556,7 +546,7 @@ class DiskBackend(Backend):
     @property
     def is_idle(self) -> bool:
         """Return whether no other thread works with it."""
-        return not self.brings and not self._users and self._may_move
+        return not self._users and self._may_move
 
     def becomes_idle(self) -> bool:
         """Return whether it is idle, and flush the running commit."""
@@ -579,14 +569,7 @@ class DiskBackend(Backend):
         except BaseException:
             pin.release()
             raise
-        finally:
-            with self.table_lock.lock:
-                self.brings -= 1
-                self.table_lock.notify()
         return pin
-
-    def begin_bring(self) -> None:
-        self.brings += 1
 
     def _bring_part(self, ids: np.ndarray, pin: _CachePin) -> np.ndarray:
         """Load records; return the ids that moved meanwhile."""

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from embedrock.initializers import Zeros
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.budget import pool_of
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import check_budget, claim_of
-from embedrock.storage.record_pools import NewRows, RecordPools, RecordRange, by_pool, may_share, takes
+from embedrock.storage.record_pools import RecordPools, RecordRange, may_share, plain, takes
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.manifest import MAX_PARTS, StoreEntry, TableEntry
 from embedrock.store.record_store import RecordStore, keys_of_part
 from embedrock.store.table_folder import TableFolder, emptied
 from embedrock.system.interrupts import held_back
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size
 
 OF_VOLUME = ("commit", "collections_failed")  # statistics of the folder, equal in each of its backends
@@ -51,7 +51,7 @@ class DiskPools(RecordPools):
         self._table_folder, self._subject, self._budgets = table_folder, subject, pool_of(self._memory)
         for number, store in enumerate(table_folder.stores):
             specs = [spec for member, spec in members if member.pool == number]
-            layout, rows = _layout(specs[0]), [] if store.parts is None else [spec.rows or 0 for spec in specs]
+            layout, rows = plain(specs[0]), [] if store.parts is None else [spec.rows or 0 for spec in specs]
             if store.parts is not None:
                 layout = replace(layout, rows=sum(rows))
             self._pools.append(self._pool(layout, number, rows))
@@ -59,7 +59,7 @@ class DiskPools(RecordPools):
         for member, spec in members:
             parts.append(RecordRange(spec, self._pools[member.pool], member.part or 0, self, f"table {member.name!r}"))
             _, withheld = table_folder.withheld.get(member.name, ((), ()))
-            parts[-1].count = member.count - len(withheld)
+            parts[-1].admitted(member.count - len(withheld))
         return parts
 
     def _pool(self, layout: Spec, number: int, members: list[int]) -> DiskBackend:
@@ -82,16 +82,13 @@ class DiskPools(RecordPools):
         return RecordRange(spec, pool, number, self, subject)
 
     def _new_pool(self, spec: Spec, subject: str) -> DiskBackend:
-        layout, is_shared, last = _layout(spec), may_share(spec), self._table_folder.manifest
+        layout, is_shared, last = plain(spec), may_share(spec), self._table_folder.manifest
         check_budget(layout, self._budgets.share(), subject, is_shared)
         content = StoreEntry(last.uuid, last.commit, layout.record_bytes, None, 0, parts=0 if is_shared else None)
         store = self._table_folder.add(content)
-        try:
+        with on_failure(lambda: self._table_folder.discard(store)):
             members = [spec.rows or 0] if is_shared else []
             pool = self._pool(layout, self._table_folder.stores.index(store), members)
-        except BaseException:
-            self._table_folder.discard(store)
-            raise
         self._pools.append(pool)
         return pool
 
@@ -113,7 +110,7 @@ class DiskPools(RecordPools):
             members[members.index(part.spec.rows or 0)] = spec.rows or 0
             self.resize(pool, members)
         else:
-            pool.grow(_layout(spec))
+            pool.grow(plain(spec))
         part.spec = spec
         return True
 
@@ -144,9 +141,6 @@ class DiskPools(RecordPools):
     def budget_bytes(self) -> int:
         """The largest RAM of all backends now."""
         return self._budgets.given or sum(tier.budget_bytes for tier in self.tiers)
-
-    def has_room(self, new: Sequence[NewRows]) -> bool:
-        return all(pool.has_room(rows) for pool, rows in by_pool(new).items())
 
     def leave(self) -> None:
         for tier in self.tiers:
@@ -222,7 +216,3 @@ class DiskOfTable(DiskPools):
     def leave(self) -> None:
         self.budget.leave()
         self._pools = []
-
-
-def _layout(spec: Spec) -> Spec:
-    return replace(spec, init=Zeros(), seed=0)

@@ -14,8 +14,9 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.storage.cache import Policy, SlotCache, feed
-from embedrock.storage.slot_index import HashIndex, cut
+from embedrock.storage.slot_index import HashIndex
 from embedrock.store.manifest import PART_BITS
+from embedrock.system.arena import cut
 
 MOST_SLOTS = 1 << 14  # of a small cache; up to this size all ids are seen
 MOST_SEEN = 1 << 20  # remembered ids, which show new ones
@@ -90,11 +91,6 @@ class CurveSampler:
         self._sampled = [SampledCache(size, policy, most) for size in sorted(set(sizes))]
         self._seen = _SeenIds()
         self.forget_counts()
-
-    @property
-    def bytes_used(self) -> int:
-        """RAM in use now, in bytes."""
-        return self._seen.bytes_used + sum(sampled.cache.bytes_used for sampled in self._sampled)
 
     def forget_counts(self) -> None:
         """Reset the counts, as after warming up. The caches keep their rows."""
@@ -185,10 +181,6 @@ class _SeenIds:
 
     def __init__(self) -> None:
         self._share, self._ids = 1, HashIndex(MOST_SEEN)
-
-    @property
-    def bytes_used(self) -> int:
-        return self._ids.bytes_with(0)
 
     @property
     def distinct(self) -> float:

@@ -30,20 +30,6 @@ FULL = 0.95  # share of the slots in use, from which a cache may need more
 FACTORS = (0.25, 0.5, 1, 2, 4, 8)  # reported sizes, over the present one
 
 
-class UsageCounts(NamedTuple):
-    """Counters of a table, which only grow.
-
-    Attributes:
-        changes: changes of its rows: steps.
-        misses: rows that were not in the cache.
-        reads: misses that had a record.
-    """
-
-    changes: int
-    misses: int
-    reads: int
-
-
 class OnlineMissCurve:
     """Samples the ids of batches while a table is used.
 
@@ -65,13 +51,8 @@ class OnlineMissCurve:
         self._policy, self._is_pool = replace(policy, epochs=policy.epochs[:1]), is_pool  # none is tried
         self._levels, self._sizes = list[_SampledLevel](), list[int]()  # sizes of levels to come
         self._ids, self._rows, self._batches = np.empty(0, np.int64), 0, 0  # waiting for `look`
-        self._before, self._epoch = UsageCounts(0, 0, 0), np.nan
+        self._before, self._epoch = (0, 0, 0), np.nan
         self.looks, self._seen = 0, np.zeros(5)  # batches, rows, changes, misses, reads
-
-    @property
-    def bytes_used(self) -> int:
-        """RAM in use now, in bytes."""
-        return self._ids.nbytes + sum(level.cache.bytes_used for level in self._levels)
 
     def see(self, ids: np.ndarray) -> bool:
         """Count the ids of the next batch, int64 (n,) without repeats.
@@ -85,13 +66,13 @@ class OnlineMissCurve:
         self._ids[start : self._rows] = ids  # a copy: holding the ids of a batch keeps it unfinished
         return self._batches == AT_ONCE or self._rows > AT_ONCE_ROWS
 
-    def look(self, slots: int, most: int | None, counted: UsageCounts, epoch: float | None) -> None:
+    def look(self, slots: int, most: int | None, counted: tuple[int, int, int], epoch: float | None) -> None:
         """Process the waiting batches.
 
         Args:
             slots: of the present cache.
             most: rows of the table.
-            counted: its counters.
+            counted: its steps so far, the rows that were not in the cache, and how many of those had a record.
             epoch: best epoch of the cache's policy; None without epochs.
         """
         count, more = self._batches, np.subtract(counted, self._before)

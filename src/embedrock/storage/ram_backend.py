@@ -30,32 +30,24 @@ def place(spec: Spec, memory: Size | None, directory: str, subject: str) -> RamL
         ArgumentError: `memory` or `directory` is not understood, or a direct directory is requested for open ids.
         MemoryBudgetError: a direct directory is requested and the table does not fit; or no row fits.
     """
-    check_directory(directory)
-    limit = memory_limit()
-    budget = limit if memory is None else parse_bytes(memory)
-    return _placed(spec, budget, limit, directory, subject)._replace(is_told=memory is not None)
-
-
-def _placed(spec: Spec, budget: int, limit: int, directory: str, subject: str) -> RamLayout:
+    check_choice("directory", directory, DIRECTORIES)
+    limit, is_told = memory_limit(), memory is not None
+    budget = parse_bytes(memory) if memory is not None else limit
+    most = min(budget, limit)
     if spec.table_bytes is None or spec.rows is None:
         if directory == "direct":
             raise ArgumentError(f"{subject} has open ids (rows=None), which only a hashed directory can hold.")
-        return _hashed(spec, budget, subject)
-    needed = spec.table_bytes + DenseIndex.bytes_for(spec.rows)
-    if directory == "direct" and needed > min(budget, limit):
-        raise MemoryBudgetError(
-            f"{subject} needs {format_bytes(needed)} for {spec.rows} rows of {spec.record_bytes} bytes in a direct "
-            f"directory: {format_bytes(min(budget, limit))} may be used. "
-            'Pass directory="hashed", whose RAM follows the rows touched, or fewer rows.'
-        )
-    fits = needed <= min(budget, limit)
-    better = needed <= SMALL_BYTES or HashIndex.bytes_for(spec.rows) + spec.table_bytes > min(budget, limit)
-    if directory == "direct" or (directory == "auto" and fits and better):
-        return RamLayout(budget, spec.rows, direct=True)
-    return _hashed(spec, budget, subject)
-
-
-def _hashed(spec: Spec, budget: int, subject: str) -> RamLayout:
+    elif directory != "hashed":
+        needed = spec.table_bytes + DenseIndex.bytes_for(spec.rows)
+        if directory == "direct" and needed > most:
+            raise MemoryBudgetError(
+                f"{subject} needs {format_bytes(needed)} for {spec.rows} rows of {spec.record_bytes} bytes in a direct "
+                f"directory: {format_bytes(most)} may be used. "
+                'Pass directory="hashed", whose RAM follows the rows touched, or fewer rows.'
+            )
+        better = needed <= SMALL_BYTES or HashIndex.bytes_for(spec.rows) + spec.table_bytes > most
+        if directory == "direct" or (needed <= most and better):
+            return RamLayout(budget, spec.rows, direct=True, is_told=is_told)
     row_bytes = spec.record_bytes + ID_BYTES
     slots = budget // row_bytes
     if not slots:
@@ -63,12 +55,7 @@ def _hashed(spec: Spec, budget: int, subject: str) -> RamLayout:
             f"a row of {subject} takes {row_bytes} bytes: budget {counted(budget, 'byte')}. "
             "Raise memory=, or use a smaller dim, dtype or rule state."
         )
-    return RamLayout(budget, slots if spec.rows is None else min(slots, spec.rows), direct=False)
-
-
-def check_directory(directory: str) -> None:
-    """Raise `ArgumentError` for an unknown directory."""
-    check_choice("directory", directory, DIRECTORIES)
+    return RamLayout(budget, slots if spec.rows is None else min(slots, spec.rows), direct=False, is_told=is_told)
 
 
 def take_ram(nbytes: int, touched: str, remedy: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.plan import SlotIndex
 from embedrock.errors import MemoryBudgetError, counted
 from embedrock.initializers import Zeros
 from embedrock.spec.spec import Spec
@@ -27,6 +26,7 @@ from embedrock.store.segments import damaged
 from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.ram import memory_limit
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
 MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
@@ -59,10 +59,12 @@ class RecordPools(ABC):
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
         """Return whether new records of key ranges fit."""
-        return True
+        return all(pool.has_room(rows) for pool, rows in by_pool(new).items())
 
-    def check_room(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # `Backend.make_room` frees slots on disk
+    def check_room(self, new: Sequence[NewRows]) -> None:
         """Raise `MemoryBudgetError` unless new records fit."""
+        for pool, rows in by_pool(new).items():
+            pool.check_room(rows)
 
     def check_ram(self, new: Sequence[NewRows]) -> None:  # noqa: B027  # caches already have their RAM
         """Raise `MemoryBudgetError` if no budget was given and new records find no RAM: see `Backend.check_ram`."""
@@ -73,11 +75,8 @@ class RecordPools(ABC):
         If `fill` raises an error, the old backend stays.
         """
         made = self.part(spec, subject)
-        try:
+        with on_failure(lambda: self.release(made)):
             fill(made)
-        except BaseException:
-            self.release(made)
-            raise
         self.release(tier)
         return made
 
@@ -127,7 +126,7 @@ def takes(pool: Backend, spec: Spec) -> bool:
 
 
 class RecordRange(Backend):
-    """The records of one table in a pool.
+    """The records of one table in a pool. Batches are planned, read and stepped by keys in the pool itself.
 
     Args:
         pool: backend of the records, with those of other tables if it is shared.
@@ -140,7 +139,6 @@ class RecordRange(Backend):
     """
 
     arena: Any = property(operator.attrgetter("pool.arena"))
-    batch_rows: Any = property(operator.attrgetter("pool.batch_rows"))
     budget_bytes: Any = property(operator.attrgetter("pool.budget_bytes"))
     epoch: Any = property(operator.attrgetter("pool.epoch"))
     placement: Any = property(operator.attrgetter("pool.placement"))
@@ -157,13 +155,11 @@ class RecordRange(Backend):
         self.evicts, self.new_epoch, self.begin_batch = pool.evicts, pool.new_epoch, pool.begin_batch
         self.copy_before_write, self.mark_dirty, self.stats = pool.copy_before_write, pool.mark_dirty, pool.stats
         self.add_listener, self.remove_listener = pool.add_listener, pool.remove_listener
-        if not self.base:  # keys are ids
-            self.find, self.look_up, self.bring = pool.find, pool.look_up, pool.bring
         self._arena: Arena | None = None
 
     def drop(self) -> None:
         """Leave the pool, which keeps the records."""
-        self.count = 0
+        self._count = 0
         del self.pool.parts[self.number]
 
     @property
@@ -173,40 +169,21 @@ class RecordRange(Backend):
             self._arena, self._records = arena, Records(self.spec, arena.memory)
         return self._records
 
-    def keys(self, ids: np.ndarray) -> np.ndarray:
-        return ids + self.base if self.base else ids
-
     @property
     def count(self) -> int:
         return self._count if self.pool.is_shared else self.pool.count
 
-    @count.setter
-    def count(self, count: int) -> None:
-        self._count = count
-
     def admitted(self, rows: int) -> None:
         self._count += rows
 
-    @property
-    def index(self) -> SlotIndex:
-        return self.pool.index
-
     def find(self, ids: np.ndarray) -> np.ndarray:
         return self.pool.find(self.keys(ids))
-
-    def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self.pool.look_up(self.keys(ids), positions, out)
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         return self.pool.bring(self.keys(ids), slots)
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         return self.pool.read_through(self.keys(ids))
-
-    def make_room(self, ids: np.ndarray, slots: np.ndarray, leaving: int = 0) -> np.ndarray:
-        if self.evicts:
-            return self.pool.make_room(self.keys(ids), slots, leaving)
-        return super().make_room(ids, slots, leaving)
 
     def check_room(self, more: int) -> None:
         if more:
@@ -218,14 +195,9 @@ class RecordRange(Backend):
     def has_room(self, rows: int) -> bool:
         return self.room.has_room([NewRows(self, rows)])
 
-    def admit(self, ids: np.ndarray, slots: np.ndarray, fresh: np.ndarray, first_state: np.ndarray) -> np.ndarray:
-        slots = self.pool.admit(self.keys(ids), slots, fresh, first_state)
-        self.count += len(fresh)
-        return slots
-
     def bulk_insert(self, ids: np.ndarray, records: np.ndarray) -> None:
         self.pool.bulk_insert(self.keys(ids), records)
-        self.count += len(ids)
+        self.admitted(len(ids))
 
     def holds(self, ids: np.ndarray) -> np.ndarray:
         return self.pool.holds(self.keys(ids))
@@ -235,7 +207,7 @@ class RecordRange(Backend):
             self.pool.discard(self.keys(ids), is_final)
         else:  # keeps the records of a pool dense
             self.pool.remove(self.keys(ids))
-        self.count -= len(ids)
+        self.admitted(-len(ids))
 
     def key_batches(self, size: int) -> Iterator[np.ndarray]:
         """Iterate over the keys of all rows that have records, at most `size` at a time."""
@@ -276,13 +248,6 @@ class RamOfTable(RecordPools):
     def part(self, spec: Spec, subject: str) -> RamBackend:
         return RamBackend(spec, place(spec, self._memory, self._directory, subject), subject)
 
-    def has_room(self, new: Sequence[NewRows]) -> bool:
-        return all(part.has_room(rows) for part, rows in new)
-
-    def check_room(self, new: Sequence[NewRows]) -> None:
-        for part, rows in new:
-            part.check_room(rows)
-
     def grown(self, tier: RamBackend, spec: Spec, subject: str) -> RamBackend:
         return tier.grown(spec, place(spec, self._memory, self._directory, subject))
 
@@ -318,7 +283,7 @@ class RamPools(RecordPools):
     def part(self, spec: Spec, subject: str) -> RecordRange:
         pool = next((pool for pool in self._pools if takes(pool, spec)), None)
         if pool is None:
-            pool = self._made(_plain(spec), "hashed", may_share(spec), subject)
+            pool = self._made(spec, "hashed", may_share(spec), subject)
             self._pools.append(pool)
         number = next(number for number in itertools.count() if number not in (pool.parts or ()))
         return RecordRange(spec, pool, number, self, subject)
@@ -337,7 +302,7 @@ class RamPools(RecordPools):
         if is_direct and (spec.rows is None or spec.has_residents):
             return None
         try:
-            pool = self._made(spec if is_direct else _plain(spec), directory, False, subject)
+            pool = self._made(spec, directory, False, subject)
         except MemoryBudgetError:
             return None
         if self._bytes_asked([], pool.bytes_with(part.count)) > self.budget_bytes:
@@ -348,7 +313,8 @@ class RamPools(RecordPools):
         self.release(part)
         return made
 
-    def _made(self, layout: Spec, directory: str, is_shared: bool, subject: str) -> RamBackend:
+    def _made(self, spec: Spec, directory: str, is_shared: bool, subject: str) -> RamBackend:
+        layout = spec if directory == "direct" else replace(plain(spec), rows=None)
         made = RamBackend(layout, place(layout, self.budget_bytes, directory, subject), self._subject)
         made.is_shared, made.parts = is_shared, {}
         return made
@@ -412,8 +378,9 @@ class RamPools(RecordPools):
         return f"{self._subject} has {rows} in RAM and this batch touches new ones, {', '.join(named)}"
 
 
-def _plain(spec: Spec) -> Spec:
-    return replace(spec, rows=None, init=Zeros(), seed=0)
+def plain(spec: Spec) -> Spec:
+    """Return the spec of a pool of tables like `spec`, whose initial values are their own."""
+    return replace(spec, init=Zeros(), seed=0)
 
 
 def _bytes(new: NewRows) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,19 +32,6 @@ def wrong_last_steps(spec: Spec, records: np.ndarray, slots: np.ndarray, steps: 
     return np.flatnonzero((last < 0) | (last > steps))
 
 
-class StepScratch(NamedTuple):
-    """Buffers in which 16-bit weights are stepped as float32, before they are rounded.
-
-    Attributes:
-        weights: float32 (n, dim).
-        rows, positions: int64 and int32 (n,), from 0 on.
-    """
-
-    weights: np.ndarray
-    rows: np.ndarray
-    positions: np.ndarray
-
-
 class Records:
     """Records in one piece of memory.
 
@@ -59,7 +46,7 @@ class Records:
     def __init__(self, spec: Spec, memory: np.ndarray) -> None:
         self._spec = spec
         self.bytes = memory.reshape(-1, spec.record_bytes)  # possibly empty
-        self.weights, self._floats = self.bytes.view(spec.storage.words), self.bytes.view(np.float32)
+        self.weights, self._floats = self.bytes.view(spec.words), self.bytes.view(np.float32)
 
     @spanned("gather")
     def read(self, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
@@ -90,12 +77,16 @@ class Records:
         """Overwrite weights with `values` float32 (n, dim), rounded to nearest."""
         kernels.cpu.launch(kernels.cpu.rows.scatter, self.weights, slots, values)
 
-    def scratch(self, count: int) -> StepScratch | None:
-        """Return the buffers for a step of `count` rows; None for float32. No later part of a step can fail."""
+    def scratch(self, count: int) -> tuple[np.ndarray, ...] | None:
+        """Return the buffers for a step of `count` rows. No later part of the step can fail.
+
+        In them 16-bit weights are stepped as float32, before they are rounded: float32 (n, dim), and the rows and
+        positions from 0 on, int64 and int32 (n,). None for float32.
+        """
         if self._spec.dtype == "float32":
             return None
         weights = np.empty((count, self._spec.dim), np.float32)
-        return StepScratch(weights, np.arange(count), np.arange(count, dtype=np.int32))
+        return weights, np.arange(count), np.arange(count, dtype=np.int32)
 
     @spanned("rule")
     def step(
@@ -105,7 +96,7 @@ class Records:
         grads: np.ndarray,
         numbers: Any,
         step: int,
-        scratch: StepScratch | None,
+        scratch: tuple[np.ndarray, ...] | None,
         refreshed: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = (),
     ) -> None:
         """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim).

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import NO_BITS, NO_ENTRIES, SlotIndex
-from embedrock.system.arena import reserve
+from embedrock.batch.id_table import ENTRY_BYTES, IdNumbers, IdTable, entries_for
+from embedrock.batch.plan import NO_ENTRIES, SlotIndex
+from embedrock.system.arena import cut, reserve
 from embedrock.system.spans import spanned
 
-ENTRY_BYTES = 16  # id and slot + 1
 ID_BYTES = 8
-FIRST_ENTRIES = 1024
-FULLEST = 0.625  # share of entries in use at which the hash table doubles
 SCAN_BYTES = 1 << 20  # of the bitmap of a `DenseIndex`, scanned at a time
 
 
@@ -28,7 +26,7 @@ class DenseIndex:
 
     def __init__(self, rows: int) -> None:
         self.count = 0
-        self.bits = np.zeros(self.bytes_for(rows), np.uint8)
+        self.bits = np.zeros(DenseIndex.bytes_for(rows), np.uint8)
 
     @staticmethod
     def bytes_for(rows: int) -> int:
@@ -40,10 +38,16 @@ class DenseIndex:
         return self.bits, NO_ENTRIES
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        return _find(kernels.cpu.directory.find_direct, self.bits, ids)
+        slots = np.empty(len(ids), np.int64)
+        kernels.cpu.launch(kernels.cpu.directory.find_direct, self.bits, ids, slots)
+        return slots
 
+    @spanned("gather")
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return _look_up(kernels.cpu.rows.look_up_direct, self.bits, ids, (weights, positions), out)
+        slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
+        look_up = kernels.cpu.rows.look_up_direct
+        kernels.cpu.launch(look_up, self.bits, ids, slots, weights, positions, nothing, out)
+        return slots
 
     def next_slots(self, ids: np.ndarray) -> np.ndarray:
         return ids
@@ -69,8 +73,8 @@ class DenseIndex:
             yield from ((part, part) for part in cut(ids, size))
 
 
-class HashIndex:
-    """The map from touched ids to the slots of their records. Ids are int64 arrays that the table has checked.
+class HashIndex(IdNumbers):
+    """The map from touched ids to the slots of their records.
 
     Slots are assigned in order of arrival, so that records lie densely.
 
@@ -79,24 +83,13 @@ class HashIndex:
         used: assigned slots, from the first on. Slots of deleted ids are reused first.
     """
 
+    _subject = IdTable._subject
+
     def __init__(self, capacity: int) -> None:
-        self.count = self.used = 0
+        super().__init__()
+        self.used = 0
         self._free, self._free_count = np.empty(0, np.int64), 0  # a stack
-        self._entries = new_entries(FIRST_ENTRIES)
         self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
-
-    @property
-    def index(self) -> SlotIndex:
-        """The memory that `find` reads, until ids are inserted or removed."""
-        return NO_BITS, self._entries
-
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, int64; -1 where it has no record. Ids may repeat."""
-        return _find(kernels.cpu.directory.find_hashed, self._entries, ids)
-
-    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the weights of ids to `out` and return their slots, in one pass; rows without a record become zeros."""
-        return _look_up(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
 
     def next_slots(self, ids: np.ndarray) -> np.ndarray:
         """Return the slots that `insert` will give to ids (without repeats) that have none, in their order."""
@@ -112,9 +105,7 @@ class HashIndex:
         Ids do not repeat. Assigns all slots, or none.
         """
         cpu, slots = kernels.cpu, np.full(len(ids), -1, np.int64) if slots is None else slots
-        needed = entries_for(self.count + int(np.count_nonzero(slots < 0)))
-        if needed > len(self._entries):
-            self._entries = rehashed(self._entries, needed)
+        self.make_room(int(np.count_nonzero(slots < 0)))
         if self._free_count:
             self._insert_free(ids, slots)
         args = self._entries, ids, slots, self.used, self._slot_ids
@@ -125,7 +116,7 @@ class HashIndex:
     def _insert_free(self, ids: np.ndarray, slots: np.ndarray) -> None:
         missing = np.flatnonzero(slots < 0)[: self._free_count]
         given, new = np.ascontiguousarray(self._next_free(len(missing))), ids[missing]
-        kernels.cpu.launch(kernels.cpu.directory.set_values, self._entries, new, given)
+        self.set(new, given)
         slots[missing], self._slot_ids[given] = given, new
         self._free_count -= len(given)
 
@@ -134,9 +125,9 @@ class HashIndex:
         count, slots = self._free_count + len(ids), self.find(ids)
         if count > len(self._free):
             self._free = np.concatenate([self._free[: self._free_count], np.empty(count, np.int64)])
-        kernels.cpu.launch(kernels.cpu.cache.erase, self._entries, ids)
+        super().remove(ids)
         self._free[self._free_count : count] = slots
-        self._free_count, self.count = count, self.used - count
+        self._free_count = count
 
     def slots_with(self, more: int) -> int:
         """Return how many slots are assigned once `more` ids are inserted."""
@@ -149,7 +140,7 @@ class HashIndex:
 
     def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
         """Keep `count` ids: those in the first `count` slots, where ids in slots `moved` replace those in `holes`."""
-        entries, kept = new_entries(entries_for(count)), self._slot_ids[:count].copy()
+        entries, kept = self._new_entries(entries_for(count)), self._slot_ids[:count].copy()
         kept[holes] = self._slot_ids[moved]
         self._entries, self.count, self.used, self._free_count = entries, 0, 0, 0  # nothing after this line can fail
         self.insert(kept)
@@ -175,47 +166,3 @@ class HashIndex:
                 slots = slots[~is_free[slots]]
             if len(slots):
                 yield self._slot_ids[slots], slots
-
-
-def cut(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Split an array into parts of at most `size` items."""
-    return (array[start : start + size] for start in range(0, len(array), size))
-
-
-def entries_for(count: int, first: int = FIRST_ENTRIES, fullest: float = FULLEST) -> int:
-    """Return the entries of a hash table of `count` ids: `first`, or doubled until it is no fuller than `fullest`."""
-    entries = first
-    while count > fullest * entries:
-        entries *= 2
-    return entries
-
-
-def new_entries(count: int) -> np.ndarray:
-    """Return an empty hash table of `count` entries, a power of two."""
-    return reserve(count * ENTRY_BYTES, "the directory of a table").view(np.int64).reshape(-1, 2)
-
-
-def rehashed(entries: np.ndarray, count: int) -> np.ndarray:
-    """Return a hash table of `count` entries, a power of two, with the content of `entries`."""
-    larger = new_entries(count)
-    kernels.cpu.directory.rehash(entries, larger)
-    return larger
-
-
-def _find(function: Callable[..., object], where: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    slots = np.empty(len(ids), np.int64)
-    kernels.cpu.launch(function, where, ids, slots)
-    return slots
-
-
-@spanned("gather")
-def _look_up(
-    function: Callable[..., object],
-    where: np.ndarray,
-    ids: np.ndarray,
-    source: tuple[np.ndarray, np.ndarray],
-    out: np.ndarray,
-) -> np.ndarray:
-    slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
-    kernels.cpu.launch(function, where, ids, slots, *source, nothing, out)
-    return slots

@@ -31,12 +31,13 @@ class TableLock:
         lock: held by the thread that uses the table.
         running: the step of the CPU, or executors of the tables, whose rows may be newer than those of the backends.
         failure: error of a step, after which records may be half changed.
+        generation: number of changes of what layouts rest on: the backends, sizes and executors of its tables.
         number: of its own.
         is_torn: records may be half changed, because this process was forked while another thread used the table.
     """
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
+        self.number, self.generation = next(_numbers), 0
         self.running: list[BackgroundCall | StaleExecutor] = []
         self.failure: BaseException | None = None
         self.is_torn = False

@@ -30,9 +30,8 @@ class Base:
         self._lows = np.array([segment.lo for segment in segments], np.int64)
         self._lasts = np.array([segment.hi - 1 for segment in segments], np.int64)
         self._folded_below = np.array([segment.folded_below for segment in segments], np.int64)
-        self._below = np.cumsum(
-            [0, *(segment.count for segment in segments)]
-        )  # records in the segments before each one
+        # Records in the segments before each one.
+        self._below = np.cumsum([0, *(segment.count for segment in segments)])
         self._table = np.zeros((len(segments), 5), np.int64)
         self._listed = np.empty(sum(segment.count for segment in segments if segment.kind == "ids"), np.int64)
         blocks = sum(map(_blocks, segments))

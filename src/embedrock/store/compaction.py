@@ -13,12 +13,14 @@ import numpy as np
 from embedrock.io.vfs import retried
 from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.store import folder as folders
+from embedrock.store import pieces
 from embedrock.store.base import Base
 from embedrock.store.manifest import PART_BITS
-from embedrock.store.pieces import CompactionGoal, KeyRange, bounds, choose, cut
+from embedrock.store.pieces import CompactionGoal, KeyRange, bounds, choose
 from embedrock.store.record_store import SCAN_ROWS, RecordStore, is_gone, keys_of_part, open_run
 from embedrock.store.segments import CRC_BYTES, Log, Segment
-from embedrock.system.arena import returned, taken
+from embedrock.system.arena import cut, joined, returned, taken
+from embedrock.system.scopes import on_failure
 from embedrock.system.spans import spanned
 
 CHUNK_BYTES = 128 << 20  # bytes of records in a sorted segment, at most
@@ -82,16 +84,12 @@ class CompactionSource(NamedTuple):
         return self.base.rank(hi) - self.base.rank(lo) + fresh.stop - fresh.start - (gone.stop - gone.start)
 
     def is_untouched(self, lo: int, hi: int) -> bool:
-        parts = self.part(lo, hi), _between(self.gone, lo, hi)
+        parts = _between(self.ids, lo, hi), _between(self.gone, lo, hi)
         return all(part.start == part.stop for part in parts) and not self.lacks_records_in(lo, hi)
-
-    def part(self, lo: int, hi: int) -> slice:
-        """Return which of `ids` lie in ``[lo, hi)``. `hi` may be 2**63."""
-        return _between(self.ids, lo, hi)
 
     def within(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids in ``[lo, hi)`` that have records, ascending, and the locations of their newest records."""
-        part = self.part(lo, hi)
+        part = _between(self.ids, lo, hi)
         below, below_at = self.base.within(lo, hi)
         ids = np.union1d(below, self.ids[part])
         locations = np.empty(len(ids), np.int64)
@@ -105,35 +103,30 @@ class CompactionSource(NamedTuple):
         return ids[kept], locations[kept]
 
 
-def compact(store: RecordStore, rate: float | None, stops: Callable[[], bool]) -> None:
+def compact(
+    store: RecordStore, rate: float | None, stops: Callable[[], bool], goal: CompactionGoal | None = None
+) -> None:
     """Compact the logs of past commits into sorted segments. The next commit publishes them. Until then old files stay.
 
     Args:
         store: the record store. Other threads may use it meanwhile.
         rate: limit of bytes written per second. None: no limit.
         stops: returns whether to stop. Called every few MB.
+        goal: a few key ranges are compacted at a time, until it is reached. None: all at once.
 
     Raises:
         CompactionStopped: `stops` returned True.
-        OSError: the disk failed. Nothing has changed.
+        OSError: the disk failed. Completed key ranges stay compacted, and nothing else has changed.
     """
-    with store.compacting:
-        _compact(store, lambda: _past_commits(store), None, rate, stops)
-
-
-def compact_in_pieces(store: RecordStore, goal: CompactionGoal, rate: float | None, stops: Callable[[], bool]) -> None:
-    """Compact the logs of past commits into a few key ranges at a time, until the goal is reached.
-
-    See `compact`. After an error, completed key ranges stay compacted.
-    """
-    is_left = True
+    is_left, part = True, goal
     while is_left:
-        while store.flush and not stops():  # a thread that waits for room goes first
+        while goal is not None and store.flush and not stops():  # a thread that waits for room goes first
             time.sleep(PAUSE_SECONDS)
         with store.compacting:
-            part = CompactionGoal(max(goal.rows, store.log_index.count - _rows_per_step(store)), goal.age)
+            if goal is not None:
+                part = goal._replace(rows=max(goal.rows, store.log_index.count - _rows_per_step(store)))
             is_left = _compact(store, lambda: _past_commits(store), part, rate, stops) > 0
-        is_left = is_left and store.log_index.count > goal.rows
+        is_left = is_left and goal is not None and store.log_index.count > goal.rows
 
 
 def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]) -> None:
@@ -236,11 +229,8 @@ def _chosen_of(are: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np
 
 
 def _picked(array: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    made, end = returned(int(np.count_nonzero(chosen)), np.int64, SUBJECT), 0
-    for start in range(0, len(array), SCAN_ROWS):
-        part = array[start : start + SCAN_ROWS][chosen[start : start + SCAN_ROWS]]
-        made[end : end + len(part)], end = part, end + len(part)
-    return made
+    parts = zip(cut(array, SCAN_ROWS), cut(chosen, SCAN_ROWS), strict=True)
+    return joined((part[here] for part, here in parts), int(np.count_nonzero(chosen)), SUBJECT)
 
 
 def _joined(key_ranges: Sequence[KeyRange]) -> tuple[tuple[int, int], ...]:
@@ -276,7 +266,7 @@ class _LogScan:
         for ids, locations in self._parts():
             waiting += np.bincount(np.searchsorted(starts, ids, side="right") - 1, minlength=len(waiting))
             self._of_runs += self._by_run(locations)
-        return cut(self._store.base, self._cuts, waiting, self._logs)
+        return pieces.cut(self._store.base, self._cuts, waiting, self._logs)
 
     def rows_in(self, ranges: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of rows in ranges, ascending, and their locations."""
@@ -299,13 +289,7 @@ class _LogScan:
         return np.bincount((locations >> RUN_SHIFT) - self._low, minlength=len(self._of_runs))
 
     def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        last = None
-        while True:
-            with self._store.lock:  # others may change it in between: those rows need no compaction
-                ids, locations = self._store.log_index.behind(last, SCAN_ROWS)
-            if not len(ids):
-                return
-            last = int(ids[-1])
+        for ids, locations in self._store.log_parts():  # rows that come in between need no compaction
             chosen = locations >> RUN_SHIFT < self._first_kept
             yield ids[chosen], locations[chosen]
 
@@ -373,7 +357,10 @@ class _SegmentWriter:
         self._store.add(bytes_compacted=nbytes)
         self._written += nbytes
         worked, self._worked = time.thread_time() - self._worked, time.thread_time()
-        if self._rate is not None and not self._store.flush and not self._is_late():
+        # Late: training fills the log index faster than compaction empties it, so that it would wait.
+        filled = self._store.log_index.fullness - self._fullness
+        is_late = filled * self._total >= self._written * (1 - self._fullness)
+        if self._rate is not None and not self._store.flush and not is_late:
             early = self._written / self._rate - (time.monotonic() - self._started)
             time.sleep(max(0.0, early, worked * (1 / PROCESSOR_SHARE - 1)))
         let_commits_pass(self._store, self._stops)
@@ -382,11 +369,6 @@ class _SegmentWriter:
     def _check_stop(self) -> None:
         if self._stops():
             raise CompactionStopped
-
-    def _is_late(self) -> bool:
-        """Return whether training fills the log index faster than compaction empties it, so that it would wait."""
-        filled = self._store.log_index.fullness - self._fullness
-        return filled * self._total >= self._written * (1 - self._fullness)
 
 
 def chunk_rows(rows: int, stride: int) -> int:
@@ -453,12 +435,9 @@ def _new_segments(store: RecordStore, first_kept: int) -> Iterator[_NewSegments]
     Make their names durable, or remove all after an error.
     """
     segments = _NewSegments(store, first_kept)
-    try:
+    with on_failure(segments.remove):
         yield segments
         retried(store.system.fsync_folder, folders.join(store.folder, "base"))
-    except BaseException:
-        segments.remove()
-        raise
 
 
 def fill(store: RecordStore, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> int:

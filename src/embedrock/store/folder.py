@@ -30,6 +30,7 @@ from embedrock.store.publishing import AManifest, FolderKind
 from embedrock.store.reading import check_table, table_around, what_is_at
 from embedrock.store.segments import HEADER_BYTES, owner_of, read_start
 from embedrock.system import forks
+from embedrock.system.scopes import on_failure
 
 LOCK = "LOCK"
 LOCK_BYTES = 4096
@@ -158,11 +159,8 @@ def lock(system: System, folder: str, locked: bool, kind: FolderKind[Any] = TABL
 def locked_by(system: System, folder: str, locked: bool, kind: FolderKind[Any] = TABLE) -> Iterator[int]:
     """Context manager that locks a folder as `lock` does. An error in its body releases the lock."""
     held = lock(system, folder, locked, kind)
-    try:
+    with on_failure(lambda: unlock(system, held)):
         yield held
-    except BaseException:
-        unlock(system, held)
-        raise
 
 
 UNLOCKED = -1  # stands for a descriptor if the user waives the lock
@@ -414,7 +412,6 @@ class Folder(Generic[AManifest]):
 
     @classmethod
     def newest_of(cls, system: System, folder: str) -> Any:
-        """Return the manifest of the last commit."""
         return cls.folder_kind.read(system, folder, cls.folder_kind.numbers(system, folder)[-1])
 
     def prepare_to_write(self) -> None:

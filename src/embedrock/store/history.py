@@ -6,16 +6,16 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import MissingFileError
-from embedrock.io.vfs import Data, System, open_file, write_whole
+from embedrock.io.vfs import Data, System, write_whole
 from embedrock.store import folder as folders
 from embedrock.store.manifest import HistoryFile
-from embedrock.store.segments import HEADER_BYTES, REMEDY, check_header, damaged, make_header
+from embedrock.store.segments import HEADER_BYTES, check_header, damaged, make_header, open_needed
 
 MAX_BYTES = 1 << 32
 PIECE_BYTES = 4 << 20  # bytes read at once to verify the checksum
@@ -72,11 +72,7 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
         CorruptTableError: the file is missing or damaged, or belongs to another table.
     """
     where = folders.join(folder, part.file)
-    try:
-        file = open_file(system, where)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingFileError(f"{where} is missing: the commit needs it. {REMEDY}") from error
-    try:
+    with closing(open_needed(system, where, "it")) as file:
         if file.size != part.size or part.size > MAX_BYTES:
             raise damaged(where, f"{min(part.size, MAX_BYTES)} bytes", file.size)
         data, crc = b"", 0
@@ -86,8 +82,6 @@ def read_history(system: System, folder: str, part: HistoryFile, uuid: str) -> d
         if crc != part.crc:
             raise damaged(where, f"bytes with CRC-32 {part.crc:#010x}", f"{crc:#010x}")
         data = data if file.size <= PIECE_BYTES else file.read(0, file.size)
-    finally:
-        file.close()
     check_header(data[:HEADER_BYTES], where, uuid, 0, part.file)
     try:
         return _arrays(memoryview(data)[HEADER_BYTES:])

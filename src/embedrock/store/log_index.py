@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -139,7 +138,7 @@ class LogIndex:
     def remove(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Remove ids that still have these locations. The memory stays, see `fit`.
 
-        If others insert meanwhile, ids must not come in the order of the index (`behind`, `items`). Removal in that
+        If others insert meanwhile, ids must not come in the order of the index (`behind`). Removal in that
         order empties one end, and crowds the other. Each insert there then moves thousands of entries.
         """
         self._check()
@@ -164,16 +163,3 @@ class LogIndex:
         start = 0 if row is None else storage.behind_overlay(self._entries, self._homes, self._salt, row)
         _, count = storage.list_overlay(self._entries, self._salt, start, ids, locations)
         return ids[:count], locations[:count]
-
-    def items(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield all ids and locations in the index's order, at most `batch` at a time.
-
-        The index must not change meanwhile.
-        """
-        self._check()
-        position = 0
-        while position < len(self._entries):
-            ids, locations = np.empty(batch, np.int64), np.empty(batch, np.int64)
-            position, count = kernels.cpu.storage.list_overlay(self._entries, self._salt, position, ids, locations)
-            if count:
-                yield ids[:count], locations[:count]

@@ -11,10 +11,9 @@ from typing import Any
 from embedrock.errors import counted
 from embedrock.store import publishing
 from embedrock.store.publishing import (
+    COMMIT,
     LIST,
     NUMBER,
-    TIME,
-    UUID,
     BaseManifest,
     FieldCheck,
     check_fields,
@@ -250,13 +249,9 @@ def is_name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable()
 
 
-_COMMIT = {
-    "uuid": UUID,
-    "commit": NUMBER,
-    "parent": or_null(NUMBER),
+_COMMIT = COMMIT | {
     "step": or_null(whole(-(2**63), 2**63)),
     "name": or_null(FieldCheck(is_name, "1 to 100 printable characters")),
-    "time": TIME,
 }
 _TABLE = {
     "spec": FieldCheck(lambda value: isinstance(value, dict), "an object"),

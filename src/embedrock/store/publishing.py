@@ -73,7 +73,6 @@ class BaseManifest:
         return dict(vars(self))
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
         return to_bytes({"format": self.format} | self.body())
 
 
@@ -260,6 +259,7 @@ def _is_time(value: Any) -> bool:
 UUID = text(re.compile("[0-9a-f]{32}"), "32 hexadecimal digits")
 NUMBER = whole(0, MAX_COMMIT)
 TIME = FieldCheck(_is_time, "a time in UTC (ISO 8601)")
+COMMIT = {"uuid": UUID, "commit": NUMBER, "parent": or_null(NUMBER), "time": TIME}  # of every manifest
 LIST = FieldCheck(lambda value: isinstance(value, list), "a list")
 
 

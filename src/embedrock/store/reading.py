@@ -132,14 +132,14 @@ def _read_batch(
     fds, memory = np.array([files.fds[number] for number in numbers.tolist()], np.int64), _staging.take(room)
     offsets, sizes, begins = (np.ascontiguousarray(row) for row in planned[1:, :requests])
     system.read_many(fds[of_request], offsets, sizes, memory, begins)
-    marks = _marks([files.runs[number] for number in numbers.tolist()], numbers, locations[:count])
-    bad = _unseal(memory, starts[:count], ids[:count], marks, records, slots[:count])
+    marks = marks_of([files.runs[number] for number in numbers.tolist()], numbers, locations[:count])
+    bad = unseal(memory, starts[:count], ids[:count], marks, records, slots[:count])
     if len(bad):
         raise _corrupt(files.runs, locations[bad], ids[bad])
     return count, requests, nbytes
 
 
-def _unseal(
+def unseal(
     memory: np.ndarray, starts: np.ndarray, ids: np.ndarray, marks: np.ndarray, records: np.ndarray, slots: np.ndarray
 ) -> np.ndarray:
     """Copy records out of memory, and return the positions of damaged ones."""
@@ -148,7 +148,8 @@ def _unseal(
     return np.flatnonzero(good == 0)
 
 
-def _marks(runs: Sequence[Segment], numbers: np.ndarray, locations: np.ndarray) -> np.ndarray:
+def marks_of(runs: Sequence[Segment], numbers: np.ndarray, locations: np.ndarray) -> np.ndarray:
+    """Return the marks of records of some segments, whose numbers ascend, uint32 (n,)."""
     marks = np.empty(len(locations), np.uint32)
     salts, steps = (np.array([getattr(segment, name) for segment in runs], np.uint32) for name in ("salt", "step"))
     kernels.cpu.launch(kernels.cpu.storage.mark, locations, numbers, salts, steps, marks)
@@ -214,13 +215,11 @@ def check_table(system: System, path: str) -> None:
 
 def table_around(system: System, path: str) -> str | None:
     """Return the folder of the table that contains a path, or None."""
-    return next((folder for folder in _parents(path) if _is_table(system, folder)), None)
-
-
-def _parents(path: str) -> Iterator[str]:
     while (parent := os.path.dirname(path)) != path:
-        yield parent
+        if _is_table(system, parent):
+            return parent
         path = parent
+    return None
 
 
 def _hint(system: System, path: str) -> str:

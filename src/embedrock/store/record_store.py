@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock import kernels
-from embedrock.io.vfs import DIRECT_BYTES, System, aligned_empty
+from embedrock.io.vfs import DIRECT_BYTES, System
 from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
@@ -20,7 +20,8 @@ from embedrock.store.log_index import LogIndex
 from embedrock.store.manifest import KEYS, PART_BITS, SegmentEntry, StoreEntry
 from embedrock.store.reading import read_records
 from embedrock.store.segments import CRC_BYTES, Log, Segment, damaged, piece_rows
-from embedrock.system.arena import returned
+from embedrock.system.arena import cut, joined, returned
+from embedrock.system.scopes import on_failure
 
 GONE = (1 << RUN_SHIFT) - 1  # stands for a position in a segment: the row was deleted when that segment was the newest
 
@@ -32,7 +33,7 @@ class CommitSnapshot:
         base, delta: the segments of earlier commits.
         logs: open logs of this commit. Dirty rows that are still in the cache go to the last one.
         is_whole: whether the logs have all rows, so that the commit needs no earlier segment.
-        replaced: segments without use once the commit is published.
+        replaced: segments without use once the commit is published, empty logs too.
         parts, dropped: see `StoreEntry`.
     """
 
@@ -71,15 +72,11 @@ class CommitSnapshot:
             # Rows with newer records in a later log count too: this commit needs the records of its snapshot.
             ids, old = newest_of([log], store.base)
             ids, old = ids[~is_gone(old)], old[~is_gone(old)]
-            try:
+            with on_failure(lambda: store.table_folder.unlink([made.path], lambda: False)), on_failure(made.close):
                 store.copy(ids, old, made)
                 store.move(ids, old, made.locations())
                 made.gone = log.gone
                 made.noted.append(log.gone)
-            except BaseException:
-                made.close()
-                store.table_folder.unlink([made.path], lambda: False)
-                raise
             store.logs[store.logs.index(log)] = made
             store.take(made)
             store.table_folder.unlink([log.path], lambda: log.entry is not None)
@@ -91,16 +88,13 @@ class CommitSnapshot:
         if self.is_whole:
             self.replaced = [*store.base.runs, *store.delta]
             store.base, store.delta = Base([]), []
+        self.replaced = [*self.replaced, *(log for log in self.logs if log.is_empty)]
         for log in self.logs:  # their indexes have all that is needed
             log.noted.clear()
         store.delta = [*store.delta, *(log for log in self.logs if not log.is_empty)]
         store.logs = [log for log in store.logs if log not in self.logs]
         store.content, store.snapshot_files = content, set()
         store.base_is_ahead = store.base_is_ahead and store.base.runs != self.base
-
-    def clear_up(self) -> None:
-        """Remove the files that the published snapshot does not need: empty logs, and replaced segments."""
-        self.store.remove([*self.replaced, *(log for log in self.logs if log.is_empty)])
 
     def forget_traces(self, rest: Callable[[float], None]) -> None:
         """Remove deleted rows from the log index, after the published snapshot has all rows.
@@ -125,18 +119,14 @@ class CommitSnapshot:
         store.unblock_compaction()
 
     def _deleted_before(self, rest: Callable[[float], None]) -> np.ndarray:
-        log_index = self.store.log_index
-        found, count, last = returned(log_index.count, np.int64, "rows without a record"), 0, None
-        while True:
+        def parts() -> Iterator[np.ndarray]:
             started = time.thread_time()
-            with self.store.lock:
-                ids, locations = log_index.behind(last, SCAN_ROWS)
-            if not len(ids):
-                return found[:count]
-            last, is_old = int(ids[-1]), self._are_before(locations)
-            end = count + int(np.count_nonzero(is_old))
-            found[count:end], count = ids[is_old], end
-            rest(started)
+            for ids, locations in self.store.log_parts():
+                yield ids[self._are_before(locations)]
+                rest(started)
+                started = time.thread_time()
+
+        return joined(parts(), self.store.log_index.count, "rows without a record")
 
     def _are_before(self, locations: np.ndarray) -> np.ndarray:
         return (locations >= 0) & (locations >> RUN_SHIFT < self.logs[0].number)
@@ -298,9 +288,7 @@ class RecordStore:
         """Append ``records[slots]``, the newest records of `ids`, to the log of the next commit."""
         sealed = self.seal(records, slots, ids)
         with self.lock:
-            if self._active is None:
-                self._active = self._new_log()
-            self.place(ids, self.append_sealed(self._active, sealed, ids))
+            self.place(ids, self.append_sealed(self._open_log(), sealed, ids))
 
     def seal(
         self, records: np.ndarray, slots: np.ndarray, ids: np.ndarray, room: np.ndarray | None = None
@@ -317,7 +305,7 @@ class RecordStore:
     def room_for(self, rows: int) -> np.ndarray:
         """Return memory for some sealed rows."""
         stride = self.content.record_bytes + CRC_BYTES
-        return aligned_empty(rows * stride).reshape(-1, stride)
+        return returned((rows, stride), np.uint8, "a copy of records")
 
     def append_sealed(self, log: Log, sealed: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Append sealed records to a log, and return their locations. One thread at a time may do so."""
@@ -337,11 +325,9 @@ class RecordStore:
         if not len(ids):
             return
         with self.lock:
-            if self._active is None:
-                self._active = self._new_log()
-            self._active.noted.append(ids)
-            self.some_are_gone = True
-            self.log_index.insert(ids, np.full(len(ids), gone_at(self._active.number)))
+            log, self.some_are_gone = self._open_log(), True
+            log.noted.append(ids)
+            self.log_index.insert(ids, np.full(len(ids), gone_at(log.number)))
 
     def withhold(self, ids: np.ndarray, is_writer: bool) -> np.ndarray:
         """Hide rows that were deleted after the commit to start from. Return the ids that had a record."""
@@ -363,20 +349,18 @@ class RecordStore:
         """Return the deleted ids of a log that have no newer record."""
         # Ids are unordered until the log is sealed, and others may change the index. Parts save RAM: all rows may be
         # deleted.
-        made, end = returned(log.noted.count, np.int64, "rows without a record"), 0
-        for ids in log.noted:
-            for start in range(0, len(ids), SCAN_ROWS):
-                part = ids[start : start + SCAN_ROWS]
-                part = part[self.log_index.find(part) == gone_at(log.number)]
-                part = part[~have_newer(part)]
-                made[end : end + len(part)], end = part, end + len(part)
-        return made[:end]
+        parts = (part for ids in log.noted for part in cut(ids, SCAN_ROWS))
+        gone = (part[self.log_index.find(part) == gone_at(log.number)] for part in parts)
+        return joined((part[~have_newer(part)] for part in gone), log.noted.count, "rows without a record")
 
-    def _new_log(self) -> Log:
-        log = self.create_log(self.next_run())
-        self.take(log)
-        self.logs.append(log)
-        return log
+    def _open_log(self) -> Log:
+        """Return the log of the next commit, new or with earlier rows of it."""
+        if self._active is None:
+            log = self.create_log(self.next_run())
+            self.take(log)
+            self.logs.append(log)
+            self._active = log
+        return self._active
 
     def create_log(self, number: int) -> Log:
         """Return a new log with a number. No reader knows it yet."""
@@ -403,20 +387,26 @@ class RecordStore:
         """Return an unused file name of the next commit. See `Folder.free_name`."""
         return self.table_folder.free_name(f"{kind}/{self.content.commit + 1:010d}", suffix)
 
-    def ids_above_base(self) -> np.ndarray:
-        """Return the ids that have records in logs only."""
-        with self.lock:
-            parts = [ids[(self.base.find(ids) < 0) & ~is_gone(at)] for ids, at in self.log_index.items(SCAN_ROWS)]
-        return np.concatenate([np.empty(0, np.int64), *parts])
+    def log_parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the ids and locations of rows in the log index. Other threads may change it between the parts."""
+        last = None
+        while True:
+            with self.lock:
+                ids, locations = self.log_index.behind(last, SCAN_ROWS)
+            if not len(ids):
+                return
+            last = int(ids[-1])
+            yield ids, locations
 
-    def ids_gone_from_base(self) -> np.ndarray:
-        """Return the deleted ids that the base still has, ascending."""
-        if not self.some_are_gone:
-            return np.empty(0, np.int64)
+    def ids_beside_base(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids that have records in logs only, and the deleted ids that the base still has, ascending."""
+        above, gone = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         with self.lock:
-            parts = [ids[is_gone(at)] for ids, at in self.log_index.items(SCAN_ROWS)]
-            ids = np.concatenate([np.empty(0, np.int64), *parts])
-            return np.sort(ids[self.base.find(ids) >= 0])
+            for ids, at in self.log_parts():
+                in_base, are_gone = self.base.find(ids) >= 0, is_gone(at)
+                above.append(ids[~in_base & ~are_gone])
+                gone.append(ids[in_base & are_gone])
+        return np.concatenate(above), np.sort(np.concatenate(gone))
 
     @property
     def disk_bytes(self) -> int:
@@ -453,8 +443,7 @@ class RecordStore:
             for log in self.logs:
                 if log.noted.count and log.entry is None:
                     log.gone = self._tombstones_of(log, have_newer)
-            if self._active is None:
-                self._new_log()
+            self._open_log()
             self._active = None
             return CommitSnapshot(self, self.logs, self._is_compaction_blocked)
 
@@ -561,7 +550,7 @@ def changed_ids(before: RecordStore, after: RecordStore, size: int) -> Iterator[
                 yield ids if store is after else ids[~_are_in(after, new, ids)]  # the others came in the pass before
     gone = np.unique(np.concatenate([np.empty(0, np.int64), *(segment.gone_ids() for segment in (*new, *old))]))
     gone = gone[~_are_in(after, new, gone) & ~_are_in(before, old, gone)]
-    yield from (gone[start : start + size] for start in range(0, len(gone), size))
+    yield from cut(gone, size)
 
 
 def _only_in(store: RecordStore, other: RecordStore) -> list[Segment]:
@@ -577,8 +566,7 @@ def _ids_of(store: RecordStore, segment: Segment, size: int) -> Iterator[np.ndar
     if segment in store.base.runs:
         number = store.base.runs.index(segment)
         return (store.base.ids_of(number, start, start + size) for start in range(0, segment.count, size))
-    ids = np.unique(segment.index())
-    return (ids[start : start + size] for start in range(0, len(ids), size))
+    return cut(np.unique(segment.index()), size)
 
 
 def keys_of_part(number: int) -> tuple[int, int]:

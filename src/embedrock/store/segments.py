@@ -21,7 +21,8 @@ from embedrock import kernels
 from embedrock.errors import CorruptTableError, MissingFileError, NewerFormatError, counted
 from embedrock.io.vfs import BLOCK, File, System, create, open_file, retried
 from embedrock.kernels.constants import CRC_BYTES, MARK_STEP, RUN_SHIFT
-from embedrock.system.arena import returned
+from embedrock.system.arena import joined, returned
+from embedrock.system.scopes import on_failure
 
 FORMAT = 2  # of new files
 GOING = 3  # of commits of tables with dynamic or deleted rows
@@ -147,19 +148,11 @@ class Segment:
             NewerFormatError: the file has a newer format.
         """
         where = f"{folder}/{entry.file}"
-        try:
-            file = open_file(system, where, direct)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise MissingFileError(
-                f"{where} is missing: the commit needs its {counted(entry.count, 'record')}. {REMEDY}"
-            ) from error
-        try:
+        file = open_needed(system, where, f"its {counted(entry.count, 'record')}", direct)
+        with on_failure(file.close):
             if file.size != entry.size:
                 raise damaged(where, f"{entry.size} bytes", f"{file.size}")
             _check_salt(file.read(0, HEADER_BYTES), where, uuid, record_bytes, entry)
-        except BaseException:
-            file.close()
-            raise
         segment = cls(file, entry.file, record_bytes, number)
         segment.count, segment.lo, segment.hi = entry.count, entry.lo, entry.hi
         segment.kind, segment.entry = entry.index, entry
@@ -168,13 +161,6 @@ class Segment:
 
     def _mark_with(self, salt: int | None) -> None:
         self.salt, self.step = (0, 0) if salt is None else (salt, MARK_STEP)
-
-    def marks(self, first: int, count: int) -> np.ndarray:
-        """Return the marks of consecutive records, uint32 (count,)."""
-        marks = np.empty(count, np.uint32)
-        salts, steps = (np.array([of_run], np.uint32) for of_run in (self.salt, self.step))
-        kernels.cpu.storage.mark(np.arange(first, first + count), np.zeros(1, np.int64), salts, steps, marks)
-        return marks
 
     def locations(self, first: int = 0, count: int | None = None) -> np.ndarray:
         """Return the locations of consecutive records, by default of all, int64 (count,)."""
@@ -258,12 +244,6 @@ class IdBuffer:
         for number, block in enumerate(self._blocks):
             yield block[: self.count - number * self._size]
 
-    def joined(self) -> np.ndarray:
-        made, end = returned(self.count, np.int64, "ids of a file"), 0
-        for part in self:
-            made[end : end + len(part)], end = part, end + len(part)
-        return made
-
     def clear(self) -> None:
         self._blocks, self.count = [], 0
 
@@ -323,7 +303,7 @@ class Log(Segment):
         return first
 
     def ids(self) -> np.ndarray:
-        return self.index() if self.entry is not None else self._ids.joined()
+        return joined(self._ids, self._ids.count, "ids of a file") if self.entry is None else self.index()
 
     def seal(self, ids_in: tuple[int, int] | None = None) -> SegmentEntry:
         """Write the index, and make the file and its name durable. After an error it can be called again.
@@ -407,13 +387,18 @@ def owner_of(page: bytes, path: str) -> str | None:
     return uuid.hex() if magic == MAGIC and name == zlib.crc32(path.encode("ascii")) else ""
 
 
+def open_needed(system: System, path: str, needed: str, direct: bool = False) -> File:
+    """Open a file of a commit. If it is missing, the error says what the commit needs."""
+    try:
+        return open_file(system, path, direct)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFileError(f"{path} is missing: the commit needs {needed}. {REMEDY}") from error
+
+
 def read_start(system: System, path: str, size: int) -> bytes:
     """Return the first `size` bytes of a file, or all if it is shorter."""
-    file = open_file(system, path)
-    try:
+    with contextlib.closing(open_file(system, path)) as file:
         return file.read(0, min(size, file.size))
-    finally:
-        file.close()
 
 
 def make_header(uuid: str, record_bytes: int, path: str) -> bytes:

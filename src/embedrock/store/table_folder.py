@@ -20,6 +20,7 @@ from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import PART_BITS, HistoryFile, Manifest, StoreEntry
 from embedrock.store.reading import check_table
 from embedrock.store.record_store import CommitSnapshot, RecordStore
+from embedrock.system.scopes import on_failure
 
 
 class TableFolder(Folder[Manifest]):
@@ -267,7 +268,7 @@ class TableFolder(Folder[Manifest]):
             self._deleting, self._renaming, begun, self._begun = [], [], self._begun, []
         self.unlink(begun[:-1])  # files of a failed first try
         for snapshot in snapshots:
-            snapshot.clear_up()
+            snapshot.store.remove(snapshot.replaced)
         self.collect(keep)
         for snapshot in snapshots:
             snapshot.forget_traces(rest)
@@ -306,11 +307,8 @@ class TableFolder(Folder[Manifest]):
             is_same = [snapshot.content() for snapshot in snapshots] == list(self.manifest.pools)
             if is_same and self._next_forgotten(self.manifest.commit + 1, none) == self.manifest.forgotten:
                 return
-        try:
+        with on_failure(self.undo_steps):
             self.publish(snapshots, {"time": time, "name": None, "origin": self.manifest.origin}, keep)
-        except BaseException:
-            self.undo_steps()
-            raise
 
     def write_history(self, arrays: Mapping[str, Written]) -> HistoryFile:
         """Write the step history and other arrays of a table to a new file, for the next commit."""

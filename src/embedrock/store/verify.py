@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
 
-from embedrock import kernels
 from embedrock.errors import CorruptTableError, EmbedrockError, counted
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
@@ -16,6 +16,7 @@ from embedrock.store.base import Base
 from embedrock.store.folder import strange_files
 from embedrock.store.history import read_history
 from embedrock.store.manifest import StoreEntry
+from embedrock.store.reading import marks_of, unseal
 from embedrock.store.segments import Segment, SegmentEntry
 
 PIECE_BYTES = 4 << 20
@@ -103,11 +104,8 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
 
 
 def _check_segment(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
-    segment = Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)
-    try:
+    with closing(Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)) as segment:
         bad = _bad_ids(segment)
-    finally:
-        segment.close()
     if len(bad):
         named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
         raise CorruptTableError(
@@ -124,12 +122,10 @@ def _bad_ids(segment: Segment) -> np.ndarray:
         data = np.frombuffer(
             segment.file.read(segment.first + start * segment.stride, count * segment.stride), np.uint8
         )
-        ids = ids_of(start, start + count)
-        slots = np.arange(count)
-        good, records = np.empty(count, np.uint8), np.empty((count, segment.record_bytes), np.uint8)
-        args = data.copy(), slots * segment.stride, ids, segment.marks(start, count), records, slots, good
-        kernels.cpu.launch(kernels.cpu.storage.unseal, *args)
-        bad.append(ids[good == 0])
+        ids, slots = ids_of(start, start + count), np.arange(count)
+        records = np.empty((count, segment.record_bytes), np.uint8)
+        marks = marks_of([segment], np.array([segment.number]), segment.locations(start, count))
+        bad.append(ids[unseal(data.copy(), slots * segment.stride, ids, marks, records, slots)])
     return np.concatenate(bad)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -74,6 +75,8 @@ class Arena:
         if nbytes >= self._next_look:
             self._next_look = min(int(nbytes * GROWTH), max(len(self.memory), nbytes + 1))
             self._look()
+        if not self._waiting:
+            return
         for _ in range(min(MOST_AT_ONCE, len(self._waiting))):
             with suppress(OSError):  # an older system makes them on its own, in time; or none is left
                 self._map.madvise(_COLLAPSE, self._start + self._waiting.pop() * HUGE_PAGE, HUGE_PAGE)
@@ -148,6 +151,19 @@ def taken(array: npt.NDArray[Any], at: npt.NDArray[Any] | slice, subject: str) -
         return made
     made = returned((len(at), *array.shape[1:]), array.dtype, subject)
     return np.take(array, at, axis=0, out=made, mode="clip")  # "raise" would make another copy
+
+
+def joined(parts: Iterable[np.ndarray], most: int, subject: str) -> np.ndarray:
+    """Return int64 arrays one after another, `most` items or fewer, as an array of `returned`."""
+    made, end = returned(most, np.int64, subject), 0
+    for part in parts:
+        made[end : end + len(part)], end = part, end + len(part)
+    return made[:end]
+
+
+def cut(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Split an array into parts of at most `size` items."""
+    return (array[start : start + size] for start in range(0, len(array), size))
 
 
 def _map(nbytes: int, subject: str) -> mmap.mmap:

@@ -33,7 +33,12 @@ def available_bytes(root: Path = ROOT) -> int:
     """
     kilobytes = named_number(root / "proc/meminfo", "MemAvailable:")
     machine = memory_limit() if kilobytes is None else kilobytes * 1024
-    return max(0, min([machine, *_cgroups_available(root)]))
+    free = [machine]
+    for folder, (limit_file, use_file, cache_key) in cgroups(root):
+        limit, used = read_text(folder / limit_file), read_text(folder / use_file)
+        if limit.isdigit() and used.isdigit():
+            free.append(int(limit) - int(used) + (named_number(folder / "memory.stat", cache_key) or 0))
+    return max(0, min(free))
 
 
 def pressure(root: Path = ROOT) -> float:
@@ -42,13 +47,9 @@ def pressure(root: Path = ROOT) -> float:
     The result is the largest share of the machine, this process's cgroup, and each cgroup above it.
     """
     groups = (folder / "memory.pressure" for folder, _ in cgroups(root))
-    return max(0.0, *(_stalled(path) for path in (root / "proc/pressure/memory", *groups)))
-
-
-def _stalled(path: Path) -> float:
-    """Return the percentage of a line ``some avg10=1.23 ...`` as a share."""
-    words = read_text(path).split(maxsplit=2)
-    return float(words[1].removeprefix("avg10=")) / 100 if words[:1] == ["some"] else 0.0
+    lines = (read_text(path).split(maxsplit=2) for path in (root / "proc/pressure/memory", *groups))
+    shares = (float(words[1].removeprefix("avg10=")) / 100 for words in lines if words[:1] == ["some"])
+    return max(shares, default=0.0)  # of a line ``some avg10=1.23 ...``, in percent
 
 
 def rss_bytes() -> int:
@@ -85,13 +86,6 @@ class FreeMemory:
                 return False
             self._left -= nbytes
             return True
-
-
-def _cgroups_available(root: Path) -> Iterator[int]:
-    for folder, (limit_file, use_file, cache_key) in cgroups(root):
-        limit, used = read_text(folder / limit_file), read_text(folder / use_file)
-        if limit.isdigit() and used.isdigit():
-            yield int(limit) - int(used) + (named_number(folder / "memory.stat", cache_key) or 0)
 
 
 def cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:

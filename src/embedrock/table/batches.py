@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,121 +25,151 @@ from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
 
 _INT64 = np.dtype(np.int64)
+_NONE = np.empty(0, np.int64)
 MODES = ("sum", "mean", "max")
-MOST_ROUTES = 64  # of batches with different features
+_KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}  # ways to read a feature
+
+Arrays = Sequence[np.ndarray | None]
+Planner = Callable[[np.ndarray], Plan]  # of the ids of a feature
 
 
-class BatchFeature(NamedTuple):
-    """One feature of a batch: ids of a table, alone or in bags.
+class FeatureLayout:
+    """Common facts of batches of the same features, resolved once. Table states and pools may change meanwhile.
 
-    Attributes:
-        table: of the batch.
-        ids: integers of any shape; of bags (n,), or (bags, n) if all bags have the same size, or (bags,) if that is 1.
-        offsets: int64 (bags + 1,), from 0 to n: the bounds of the bags of ids (n,).
-        weights: float32, one per id: factors of the rows in sums of bags.
-        mode: of bags: "sum", "mean" or "max"; None: no bags.
-        padding: an id that counts in no bag, and whose row gets no gradient.
+    Args:
+        table_lock: of all tables.
+        tables: of the features.
+        modes: of bags, "sum", "mean" or "max"; None: the rows themselves.
+        paddings: ids that count in no bag, and whose rows get no gradient; None: none.
     """
 
-    table: Table
-    ids: Any
-    offsets: np.ndarray | None = None
-    weights: np.ndarray | None = None
-    mode: str | None = None
-    padding: int | None = None
+    def __init__(
+        self,
+        table_lock: TableLock,
+        tables: Sequence[Table],
+        modes: Sequence[str | None] | None = None,
+        paddings: Sequence[int | None] | None = None,
+    ) -> None:
+        none = [None] * len(tables)
+        self.table_lock, self.tables = table_lock, tables
+        self.modes, self.paddings = modes or none, paddings or none
+        for mode in self.modes:
+            if mode not in _KINDS:
+                check_choice("mode", mode, MODES)
+        self._pools: list[PoolLayout] = []
+        self._rests_on: tuple[int, int] | None = None
 
-    @staticmethod
-    def each(*columns: Iterable[Any]) -> list[BatchFeature]:
-        """Return features of columns, in the order above, without a call of Python for each."""
-        return list(map(_new_feature, zip(*columns, strict=True)))
+    def pools(self) -> list[PoolLayout]:
+        """Return the part of each pool and kind, if all tables can be used. Caller holds the table lock."""
+        table_lock = self.table_lock
+        if self._rests_on == (table_lock.generation, forks.process) and table_lock.failure is None:
+            return self._pools
+        self._pools, has_executor = self._resolved(), False
+        for pool in self._pools:
+            for rows in pool.rows:
+                rows.check()
+                has_executor |= rows.executor is not None
+        self._rests_on = None if has_executor else (table_lock.generation, forks.process)
+        return self._pools
 
-    @property
-    def kind(self) -> str:
-        """Way to read it: "rows", or bags by "sum" (used for means too) or "max"."""
-        return _KINDS[self.mode]
+    def _resolved(self) -> list[PoolLayout]:
+        kinds: dict[tuple[Backend, str, int], dict[Table, list[int]]] = {}
+        known: dict[Table, list[int | None]] = {}
+        for number, (table, mode, padding) in enumerate(zip(self.tables, self.modes, self.paddings, strict=True)):
+            own, kind, level = known.setdefault(table, []), _KINDS[mode], 0
+            if kind == "rows":  # the padding row of one feature may get gradients from another one of the same table
+                if padding not in own:
+                    own.append(padding)
+                level = own.index(padding)
+            found = kinds.setdefault((rows_of(table).tier.pool, kind, level), {})
+            found.setdefault(table, []).append(number)
+        columns = bounds_of([table.dim for table in self.tables])
+        pools = [self._part(kind, tables, columns) for (_, kind, _), tables in kinds.items()]
+        seen = set[Table]()
+        for pool in pools:
+            pool.goes_on = not seen.isdisjoint(pool.tables)
+            seen.update(pool.tables)
+        return pools
 
-
-_new_feature = functools.partial(tuple.__new__, BatchFeature)
-_KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}
+    def _part(self, kind: str, tables: dict[Table, list[int]], columns: np.ndarray) -> PoolLayout:
+        numbers = [number for own in tables.values() for number in own]
+        rows, own = [rows_of(table) for table in tables], bounds_of([len(each) for each in tables.values()])
+        modes, start = list[tuple[str | None, int, int]](), 0
+        for mode, alike in itertools.groupby(self.modes[number] for number in numbers):
+            modes.append((mode, start, start := start + len(list(alike))))
+        padded = [number for number in numbers if self.paddings[number] is not None]
+        return PoolLayout(
+            dim=rows[0].spec.dim,
+            kind=kind,
+            tables=list(tables),
+            rows=rows,
+            described=reading.described(rows, own.tolist()),
+            paddings=[self.paddings[each[0]] for each in tables.values()] if padded and kind == "rows" else [],
+            skips=[self.paddings[number] for number in numbers] if padded and kind != "rows" else [],
+            numbers=numbers,
+            is_whole=numbers == list(range(len(self.tables))),
+            own=own,
+            modes=modes,
+            columns=columns[numbers],
+            width=int(columns[-1]),
+        )
 
 
 @dataclass(eq=False)
 class PoolLayout:
-    """The part of a batch's layout that depends only on its features, for tables of one pool. Cached between batches.
+    """The part of a `FeatureLayout` for tables of one pool, and features of one kind.
 
     Attributes:
         dim: of the tables.
-        kind: see `BatchFeature.kind`.
+        kind: "rows", or bags by "sum" (used for means too) or "max".
         tables: each once, in the order of their positions in plans.
         rows: states of the tables.
-        parts: backends of the tables, which may go meanwhile.
-        paddings: of each table, the id whose row gets no gradient; None for none, and for bags, which leave it out.
+        described: the tables as `plan_tables` takes them.
+        paddings: of each table of rows, the id whose row gets no gradient; empty without paddings.
+        skips: of each feature of bags, the id that is left out; empty without paddings.
         numbers: of the features, in the order of their positions.
+        is_whole: these are all features, in their order.
         own: int64 (tables + 1,), bounds of each table's features in `numbers`.
         modes: consecutive features of the same mode: the mode, and the bounds of the features.
-        skips: some bags have a padding id.
-        has_padding: some table has one in `paddings`.
         columns: int64 (features,), where those of each feature begin if all outputs of a batch are side by side.
         width: number of all of these columns.
-        goes_on: an earlier layout of the same batch has some of the tables, too.
+        goes_on: an earlier part of the same batch has some of the tables, too.
     """
 
     dim: int
     kind: str
     tables: list[Table]
     rows: list[TableState]
-    parts: list[weakref.ref[Backend]]
+    described: np.ndarray
     paddings: list[int | None]
+    skips: list[int | None]
     numbers: list[int]
+    is_whole: bool
     own: np.ndarray
     modes: list[tuple[str | None, int, int]]
-    skips: bool
-    has_padding: bool
     columns: np.ndarray
     width: int
     goes_on: bool = False
-    _layout: FeatureLayout | None = None
-    _described: tuple[list[int | None], np.ndarray] | None = None
+    _positions: PositionLayout | None = None
 
-    def described(self) -> np.ndarray:
-        """Return the tables as `plan_tables` takes them."""
-        rows = [rows.spec.rows for rows in self.rows]
-        if self._described is None or self._described[0] != rows:
-            self._described = rows, reading.described(self.rows, self.own.tolist())
-        return self._described[1]
-
-    @property
-    def is_current(self) -> bool:
-        """Return whether the tables still have these backends, and can be used."""
-        for rows, part in zip(self.rows, self.parts, strict=True):
-            backend = rows.backend
-            if backend is None or part() is not backend or rows.process != forks.process:
-                return [rows.tier for rows in self.rows] == [part() for part in self.parts]  # or it raises why not
-        return self.rows[0].table_lock.failure is None or self.rows[0].tier is None
-
-    def layout(self, features: Sequence[BatchFeature]) -> FeatureLayout:
+    def positions(self, ids: Sequence[np.ndarray], offsets: Arrays | None) -> PositionLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""
-        shapes = [feature.ids.shape for feature in features]
-        is_even, known = True, self._layout
-        for feature in features:
-            if feature.offsets is not None:
-                is_even = False
-                break
-        if known is not None and is_even and known.shapes == shapes:
+        shapes, known = [own.shape for own in ids], self._positions
+        if offsets is None and known is not None and known.shapes == shapes:
             return known
-        positions, bags, offsets = bounds_of([math.prod(shape) for shape in shapes]), _NONE, _NONE
+        positions, bags, bounds = bounds_of([own.size for own in ids]), _NONE, _NONE
         if self.kind != "rows":
-            begins = [_begins(f.ids) if f.offsets is None else f.offsets[:-1] for f in features]
-            bags = bounds_of([len(each) for each in begins])
-            offsets = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
+            each = offsets or [None] * len(ids)
+            begins = [_begins(own) if at is None else at[:-1] for own, at in zip(ids, each, strict=True)]
+            bags = bounds_of([len(own) for own in begins])
+            bounds = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
         items = bags if len(bags) else positions
-        are_alone = is_even and np.array_equal(items, positions)
-        own = shapes if is_even else [], self.numbers, positions, positions[self.own], bags, offsets, items, are_alone
-        self._layout = made = FeatureLayout(*own)
+        are_alone = offsets is None and np.array_equal(items, positions)
+        of_tables = positions[self.own]
+        made = PositionLayout(shapes if offsets is None else [], positions, of_tables, bags, bounds, items, are_alone)
+        if offsets is None:
+            self._positions = made
         return made
-
-
-PoolLayouts = dict[tuple[Any, ...], list[PoolLayout]]  # of a group's batches, cached by their features
 
 
 class Lines(NamedTuple):
@@ -158,23 +185,21 @@ class Lines(NamedTuple):
 
 
 @dataclass(eq=False)
-class FeatureLayout:
+class PositionLayout:
     """Positions of the ids of a pool's features.
 
     Attributes:
         shapes: of the ids, if they determine the layout; else empty.
-        numbers: of the features.
         positions: int64 (features + 1,), bounds of each feature's positions.
         tables: int64 (tables + 1,), bounds of each table's positions.
         bags: int64 (features + 1,), bounds of each feature's bags; empty without bags.
         offsets: int64 (bags + 1,), bounds of each bag's positions.
         items: `bags`; without bags, `positions`.
         are_alone: each item is one position.
-        places: of its rows in an array at address 0: see `PoolPlan.places`.
+        places: of its rows in an array at address 0: see `PoolBatch.places`.
     """
 
     shapes: list[tuple[int, ...]]
-    numbers: list[int]
     positions: np.ndarray
     tables: np.ndarray
     bags: np.ndarray
@@ -209,22 +234,28 @@ class FeatureLayout:
 
 
 @dataclass(eq=False)
-class PoolPlan:
-    """The plan of a batch for tables of one pool, and features of one kind.
+class PoolBatch:
+    """The part of a batch in one pool: its plan, and the data of a lookup for later sums.
 
     Attributes:
-        route: the pool's layout.
-        layout: positions of the features.
+        layout: of the pool's features.
+        positions: of their ids.
         plan: of all their ids.
+        bags: all items, as `pooling.sum_bags` takes them.
         weights: float32 (n,) of the positions; None for ones.
         kept: of bags with padding, the positions of a feature that are in the plan, bool; None: all.
+        trace: see `pooling.sum_bags`.
+        values: its rows, float32 (unique, dim), if weights get gradients.
     """
 
-    route: PoolLayout
-    layout: FeatureLayout
+    layout: PoolLayout
+    positions: PositionLayout
     plan: Plan
+    bags: Bags
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
+    trace: np.ndarray = field(default_factory=lambda: ONES)
+    values: np.ndarray | None = None
 
     def places(self, array: np.ndarray, side_by_side: bool) -> np.ndarray:
         """Return where the rows of its features are: see `pooling.places_of`.
@@ -233,236 +264,179 @@ class PoolPlan:
             array: float32, of its features one after the other, or of all features of the batch side by side.
             side_by_side: says which.
         """
-        stride, layout = array.strides[0], self.layout
-        known = layout.places.get((side_by_side, stride))
+        stride, at = array.strides[0], self.positions
+        known = at.places.get((side_by_side, stride))
         if known is None:
-            begins = self.route.columns * array.itemsize if side_by_side else layout.items[:-1] * stride
-            known = layout.places[side_by_side, stride] = np.stack([begins, np.full_like(begins, stride)], axis=1)
-        places = known.copy()
-        places[:, 0] += address_of(array)
-        return places
-
-    @property
-    def bags(self) -> Bags:
-        """All items, as `pooling.sum_bags` takes them."""
-        layout, route = self.layout, self.route
-        mode = None if route.kind == "rows" else route.kind
-        items = layout.items, route.own, layout.of_positions, layout.are_alone
-        return Bags(self.plan, layout.offsets, -1, mode, *items)
+            begins = self.layout.columns * array.itemsize if side_by_side else at.items[:-1] * stride
+            known = at.places[side_by_side, stride] = np.stack([begins, np.full_like(begins, stride)], axis=1)
+        return known + np.array([address_of(array), 0])
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number and the bounds of each feature."""
         cuts = bounds.tolist()
-        return list(zip(self.route.numbers, cuts[:-1], cuts[1:], strict=True))
+        return list(zip(self.layout.numbers, cuts[:-1], cuts[1:], strict=True))
 
 
 @dataclass(eq=False)
-class GroupPlan:
-    """The plan of a batch of tables with one lock: of a group, or a table alone.
+class Batch:
+    """A batch of features: its plans, and its rows and bags once they are read.
 
     Attributes:
-        features: of the batch.
-        shares: one plan for each pool and kind.
-        routes: layouts of such batches.
-        table_lock: of the tables.
-    """
-
-    features: Sequence[BatchFeature]
-    shares: list[PoolPlan]
-    routes: PoolLayouts
-    table_lock: TableLock
-
-    @property
-    def tables(self) -> list[Table]:
-        return list(dict.fromkeys(feature.table for feature in self.features))
-
-    @property
-    def nbytes(self) -> int:
-        return sum([share.plan.nbytes for share in self.shares])
-
-
-@dataclass(eq=False)
-class PoolLookup:
-    """The rows and bags that were read for a batch.
-
-    Attributes:
-        batch: its plan.
-        arrays: output of each pool plan, float32 (positions, dim) or (bags, dim).
-        traces: of `pooling.sum_bags`, for each pool plan.
-        values: rows of each pool plan, float32 (unique, dim), if weights get gradients.
+        layout: of the features.
+        ids: of the features, of any shape; of bags (n,), or (bags, n) if all bags have the same size, or (bags,) if
+            that is 1.
+        offsets: int64 (bags + 1,) for ids (n,), from 0 to n: the bounds of the bags; None: no feature has some.
+        weights: float32, one per id: factors of the rows in sums of bags; None: no feature has some.
+        parts: one for each pool and kind.
+        arrays: output of each part, float32 (positions, dim) or (bags, dim), once it is read.
         side_by_side: the only array has the bags of a sample one after the other, float32 (bags, sum of dims).
         by_frequency: divide a row's gradient by the number of times its id occurs. Of one table.
     """
 
-    batch: GroupPlan
+    layout: FeatureLayout
+    ids: Sequence[np.ndarray]
+    offsets: Arrays | None
+    weights: Arrays | None
+    parts: list[PoolBatch]
     arrays: list[np.ndarray] = field(default_factory=list)
-    traces: list[np.ndarray] = field(default_factory=list)
-    values: list[np.ndarray | None] = field(default_factory=list)
     side_by_side: bool = False
     by_frequency: bool = False
 
-    def parts(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
+    @property
+    def nbytes(self) -> int:
+        return sum([part.plan.nbytes for part in self.parts])
+
+    @property
+    def may_be_side_by_side(self) -> bool:
+        """Whether its outputs can be side by side: bags, equally many for each feature."""
+        counts = {part.positions.bags_of_each for part in self.parts}
+        return len(counts) == 1 and None not in counts
+
+    def blocks(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
         """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
-        for share, array in zip(self.batch.shares, self.arrays, strict=True):
-            lines = share.layout.lines
+        for part, array in zip(self.parts, self.arrays, strict=True):
+            lines = part.positions.lines
             if lines is not None:
-                yield share.route.numbers, array.reshape(*lines.shape, array.shape[-1]), lines.counts
+                yield part.layout.numbers, array.reshape(*lines.shape, array.shape[-1]), lines.counts
                 continue
-            for number, start, stop in share.spans(share.layout.positions):
-                shape = *self.batch.features[number].ids.shape, share.route.dim
+            for number, start, stop in part.spans(part.positions.positions):
+                shape = *self.ids[number].shape, part.layout.dim
                 yield (number,), array[start:stop].reshape(shape), [shape[0]]
 
     @property
     def outputs(self) -> list[np.ndarray]:
         """Output of each feature, float32 ``ids.shape + (dim,)`` or (bags, dim): views of `arrays`."""
         found = dict[int, np.ndarray]()
-        for share in self.batch.shares if self.side_by_side else ():
-            for number, column in zip(share.route.numbers, share.route.columns.tolist(), strict=True):
-                found[number] = self.arrays[0][:, column : column + share.route.dim]
-        for share, array in () if self.side_by_side else zip(self.batch.shares, self.arrays, strict=True):
-            for number, start, stop in share.spans(share.layout.items):
-                own = array[start:stop]
-                if share.route.kind == "rows":
-                    own = own.reshape(*self.batch.features[number].ids.shape, share.route.dim)
-                found[number] = own
+        for k, part in enumerate(self.parts):
+            layout = part.layout
+            if self.side_by_side:
+                for number, column in zip(layout.numbers, layout.columns.tolist(), strict=True):
+                    found[number] = self.arrays[0][:, column : column + layout.dim]
+                continue
+            for number, start, stop in part.spans(part.positions.items):
+                own = self.arrays[k][start:stop]
+                found[number] = own.reshape(*self.ids[number].shape, layout.dim) if layout.kind == "rows" else own
         return [found[number] for number in range(len(found))]
 
 
 # -------------------------------------------------------------------- plans
 
 
-Planner = Callable[[np.ndarray], Plan]  # of the ids of a feature
-
-
 def plan(
-    features: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock, planner: Planner | None = None
-) -> GroupPlan:
-    """Plan a batch of tables with one lock: of a group, or a table alone. The last step may still be running.
+    layout: FeatureLayout,
+    ids: Sequence[Any],
+    offsets: Arrays | None = None,
+    weights: Arrays | None = None,
+    planner: Planner | None = None,
+) -> Batch:
+    """Plan a batch. The last step may still be running.
 
     Args:
-        features: of the batch.
-        routes: layouts of earlier batches, which the caller keeps.
-        table_lock: of the tables.
+        layout, ids, offsets, weights: see `Batch`.
         planner: plans the ids of the only feature, whose rows other processes have; None: the tables have them.
 
     Raises:
         IdError, IdTypeError: as for `Table.lookup`.
     """
     if planner is not None:
-        return _planned(_given(features), routes, table_lock, planner)
-    with table_lock.lock:  # not exclusively: a step moves no record
-        return _planned(_given(features), routes, table_lock)
+        return _planned(layout, ids, offsets, weights, planner)
+    with layout.table_lock.lock:  # not exclusively: a step moves no record
+        return _planned(layout, ids, offsets, weights)
 
 
 def _planned(
-    given: Sequence[BatchFeature], routes: PoolLayouts, table_lock: TableLock, planner: Planner | None = None
-) -> GroupPlan:
-    key = tuple([(feature.table, feature.mode, feature.padding) for feature in given])
-    found = routes.get(key)
-    if found is None or not _are_current(found):
-        if len(routes) >= MOST_ROUTES:
-            routes.clear()
-        found = routes[key] = _routes(given)
-    for route in found:
-        _check(route.rows)
-        for rows in route.rows:
-            if rows.owns is not None and planner is None:
-                _check_owned(rows, given)
-    return GroupPlan(given, [_share(route, given, planner) for route in found], routes, table_lock)
+    layout: FeatureLayout,
+    given: Sequence[Any],
+    offsets: Arrays | None,
+    weights: Arrays | None,
+    planner: Planner | None = None,
+) -> Batch:
+    ids = _as_ids(layout, given)
+    parts = [_part(pool, ids, offsets, weights, planner) for pool in layout.pools()]
+    return Batch(layout, ids, offsets, weights, parts)
 
 
-def _are_current(layouts: Sequence[PoolLayout]) -> bool:
-    return False not in [layout.is_current for layout in layouts]
+def _current(batch: Batch) -> Batch:
+    """Return a batch with plans for the present records of its tables."""
+    if [part.layout for part in batch.parts] == batch.layout.pools():
+        return batch
+    return _planned(batch.layout, batch.ids, batch.offsets, batch.weights)
 
 
-def _check(tables: Iterable[TableState]) -> None:
-    for rows in tables:
-        if rows.executor is not None:
-            rows.check()
-
-
-def _check_owned(rows: TableState, features: Sequence[BatchFeature]) -> None:
-    assert rows.owns is not None
-    for feature in features:
-        if rows_of(feature.table) is rows:
-            check_owned(feature.ids, rows.owns, rows.subject)
-
-
-def _given(features: Sequence[BatchFeature]) -> Sequence[BatchFeature]:
-    """Return features with ids as arrays of int64, whose range is not checked yet."""
-    for feature in features:
-        ids = feature.ids
-        if type(ids) is not np.ndarray or ids.dtype is not _INT64 or feature.mode not in _KINDS:
+def _as_ids(layout: FeatureLayout, ids: Sequence[Any]) -> Sequence[np.ndarray]:
+    """Return ids as arrays of int64, whose range is not checked yet."""
+    for own in ids:
+        if type(own) is not np.ndarray or own.dtype is not _INT64:
             break
-        flags = ids.flags
+        flags = own.flags
         if not (flags.c_contiguous and flags.aligned):
             break
     else:
-        return features
-    return [_converted(feature) for feature in features]
+        return ids
+    pairs = zip(layout.tables, ids, strict=True)
+    return [own if are_ids(own) else check_ids(own, table.rows, table.subject) for table, own in pairs]
 
 
-def _converted(feature: BatchFeature) -> BatchFeature:
-    if feature.mode not in _KINDS:
-        check_choice("mode", feature.mode, MODES)
-    if are_ids(feature.ids):
-        return feature
-    return feature._replace(ids=_checked(feature))
+def _part(
+    pool: PoolLayout,
+    ids: Sequence[np.ndarray],
+    offsets: Arrays | None,
+    weights: Arrays | None,
+    planner: Planner | None,
+) -> PoolBatch:
+    kept, numbers = list[np.ndarray | None](), pool.numbers
+    if not pool.is_whole:
+        ids = [ids[number] for number in numbers]
+        offsets = offsets and [offsets[number] for number in numbers]
+        weights = weights and [weights[number] for number in numbers]
+    if offsets is not None and all(own is None for own in offsets):
+        offsets = None
+    if pool.skips:
+        ids, offsets, weights, kept = _without_paddings(pool.skips, ids, offsets, weights)
+    at = pool.positions(ids, offsets)
+    made = _plan_of(pool, at, ids) if planner is None else planner(ids[0])
+    mode = None if pool.kind == "rows" else pool.kind
+    bags = Bags(made, at.offsets, -1, mode, at.items, pool.own, at.of_positions, at.are_alone)
+    return PoolBatch(pool, at, made, bags, None if weights is None else _joined_weights(ids, weights), kept)
 
 
-def _routes(features: Sequence[BatchFeature]) -> list[PoolLayout]:
-    kinds: dict[tuple[Backend, str, int], dict[Table, list[int]]] = {}
-    paddings: dict[Table, list[int | None]] = {}
-    for number, feature in enumerate(features):
-        pool, known = rows_of(feature.table).tier.pool, paddings.setdefault(feature.table, [])
-        if feature.kind == "rows" and feature.padding not in known:
-            known.append(feature.padding)
-        # The padding row of one feature may get gradients from another feature of the same table.
-        level = known.index(feature.padding) if feature.kind == "rows" else 0
-        kinds.setdefault((pool, feature.kind, level), {}).setdefault(feature.table, []).append(number)
-    columns = bounds_of([feature.table.dim for feature in features])
-    routes = [_route(pool.spec.dim, kind, features, asked, columns) for (pool, kind, _), asked in kinds.items()]
-    seen = set[Table]()
-    for route in routes:
-        route.goes_on = not seen.isdisjoint(route.tables)
-        seen.update(route.tables)
-    return routes
+def _plan_of(pool: PoolLayout, at: PositionLayout, ids: Sequence[np.ndarray]) -> Plan:
+    for rows in pool.rows:
+        if rows.owns is not None:
+            _check_owned(pool, ids)
+    backend = pool.rows[0].tier.pool
+    made = plan_tables(sources_of(ids), pool.described, at.tables, backend.index, backend.epoch)
+    return reading.refuse(_rows_of_features(pool), ids) if made is None else made
 
 
-def _route(
-    dim: int, kind: str, features: Sequence[BatchFeature], asked: dict[Table, list[int]], columns: np.ndarray
-) -> PoolLayout:
-    numbers = [number for own in asked.values() for number in own]
-    rows = [rows_of(table) for table in asked]
-    paddings = [features[own[0]].padding if kind == "rows" else None for own in asked.values()]
-    modes, start = list[tuple[str | None, int, int]](), 0
-    for mode, alike in itertools.groupby(features[number].mode for number in numbers):
-        modes.append((mode, start, start := start + len(list(alike))))
-    skips = kind != "rows" and any(features[number].padding is not None for number in numbers)
-    own = bounds_of([len(each) for each in asked.values()])
-    parts = [weakref.ref(each.tier) for each in rows]
-    has_padding = any(padding is not None for padding in paddings)
-    about = skips, has_padding, columns[numbers], int(columns[-1])
-    return PoolLayout(dim, kind, list(asked), rows, parts, paddings, numbers, own, modes, *about)
+def _rows_of_features(pool: PoolLayout) -> list[TableState]:
+    return [rows for rows, count in zip(pool.rows, np.diff(pool.own).tolist(), strict=True) for _ in range(count)]
 
 
-def _share(route: PoolLayout, features: Sequence[BatchFeature], planner: Planner | None) -> PoolPlan:
-    own = [features[number] for number in route.numbers]
-    kept: list[np.ndarray | None] = [None] * len(own)
-    if route.skips:
-        left = [_without_padding(feature) for feature in own]
-        own, kept = [feature for feature, _ in left], [each for _, each in left]
-    layout, tier = route.layout(own), route.rows[0].tier
-    ids = [feature.ids for feature in own]
-    if planner is not None:
-        return PoolPlan(route, layout, planner(ids[0]), _weights(own), kept)
-    made = plan_tables(sources_of(ids), route.described(), layout.tables, tier.index, tier.epoch)
-    if made is None:
-        reading.refuse([rows_of(feature.table) for feature in own], ids)
-    return PoolPlan(route, layout, made, _weights(own), kept)
-
-
-_NONE = np.empty(0, np.int64)
+def _check_owned(pool: PoolLayout, ids: Sequence[np.ndarray]) -> None:
+    for rows, own in zip(_rows_of_features(pool), ids, strict=True):
+        if rows.owns is not None:
+            check_owned(own, rows.owns, rows.subject)
 
 
 def _begins(ids: np.ndarray) -> np.ndarray:
@@ -470,127 +444,127 @@ def _begins(ids: np.ndarray) -> np.ndarray:
     return np.arange(len(ids)) * (ids.shape[1] if ids.ndim > 1 else 1)
 
 
-def _without_padding(feature: BatchFeature) -> tuple[BatchFeature, np.ndarray | None]:
-    """Return a feature of bags without padding ids, and a mask of the remaining positions; None: all."""
-    ids, offsets = feature.ids, feature.offsets
-    is_kept = ids.reshape(-1) != feature.padding
-    if feature.padding is None or is_kept.all():
-        return feature, None
-    if offsets is None:
-        offsets = np.append(_begins(ids), ids.size)
-    weights = None if feature.weights is None else feature.weights[is_kept]
-    changed = {"ids": ids.reshape(-1)[is_kept], "offsets": bounds_of(is_kept)[offsets], "weights": weights}
-    return feature._replace(**changed), is_kept
+def _without_paddings(
+    paddings: Sequence[int | None], ids: Sequence[np.ndarray], offsets: Arrays | None, weights: Arrays | None
+) -> tuple[list[np.ndarray], Arrays | None, Arrays | None, list[np.ndarray | None]]:
+    """Return bags without their paddings, and masks of the remaining positions; None: all."""
+    masks = [
+        None if padding is None else own.reshape(-1) != padding for padding, own in zip(paddings, ids, strict=True)
+    ]
+    kept = [None if mask is None or mask.all() else mask for mask in masks]
+    if all(mask is None for mask in kept):
+        return list(ids), offsets, weights, kept
+    none: Arrays = [None] * len(ids)
+    ends, flat = list(offsets or none), list(ids)
+    left = None if weights is None else list(weights)
+    for k, mask in enumerate(kept):
+        if mask is not None:
+            bounds = ends[k]
+            bounds = np.append(_begins(ids[k]), ids[k].size) if bounds is None else bounds
+            flat[k], ends[k] = ids[k].reshape(-1)[mask], bounds_of(mask)[bounds]
+            if left is not None and (own := left[k]) is not None:
+                left[k] = own[mask]
+    return flat, ends, left, kept
 
 
-def _weights(features: Sequence[BatchFeature]) -> np.ndarray | None:
+def _joined_weights(ids: Sequence[np.ndarray], weights: Arrays) -> np.ndarray | None:
     """Return the weights of all positions: 1 for features without weights."""
-    for feature in features:
-        if feature.weights is not None:
-            break
-    else:
+    if all(own is None for own in weights):
         return None
-    ones = (np.ones(f.ids.size, np.float32) if f.weights is None else f.weights for f in features)
-    return np.concatenate(list(ones))
+    pairs = zip(ids, weights, strict=True)
+    return np.concatenate([np.ones(of.size, np.float32) if own is None else own for of, own in pairs])
 
 
 # -------------------------------------------------------------------- reading
 
 
-def _checked(feature: BatchFeature) -> np.ndarray:
-    return check_ids(feature.ids, feature.table.rows, feature.table.subject)
-
-
-def look_up(features: Sequence[BatchFeature]) -> list[np.ndarray]:
-    """Return the rows of ids, float32 ``ids.shape + (dim,)``, for each feature: one of each table, without bags.
+def look_up(layout: FeatureLayout, ids: Sequence[Any]) -> list[np.ndarray]:
+    """Return the rows of ids, float32 ``ids.shape + (dim,)``: one feature of each table, without bags or a plan.
 
     Caller holds the table lock exclusively.
     """
-    checked = [feature._replace(ids=_checked(feature)) for feature in features]
-    pools: dict[Backend, list[int]] = {}
-    for number, feature in enumerate(checked):
-        rows = rows_of(feature.table)
-        rows.check()
-        pools.setdefault(rows.tier.pool, []).append(number)
+    checked = [check_ids(own, table.rows, table.subject) for table, own in zip(layout.tables, ids, strict=True)]
     found: dict[int, np.ndarray] = {}
-    for pool, numbers in pools.items():
-        flat = [checked[number].ids.reshape(-1) for number in numbers]
-        bounds = bounds_of([ids.size for ids in flat]).tolist()
-        out = buffers.empty((bounds[-1], pool.spec.dim), np.float32)
-        reading.look_up([rows_of(checked[number].table) for number in numbers], flat, out)
-        for number, start, stop in zip(numbers, bounds[:-1], bounds[1:], strict=True):
-            found[number] = out[start:stop].reshape(*checked[number].ids.shape, pool.spec.dim)
+    for pool in layout.pools():
+        flat = [checked[number].reshape(-1) for number in pool.numbers]
+        bounds = bounds_of([own.size for own in flat]).tolist()
+        out = buffers.empty((bounds[-1], pool.dim), np.float32)
+        reading.look_up(pool.rows, flat, out)
+        for number, start, stop in zip(pool.numbers, bounds[:-1], bounds[1:], strict=True):
+            found[number] = out[start:stop].reshape(*checked[number].shape, pool.dim)
     return [found[number] for number in range(len(checked))]
 
 
-def unread(batch: GroupPlan) -> PoolLookup:
-    """Return the lookup of a batch that is only stepped: of rows, and of sums of them without weights."""
-    return PoolLookup(batch, traces=[ONES] * len(batch.shares))
-
-
 def read(
-    batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False, values: np.ndarray | None = None
-) -> PoolLookup:
-    """Return the rows and bags of a batch.
+    layout: FeatureLayout,
+    ids: Sequence[Any],
+    offsets: Arrays | None = None,
+    weights: Arrays | None = None,
+    for_weights: bool = False,
+    side_by_side: bool = False,
+) -> Batch:
+    """Plan a batch and read its rows and bags.
 
     Args:
-        batch: its plan.
+        layout, ids, offsets, weights: see `plan`.
         for_weights: `weight_gradients` will be called.
-        side_by_side: the only array is (batch, sum of dims). The batch must be `may_be_side_by_side`.
-        values: of a batch of one table and kind, its rows, float32 (unique, dim), if they are known. Its plan stays.
+        side_by_side: the only array is (batch, sum of dims), if the batch `may_be_side_by_side`.
     """
-    table_lock = batch.table_lock  # as `TableLock.alone`, without a generator
+    table_lock = layout.table_lock  # as `TableLock.alone`, without a generator
     table_lock.queue()
     with table_lock.lock:
+        batch = _planned(layout, ids, offsets, weights)  # a step may still be running
         if table_lock.running:
             table_lock.wait_for_step()
-        return _read(batch, for_weights, side_by_side, values)
+            batch = _current(batch)
+        batch.side_by_side = side_by_side and batch.may_be_side_by_side
+        return _read(batch, for_weights)
 
 
-def _read(batch: GroupPlan, for_weights: bool, side_by_side: bool, known: np.ndarray | None) -> PoolLookup:
-    if known is None and not _are_current([share.route for share in batch.shares]):
-        batch = _planned(batch.features, batch.routes, table_lock=batch.table_lock)  # records have moved
-    for share in batch.shares:
-        _check(share.route.rows)
-    lookup, goes_on = PoolLookup(batch, side_by_side=side_by_side), False
+def read_planned(batch: Batch, for_weights: bool = False, values: np.ndarray | None = None) -> Batch:
+    """Return a batch from `plan` with its rows and bags read. See `read`.
+
+    `values` are the rows, float32 (unique, dim), of a batch of one table and kind, if they are known. Its plan stays.
+    """
+    with batch.layout.table_lock.alone():
+        return _read(_current(batch) if values is None else batch, for_weights, values)
+
+
+def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> Batch:
+    goes_on, arrays, side_by_side = False, batch.arrays, batch.side_by_side
     if side_by_side:
-        first = batch.shares[0]
-        lookup.arrays.append(buffers.empty((int(first.layout.bags[1]), first.route.width), np.float32))
-    for share in batch.shares:
+        first = batch.parts[0]
+        arrays.append(buffers.empty((int(first.positions.bags[1]), first.layout.width), np.float32))
+    for part in batch.parts:
+        layout = part.layout
         if known is None:
-            source, share.plan = reading.source_of(share.route.rows, share.plan, for_weights)
+            source, part.plan = reading.source_of(layout.rows, part.plan, for_weights)
         else:
             source = PooledSource.of(known)
         if not side_by_side:
-            lookup.arrays.append(buffers.empty((int(share.layout.items[-1]), share.route.dim), np.float32))
-        lookup.traces.append(_pool(share, source, share.places(lookup.arrays[-1], side_by_side)))
-        lookup.values.append(source.words if for_weights else None)
-        goes_on |= share.route.goes_on
+            arrays.append(buffers.empty((int(part.positions.items[-1]), layout.dim), np.float32))
+        _pool(part, source, part.places(arrays[-1], side_by_side))
+        if for_weights:
+            part.values = source.words
+        goes_on |= layout.goes_on
     if goes_on:
-        reading.note_all([(share.route.rows, share.plan) for share in batch.shares])
-    return lookup
+        reading.note_all([(part.layout.rows, part.plan) for part in batch.parts])
+    return batch
 
 
 @spanned("gather")
-def _pool(share: PoolPlan, source: PooledSource, places: np.ndarray) -> np.ndarray:
-    """Write the rows and bags of a pool plan to their places, and return their trace."""
-    layout, modes = share.layout, share.route.modes
-    if layout.are_alone and share.weights is None and share.route.kind != "max":
-        pooling.pool_into(source, None, share.bags, places, ONES)
-        return ONES
-    trace = pooling.trace_of(int(layout.items[-1]), share.route.dim, {mode for mode, _, _ in modes})
+def _pool(part: PoolBatch, source: PooledSource, places: np.ndarray) -> None:
+    """Write the rows and bags of a part to their places, and keep their trace."""
+    at, modes = part.positions, part.layout.modes
+    if at.are_alone and part.weights is None and part.layout.kind != "max":
+        pooling.pool_into(source, None, part.bags, places, ONES)
+        return
+    part.trace = pooling.trace_of(int(at.items[-1]), part.layout.dim, {mode for mode, _, _ in modes})
     for mode, first, last in modes:
-        bounds = layout.bags[first : last + 1]
+        bounds = at.bags[first : last + 1]
         start, stop = bounds[[0, -1]].tolist()
-        bags = Bags(share.plan, layout.offsets[start : stop + 1], -1, mode, bounds - start, share.route.own, _NONE)
-        pooling.pool_into(source, share.weights, bags, places[first:last], trace[start:stop])
-    return trace
-
-
-def may_be_side_by_side(batch: GroupPlan) -> bool:
-    """Return whether `read` can give all outputs side by side: bags, equally many for each feature."""
-    counts = {share.layout.bags_of_each for share in batch.shares}
-    return len(counts) == 1 and None not in counts
+        bags = Bags(part.plan, at.offsets[start : stop + 1], -1, mode, bounds - start, part.layout.own, _NONE)
+        pooling.pool_into(source, part.weights, bags, places[first:last], part.trace[start:stop])
 
 
 # -------------------------------------------------------------------- gradients
@@ -598,87 +572,86 @@ def may_be_side_by_side(batch: GroupPlan) -> bool:
 Block = tuple[list[Table], RowGradients]  # tables whose rows were summed together, and the sums
 
 
-def sum_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
+def sum_gradients(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
 
     Args:
-        lookup: lookup of the batch.
+        batch: that was read, or whose features are rows, or sums of them without weights.
         grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
     """
     found: dict[Table, list[RowGradients]] = {}
-    for tables, summed in sum_blocks(lookup, grads):
+    for tables, summed in sum_blocks(batch, grads):
         for number, table in enumerate(tables):
             found.setdefault(table, []).append(summed.of(number))
     return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
 
 
-def sum_blocks(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[Block]:
+def sum_blocks(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[Block]:
     """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
-    places, _kept = _places(lookup, grads)
-    of_shares = [places[share.route.numbers] for share in lookup.batch.shares]
+    places, _kept = _places(batch, grads)
+    parts = batch.parts
+    of_parts = [places] if parts[0].layout.is_whole else [places[part.layout.numbers] for part in parts]
     if type(None) not in set(map(type, grads)):
-        return _summed(lookup, of_shares)
-    return _summed(lookup, of_shares, [_touched(share, grads) for share in lookup.batch.shares])
+        return _summed(batch, of_parts)
+    return _summed(batch, of_parts, [_touched(part, grads) for part in parts])
 
 
-def _touched(share: PoolPlan, grads: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Return which rows of a pool plan belong to features with gradients: bool (unique,)."""
-    touched = np.zeros(len(share.plan.ids), bool)
-    for number, start, stop in share.spans(share.layout.positions):
+def _touched(part: PoolBatch, grads: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Return which rows of a part belong to features with gradients: bool (unique,)."""
+    touched = np.zeros(len(part.plan.ids), bool)
+    for number, start, stop in part.spans(part.positions.positions):
         if grads[number] is not None:
-            touched[share.plan.inverse[start:stop]] = True
+            touched[part.plan.inverse[start:stop]] = True
     return touched
 
 
-def sum_array(lookup: PoolLookup, grads: np.ndarray) -> list[Block]:
+def sum_array(batch: Batch, grads: np.ndarray) -> list[Block]:
     """Return the result of `sum_blocks` from that of an output side by side, float32."""
     if grads.strides[1] != grads.itemsize:
         grads = np.ascontiguousarray(grads)
-    return _summed(lookup, [share.places(grads, side_by_side=True) for share in lookup.batch.shares])
+    return _summed(batch, [part.places(grads, side_by_side=True) for part in batch.parts])
 
 
-def _summed(
-    lookup: PoolLookup, places: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None
-) -> list[Block]:
-    """Return the result of `sum_blocks` from where the gradients of each pool plan are: see `pooling.places_of`.
+def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None) -> list[Block]:
+    """Return the result of `sum_blocks` from where the gradients of each part are: see `pooling.places_of`.
 
-    `touched` has the result's rows of each pool plan, bool (unique,); None: all.
+    `touched` has the result's rows of each part, bool (unique,); None: all.
     """
     found: list[Block] = []
-    for number, (share, trace) in enumerate(zip(lookup.batch.shares, lookup.traces, strict=True)):
-        route = share.route
-        values, squares = pooling.sum_bags(places[number], route.dim, share.weights, share.bags, trace)
+    for number, part in enumerate(batch.parts):
+        layout = part.layout
+        values, squares = pooling.sum_bags(places[number], layout.dim, part.weights, part.bags, part.trace)
         norms = squares.tolist()
-        whole = RowGradients(share.plan, values, sum(norms), norms)
-        if lookup.by_frequency:
-            whole = whole.with_values(values / np.diff(share.plan.starts).astype(np.float32)[:, None])
-        if touched is None and not route.has_padding:
-            found.append((route.tables, whole))
+        whole = RowGradients(part.plan, values, sum(norms), norms)
+        if batch.by_frequency:
+            whole = whole.with_values(values / np.diff(part.plan.starts).astype(np.float32)[:, None])
+        if touched is None and not layout.paddings:
+            found.append((layout.tables, whole))
             continue
-        for k, (table, padding) in enumerate(zip(route.tables, route.paddings, strict=True)):
-            summed = whole.of(k)
+        for k, table in enumerate(layout.tables):
+            summed, padding = whole.of(k), layout.paddings[k] if layout.paddings else None
             if touched is not None:
-                summed = summed.kept(touched[number][share.plan.of(k)])
+                summed = summed.kept(touched[number][part.plan.of(k)])
             found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
     return found
 
 
-def by_position(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
+def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
     """Return the id of each position of a batch of one feature, and its gradient, float32 (n, dim), without padding."""
-    (share,), (trace,), (places, _kept) = lookup.batch.shares, lookup.traces, _places(lookup, grads)
-    ids = share.plan.ids[share.plan.inverse]
-    alone = share.bags._replace(plan=plan_of_rows(ids, ids, -1))
-    values, _squares = pooling.sum_bags(places, share.route.dim, share.weights, alone, trace)
-    counts = ids != share.route.paddings[0] if share.route.has_padding else slice(None)
+    (part,), (places, _kept) = batch.parts, _places(batch, grads)
+    ids = part.plan.ids[part.plan.inverse]
+    alone = part.bags._replace(plan=plan_of_rows(ids, ids, -1))
+    values, _squares = pooling.sum_bags(places, part.layout.dim, part.weights, alone, part.trace)
+    counts = ids != part.layout.paddings[0] if part.layout.paddings else slice(None)
     return ids[counts], values[counts]
 
 
-def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
+def _places(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
     kept: list[Any] = list(grads)
     for number, own in enumerate(kept):
         if own is None:
-            dim = max(share.route.dim for share in lookup.batch.shares)
+            dim = max(part.layout.dim for part in batch.parts)
             kept[number] = np.broadcast_to(np.zeros(dim, np.float32), (1, dim))
         elif own.ndim != 2 or own.strides[1] != own.itemsize:
             rows = own.reshape(-1, own.shape[-1])
@@ -686,17 +659,18 @@ def _places(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> tuple[np.
     return pooling.places_of(kept), kept
 
 
-def weight_gradients(lookup: PoolLookup, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+def weight_gradients(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Return the gradients of positions' weights, float32 (n,), for each feature with weights; else None."""
-    found: list[np.ndarray | None] = [None] * len(lookup.batch.features)
-    places, _kept = _places(lookup, grads)
-    for share, values in zip(lookup.batch.shares, lookup.values, strict=True):
-        if share.weights is None:
+    found: list[np.ndarray | None] = [None] * len(batch.ids)
+    places, _kept = _places(batch, grads)
+    for part in batch.parts:
+        if part.weights is None or batch.weights is None:
             continue
-        assert values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(places[share.route.numbers], values, share.bags)
-        for (number, start, stop), kept in zip(share.spans(share.layout.positions), share.kept, strict=True):
-            weights = lookup.batch.features[number].weights
+        assert part.values is not None  # the batch was read for weights
+        of_all = pooling.weight_grads(places[part.layout.numbers], part.values, part.bags)
+        masks = part.kept or [None] * len(part.layout.numbers)
+        for (number, start, stop), kept in zip(part.spans(part.positions.positions), masks, strict=True):
+            weights = batch.weights[number]
             if weights is not None:
                 found[number] = out = np.zeros(len(weights), np.float32)
                 out[slice(None) if kept is None else kept] = of_all[start:stop]

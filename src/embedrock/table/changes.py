@@ -79,12 +79,16 @@ def _lay_out(rows: TableState, spec: Spec) -> None:
 
 def _refill(rows: TableState, spec: Spec, made: Backend) -> None:
     """Fill an empty backend with the same rows, in the new record layout, with initial optimizer state."""
+    pool = made.pool
     for ids in rows.tier.id_batches(reading.EXPORT_BATCH_ROWS):
         while len(ids):
-            made.begin_batch()  # sets `batch_rows`
-            part, ids = np.split(ids, [made.batch_rows])
-            slots = made.make_room(part, np.full(len(part), -1, np.int64))
-            made.admit(part, slots, reading.weights_of(rows, part), spec.first_state)
+            pool.begin_batch()  # sets `batch_rows`
+            part, ids = np.split(ids, [pool.batch_rows])
+            made.check_room(len(part))
+            keys = made.keys(part)
+            slots = pool.make_room(keys, np.full(len(part), -1, np.int64))
+            pool.admit(keys, slots, reading.weights_of(rows, part), spec.first_state)
+            made.admitted(len(part))
 
 
 def first_scale(rows: TableState) -> float:
@@ -104,24 +108,26 @@ def give_rule(rows: TableState, rule: Rule | None, reset_state: bool) -> None:
 
 
 def bind_rule(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
-    """Set the rule of an optimizer. It must have the table's record layout, or may replace its rule.
+    """Set the rule of an optimizer. Rows of a snapshot are never stepped.
 
     Raises:
-        ArgumentError: it may not replace it.
+        ArgumentError: a chosen rule, or optimizer state of rows, would be lost.
     """
-    had = rows.spec.rule
-    if not rule.same_layout(had):
-        if not taker.resets_state:
+    if not rows.location.writes:
+        return
+    with rows.table_lock.whole():
+        rows.check()
+        if not rule.same_layout(rows.spec.rule):
             check_may_bind(rows, rule, taker)
-        rows.given_rule = None
-    set_rule(rows, rule)
-    rows.is_rule_bound = True
+            rows.given_rule = None
+        set_rule(rows, rule)
+        rows.is_rule_bound = True
 
 
 def check_may_bind(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
-    """Raise `ArgumentError` if an optimizer would replace a chosen rule, or lose state of rows."""
+    """Raise the error that `bind_rule` would raise, if any."""
     had = rows.spec.rule
-    if had is None or rule.same_layout(had):
+    if had is None or rule.same_layout(had) or taker.resets_state or not rows.location.writes:
         return
     origin = "came with its rows" if rows.given_rule is None else "was given to the table"
     reasons = [] if rows.given_rule is None and rows.is_rule_bound else [origin]

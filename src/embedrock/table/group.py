@@ -39,9 +39,10 @@ from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, opened
-from embedrock.table.batches import BatchFeature, GroupPlan, PoolLayout, PoolLookup
+from embedrock.table.batches import FeatureLayout
 from embedrock.table.changes import change_policies, set_rule
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of, rows_of_last_commit
@@ -68,6 +69,7 @@ GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory", *POLI
 _OPEN: dict[str, Any] = {"subject": "er.open", "first": ("path", "mode", "at"), "kind": OpenArguments}
 NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
 _NO_IDS = np.empty(0, np.int64)
+MOST_LAYOUTS = 64  # of batches of different members
 
 
 class Group(StoredVerbs):
@@ -144,7 +146,7 @@ class Group(StoredVerbs):
         self.members, self.table_lock = members, members.table_lock
         self.storage = members if isinstance(members, StorageManager) else None
         self._tables: dict[str, Table] = {}  # open members
-        self._routes, self._closed_at = dict[tuple[Any, ...], list[PoolLayout]](), ""
+        self._layouts, self._closed_at = dict[tuple[Table, ...], FeatureLayout](), ""
         members.listener = weakref.WeakMethod(self._forget)
         if self.storage is not None:
             weakref.finalize(self, self.storage.abandon, is_forgotten=True)
@@ -340,7 +342,7 @@ class Group(StoredVerbs):
 
     def _forget(self, name: str) -> None:
         self._tables.pop(name, None)
-        self._routes.clear()
+        self._layouts.clear()
 
     # ---------------------------------------------------------------- all members at once
 
@@ -354,9 +356,9 @@ class Group(StoredVerbs):
             UnknownTableError: the group has no such member.
             IdError, IdTypeError: as for `Table.lookup`.
         """
-        features = self._features(ids)
+        layout = self._layout(ids)
         with self.table_lock.alone():
-            return dict(zip(ids, batches.look_up(features), strict=True))
+            return dict(zip(ids, batches.look_up(layout, list(ids.values())), strict=True))
 
     def update(
         self, ids: Mapping[str, npt.ArrayLike], grads: Mapping[str, npt.ArrayLike], lr: float | None = None
@@ -373,49 +375,38 @@ class Group(StoredVerbs):
             ArgumentError: names in `ids` and `grads` differ.
             IdError, IdTypeError, GradientError, NonFiniteGradientError, MemoryBudgetError: as for `Table.update`.
         """
-        features = self._features(ids)
+        layout = self._layout(ids)
         _check_by_name("grads", grads)
         if ids.keys() != grads.keys():
             raise ArgumentError(
                 f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
             )
+        if not ids:
+            return
         with self.table_lock.lock:
-            batch = batches.plan(features, self._routes, self.table_lock)
+            batch = batches.plan(layout, list(ids.values()))
             given, rules = [], {}
-            for name, (table, of_table, *_) in zip(ids, batch.features, strict=True):
+            for name, table, of_table in zip(ids, layout.tables, batch.ids, strict=True):
                 rows = rows_of(table)
                 given.append(checks.floats("grads", grads[name], (*of_table.shape, rows.spec.dim), rows.subject))
                 rules[rows] = checks.rule_of_step(rows.spec.rule, lr, {}, rows.subject)
             requests: list[StepRequest] = []
-            for tables, summed in batches.sum_blocks(batches.unread(batch), given):
+            for tables, summed in batches.sum_blocks(batch, given):
                 own = list(map(rows_of, tables))
                 if not summed.is_finite:
-                    _refuse_nonfinite(own, summed, zip(batch.features, given, strict=True))
+                    _refuse_nonfinite(own, summed, zip(layout.tables, batch.ids, given, strict=True))
                 requests += StepRequest.by_rule(own, list(map(rules.__getitem__, own)), summed)
             step_checked(requests)
 
-    def _features(self, ids: Mapping[str, npt.ArrayLike]) -> list[BatchFeature]:
+    def _layout(self, ids: Mapping[str, npt.ArrayLike]) -> FeatureLayout:
         _check_by_name("ids", ids)
-        return [BatchFeature(self[name], of_table) for name, of_table in ids.items()]
-
-    def plan(self, features: Sequence[BatchFeature]) -> GroupPlan:
-        """Return the plan of a batch of some members: see `BatchFeature`.
-
-        Raises:
-            IdError, IdTypeError: as for `Table.lookup`.
-        """
-        return batches.plan(features, self._routes, self.table_lock)
-
-    def read(self, batch: GroupPlan, for_weights: bool = False, side_by_side: bool = False) -> PoolLookup:
-        """Return the rows and bags of a batch.
-
-        Args:
-            batch: its plan.
-            for_weights: `weight_gradients` will be called.
-            side_by_side: the only array of the result is (batch, sum of dims). The batch must be
-                `batches.may_be_side_by_side`.
-        """
-        return batches.read(batch, for_weights, side_by_side)
+        tables = tuple([self[name] for name in ids])
+        known = self._layouts.get(tables)
+        if known is None:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            known = self._layouts[tables] = FeatureLayout(self.table_lock, tables)
+        return known
 
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
         """Iterate over batches, ids by name of the member, while rows of the next `depth` ones are loaded.
@@ -545,12 +536,9 @@ def asked(
 
 
 def _as_of_last_commit(table_folder: TableFolder, opening: OpenOptions) -> StorageManager:
-    try:
+    with on_failure(table_folder.close):
         storage = StorageManager(table_folder, opening)
         storage.resume()
-    except BaseException:
-        table_folder.close()
-        raise
     return storage
 
 
@@ -600,10 +588,10 @@ def _described(member: TableState | ClosedMember) -> dict[str, Any]:
 
 
 def _refuse_nonfinite(
-    tables: Sequence[TableState], grads: RowGradients, given: Iterable[tuple[BatchFeature, np.ndarray]]
+    tables: Sequence[TableState], grads: RowGradients, given: Iterable[tuple[Table, np.ndarray, np.ndarray]]
 ) -> None:
     """Raise the error of the first table whose gradients have NaN or Inf, and which does not skip such steps."""
-    by_rows = {rows_of(feature.table): (feature.ids, own) for feature, own in given}
+    by_rows = {rows_of(table): (ids, own) for table, ids, own in given}
     for number, rows in enumerate(tables):
         summed = grads.of(number)
         if not summed.is_finite and rows.on_nonfinite == "raise":

@@ -144,7 +144,11 @@ class StatsRing:
         self.path = path or f"{table.path}{SUFFIX}"
         kind = "table" if isinstance(table, Table) else "group"
         self._told["table"] = table.path or f"{getattr(table, 'name', None) or kind} in RAM, {Path(self.path).stem}"
-        self.number = _last_number(self.path, uuid)
+        self.number = 0
+        with contextlib.suppress(OSError, ValueError):
+            found = StatsFile.read(self.path)
+            if found.told["uuid"] == uuid and len(found.samples["number"]):
+                self.number = int(found.samples["number"][-1])
         self._file: IO[bytes] = open(self.path, "r+b" if self.number else "w+b", buffering=0)  # noqa: SIM115
         weakref.finalize(table, self._file.close).atexit = False  # at exit, the recorder closes it first
         if not self.number:
@@ -171,14 +175,6 @@ class StatsRing:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _last_number(path: str, uuid: str) -> int:
-    try:
-        found = StatsFile.read(path)
-    except (OSError, ValueError):
-        return 0
-    return int(found.samples["number"][-1]) if found.told["uuid"] == uuid and len(found.samples["number"]) else 0
 
 
 class StatsFile(NamedTuple):

@@ -15,11 +15,12 @@ from embedrock.spec.admission import Admission
 from embedrock.spec.description import POLICIES, check_same, describe_spec
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
-from embedrock.storage.ram_backend import check_directory
+from embedrock.storage.ram_backend import DIRECTORIES
 from embedrock.storage.record_pools import RamOfTable
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
+from embedrock.system.scopes import on_failure
 from embedrock.table.changes import change_policies, set_rule
 from embedrock.table.opened import open_alone
 from embedrock.table.options import OpenOptions, index, refuse_options_of_files
@@ -50,7 +51,7 @@ def make_rows(
         options: all of `TableOptions`.
         first: defaults for a new table without init or seed; None: `Normal`, and a seed of its own.
     """
-    check_directory(options["directory"])
+    check_choice("directory", options["directory"], DIRECTORIES)
     check_on_nonfinite(options["on_nonfinite"])
     spec, asked = new_spec(rows, dim, options, first)
     if options["path"] is None:
@@ -94,10 +95,8 @@ def _in_ram(spec: Spec, options: Mapping[str, Any]) -> TableState:
 def opening_of(options: Mapping[str, Any], at: int | None = None) -> OpenOptions:
     """Return how to open files, from checked options."""
     own = {name: options[name] for name in OpenOptions._fields if name in options}
-    own |= {name: index(options[name]) for name in ("keep", "commit_every")} | {
-        "path": options["path"],
-        "at": index(at),
-    }
+    own |= {name: index(options[name]) for name in ("keep", "commit_every")}
+    own |= {"path": options["path"], "at": index(at)}
     return OpenOptions(**own).checked()
 
 
@@ -118,7 +117,7 @@ def rows_of_last_commit(
         given: arguments that the table must agree with.
     """
     storage, rule = StorageManager(table_folder, opening), options["rule"]
-    try:
+    with on_failure(storage.lose):
         spec = spec_of(table_folder.manifest.members[0], table_folder.manifest, opening.path, init)
         if given is not None:
             check_same(dict(given), describe_spec(spec), opening.path)
@@ -134,9 +133,6 @@ def rows_of_last_commit(
         change_policies(rows, check_policies(options), storage.writes)
         if storage.writes:
             rows.tell()
-    except BaseException:
-        storage.lose()
-        raise
     return rows, storage
 
 

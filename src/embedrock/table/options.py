@@ -142,19 +142,24 @@ def refuse_options_of_files(options: Mapping[str, Any], subject: str) -> None:
         )
 
 
-def shows(kind: Any) -> Callable[[F], F]:
-    """Give a function with ``**options: Unpack[kind]`` a signature with all names, types and defaults."""
+def shows(kind: Any, *left_out: str) -> Callable[[F], F]:
+    """Give a function with ``**options: Unpack[kind]`` a signature with all names, types and defaults.
+
+    If its ``**options`` are of another type, it takes more than these, and they stay. It does not take `left_out`.
+    """
 
     def shown(function: F) -> F:
         own = inspect.signature(function)
-        named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        *named, others = own.parameters.values()
+        more = [] if others.annotation == f"Unpack[{kind.__name__}]" else [others]
         types = {name: formatannotation(hint) for name, hint in get_type_hints(kind).items()}
         hints = {name: re.sub(r"embedrock[\w.]*\.", "", text) for name, text in types.items()}
         options = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=hints[name])
             for name, option in declared(kind).items()
+            if name not in left_out
         ]
-        function.__signature__ = own.replace(parameters=[*named, *options])
+        function.__signature__ = own.replace(parameters=[*named, *options, *more])
         return function
 
     return shown

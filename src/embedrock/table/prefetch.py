@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -67,9 +68,23 @@ def joined(wanted: Wanted) -> Wanted:
     return list(found.items())
 
 
-def of_bringer(bringer: Prefetcher, batches: Sequence[Wanted]) -> list[Any]:
-    """Return the ids of one loader in each batch."""
-    return [ids for wanted in batches for each, ids in wanted if each is bringer]
+def crowded(
+    error: CacheTooSmallError, kept: str, bringer: Prefetcher, windows: Iterable[Sequence[Wanted]], some: str = ""
+) -> CacheTooSmallError:
+    """Return the error with the memory that the batches of a window need together, which the table does not know.
+
+    Args:
+        kept: a clause that says how many batches are kept.
+        bringer: the loader that failed.
+        windows: batches that are loaded at once.
+        some: a clause that says of how many batches the rows are counted.
+    """
+    own = ([ids for wanted in window for each, ids in wanted if each is bringer] for window in windows)
+    rows, memory = max(map(bringer.room_for, own))
+    return CacheTooSmallError(
+        f"{error} {kept} in the cache at once, here {counted(rows, 'row')}{some}: memory={memory} "
+        f"({format_bytes(memory)}) is enough for them, and a lower `depth` needs less."
+    )
 
 
 def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin:
@@ -87,11 +102,12 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
     pins, left = list[Pin](), dict(wanted)
     try:
         while left:
-            with table_lock.lock:
-                tier, keys, done = _first(left)
-                tier.begin_bring()
-            left = {rows: ids for rows, ids in left.items() if rows not in done}
-            pins.append(tier.bring_ahead(keys))
+            with ExitStack() as users:
+                with table_lock.lock:
+                    tier, keys, done = _first(left)
+                    users.enter_context(tier.in_use())
+                left = {rows: ids for rows, ids in left.items() if rows not in done}
+                pins.append(tier.bring_ahead(keys))
     except BaseException:
         Pin(pins).release()
         raise
@@ -261,7 +277,8 @@ class _Window(Generic[T]):
         if isinstance(error, CacheTooSmallError):
             raise self._explained(error) from error
         if isinstance(error, IdError):
-            self._refuse_outside(self.items[0].value)
+            for function in self._ids_of.values():  # raises an error with the position in the item, if possible
+                getattr(function, "refuse_outside", lambda value: None)(self.items[0].value)
         if error is not None:
             raise error
         if self._unused is not None:
@@ -287,23 +304,12 @@ class _Window(Generic[T]):
                     stacklevel=4,
                 )
 
-    def _refuse_outside(self, value: T) -> None:
-        """Raise an error with the position in the item of an id outside of its table, if possible."""
-        for function in self._ids_of.values():
-            getattr(function, "refuse_outside", lambda value: None)(value)
-
     def _explained(self, error: CacheTooSmallError) -> CacheTooSmallError:
-        """Add the memory that the window's items need together, which the table does not know."""
-        failed = self.items[0]
-        bringer, _ = failed.wanted[len(failed.pins)]
+        bringer, _ = self.items[0].wanted[len(self.items[0].pins)]
         near = [*self._done, *(item.wanted for item in self.items)]
         windows = [near[k : k + self._depth + 1] for k in range(max(1, len(near) - self._depth))]
-        rows, memory = max(bringer.room_for(of_bringer(bringer, window)) for window in windows)
-        return CacheTooSmallError(
-            f"{error} Looking ahead by depth={self._depth} keeps the rows of {self._depth + 1} items in the cache at "
-            f"once, here {counted(rows, 'row')}: memory={memory} ({format_bytes(memory)}) is enough for them, "
-            "and a lower `depth` needs less."
-        )
+        kept = f"Looking ahead by depth={self._depth} keeps the rows of {self._depth + 1} items"
+        return crowded(error, kept, bringer, windows)
 
     def _pull(self) -> None:
         item: _Item[T] = _Item()

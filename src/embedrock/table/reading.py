@@ -5,6 +5,7 @@ Functions of `tables` work on states of tables in one pool, in the order of the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -82,9 +83,9 @@ def located(tables: Tables, plan: Plan) -> Plan:
     """
     pool = pool_of(tables)
     if not is_reading(tables, plan):
-        ids = weakref.ref(plan.ids)
-        for rows, own in own_parts(tables, plan):
-            rows.last_read = ((ids, own),)
+        ids, bounds = weakref.ref(plan.ids), plan.rows.tolist()
+        for rows, start, stop in zip(tables, bounds, bounds[1:], strict=False):
+            rows.last_read = ((ids, slice(start, stop)),)
         pool.begin_batch()  # may begin an epoch
     if plan.epoch == pool.epoch and not plan.missing and not pool.evicts:
         return plan  # as nearly always
@@ -120,7 +121,7 @@ def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[Pooled
         is_copy |= rows.history is not None and rows.lags
     if is_copy:
         return PooledSource.of(_values(tables, here, plan.epoch >= 0)), here
-    return PooledSource(pool_of(tables).records.weights, *_with_fresh(tables, here)), here
+    return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here)), here
 
 
 def read_unique(tables: Tables, plan: Plan) -> np.ndarray:
@@ -189,12 +190,17 @@ def _with_fresh(tables: Tables, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Return slots and the values of rows without a record, where slot ``-1 - k`` stands for value k."""
     slots = plan.slots
     if not plan.missing:
-        return slots, np.empty((0, tables[0].spec.dim), np.float32)
+        return slots, _no_rows(tables[0].spec.dim)
     missing = (slots < 0).nonzero()[0]
     fresh = np.concatenate([unrecorded(rows, ids) for rows, ids in missing_ids(tables, plan, missing)])
     slots = slots.copy()
     slots[missing] = -1 - np.arange(len(missing))
     return slots, fresh
+
+
+@functools.cache
+def _no_rows(dim: int) -> np.ndarray:
+    return np.empty((0, dim), np.float32)
 
 
 def missing_ids(tables: Tables, plan: Plan, missing: np.ndarray) -> Iterator[tuple[TableState, np.ndarray]]:

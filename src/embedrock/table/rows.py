@@ -100,12 +100,14 @@ class Location(ABC):
         is_alone: it is of one table without a group.
         table_lock: the common lock of the tables.
         subject: name of the table or group in error messages.
+        writes: whether its tables can change.
         prepared: the last step of the tables that was prepared, and not made yet.
         steps_to_look: steps of a table between calls of `look`.
         went_back_to: the commit whose content the last one has, if that was a rollback.
         listener: weak reference to a function that gets the names of closed members.
     """
 
+    writes = True
     steps_to_look: int = NEVER
     went_back_to: int | None = None
 
@@ -304,6 +306,7 @@ class TableState:
         if spec.eviction is not None and before is not None and not spec.eviction.has_mirror:
             spec = replace(spec, eviction=replace(spec.eviction, **before.mirrors))  # files do not have them
         self.spec, self.backend = spec, tier
+        self.table_lock.generation += 1
         self.let(lifecycle)
         self.history = tier.history = history or (spec.rule.history() if spec.rule else None)
         self.version.advance(keeps_rows)
@@ -394,6 +397,7 @@ class TableState:
     def drop(self) -> Backend | None:
         """Detach the backend and return it; None if the table was closed. Later uses raise `ClosedTableError`."""
         tier, self.backend = self.backend, None
+        self.table_lock.generation += 1
         self.forget_batches()
         return tier
 
@@ -418,7 +422,7 @@ class TableState:
             return
         self._closed_at = f", since {caller()}"
         if not self.is_of_this_process:  # background work and open files belong to the parent
-            self.table_lock.running, self.executor = [], None
+            self.table_lock.running, self.executor = [], None  # `drop` began a generation
             return
         try:
             self.table_lock.wait_for_step()
@@ -503,6 +507,7 @@ class TableState:
 
     def replace_tier(self, tier: Backend) -> None:
         self.backend = tier
+        self.table_lock.generation += 1
         self.forget_batches()
         self.version.advance(keeps_rows=True)
 
@@ -515,6 +520,7 @@ class TableState:
     def attach(self, executor: StaleExecutor | None) -> None:
         """Attach an executor whose rows may be newer than these until its `finish`. None detaches it."""
         before, self.executor = self.executor, executor
+        self.table_lock.generation += 1
         if before is not None and before is not executor:
             before.close()
 
@@ -528,7 +534,7 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     """Return float32 values rounded to the table's dtype."""
     if spec.dtype == "float32":
         return values
-    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.storage.words), counting(len(values))
+    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.words), counting(len(values))
     slots = positions.astype(np.int64)
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)

@@ -6,7 +6,6 @@ Tables that share a lock are stepped as one: one search for rows, and one kernel
 from __future__ import annotations
 
 import copy
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
-from embedrock.table.reading import is_reading, keys_of, missing_ids, pool_of, present_slots
+from embedrock.table.reading import keys_of, missing_ids, present_slots
 from embedrock.table.rows import NOBODY, TableState, rounded
 
 STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
@@ -151,7 +150,7 @@ def step_all(requests: Sequence[StepRequest]) -> None:
     """Step tables, each once. Errors of `judge` and of changes are raised before any step."""
     if _share_a_lock(requests):  # nothing happens between the checks and the step
         with requests[0].tables[0].table_lock.whole():
-            return step_checked(requests)
+            return _step_at_once(requests)
     with held_back():
         step_judged(judge(requests), [each for each in requests if each.change is not None and each.grads.is_finite])
 
@@ -336,7 +335,7 @@ class HostStep(CheckedStep):
 
     def __init__(self, requests: Sequence[StepRequest], beside: Sequence[NewRows] = (), is_step: bool = True) -> None:
         self._requests, self._beside, self.is_step = requests, beside, is_step
-        self.rows = tables_of(requests)
+        self.rows = requests[0].tables if len(requests) == 1 else tables_of(requests)
         self._table_lock = self.rows[0].table_lock
         self.table_locks = (self._table_lock,)
         self.pools: list[PoolStep] = []
@@ -382,7 +381,11 @@ class HostStep(CheckedStep):
         known = self.rows[0].location.prepared
         if known is None or not known.goes_on_as(self):
             self.pools = []  # the previous result is no longer valid
-            self._make_room(pools := self._found())
+            pools = [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests)]
+            for pool in pools:
+                if pool.new or pool.pool.evicts or pool.tables[0].lifecycle is not None or self._beside:
+                    self._make_room(pools)
+                    break
             self.pools = pools
             self._versions = [rows.version.now for rows in self.rows]
         for pool in self.pools:
@@ -392,17 +395,12 @@ class HostStep(CheckedStep):
             if rows.history is not None:
                 rows.history.make_room()
 
-    def _found(self) -> list[PoolStep]:
-        if len(self.rows) == 1:
-            return [PoolStep(self.rows[0].tier.pool, self._requests, self.is_step)]
-        return [PoolStep(pool, own, self.is_step) for pool, own in _by_pool(self._requests).items()]
-
     def goes_on_as(self, other: HostStep) -> bool:
         """Give another step of the same batch what was found for this one, if that is still valid."""
         if not (self.is_same(other) and self._is_current()):
             return False
         other.pools, other._versions = self.pools, self._versions
-        for pool, own in zip(other.pools, _by_pool(other._requests).values(), strict=True):
+        for pool, (_, own) in zip(other.pools, _by_pool(other._requests), strict=True):
             pool.take(own)
         return True
 
@@ -479,25 +477,29 @@ class HostStep(CheckedStep):
         pools, calls, nbytes, catches_up = self.pools, [], 0, False
         for pool in pools:
             pool.draft()
-        _admit(pools)
+        if len(pools) == 1:
+            pools[0].admit()
+        else:
+            _admit(pools)
         self.rows[0].location.prepared = None  # it does not have the records that are made now
         for pool in pools:
             calls += pool.count()
-            nbytes += pool.nbytes
+            nbytes += pool.plan.ids.size * pool.pool.spec.layout.record_bytes
             catches_up |= pool.catches_up
-        self._table_lock.start(_call_all, calls, here=nbytes <= STEP_HERE_BYTES and not catches_up)
+        is_small = nbytes <= STEP_HERE_BYTES and not catches_up
+        function, *args = calls[0] if len(calls) == 1 else (_call_all, calls)
+        self._table_lock.start(function, *args, here=is_small)
         for pool in pools:  # runs while the rows are stepped
             if pool.decision is not None:
                 pool.note()
 
 
-ALL = slice(None)
 NO_ROWS = np.empty((0, 0), np.float32)
 
 
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+def _call_all(calls: Sequence[tuple[Any, ...]]) -> None:
+    for function, *args in calls:
+        function(*args)
 
 
 def tables_of(requests: Sequence[StepRequest]) -> Sequence[TableState]:
@@ -505,11 +507,13 @@ def tables_of(requests: Sequence[StepRequest]) -> Sequence[TableState]:
     return requests[0].tables if len(requests) == 1 else [rows for each in requests for rows in each.tables]
 
 
-def _by_pool(requests: Sequence[StepRequest]) -> dict[Backend, list[StepRequest]]:
+def _by_pool(requests: Sequence[StepRequest]) -> Iterable[tuple[Backend, Sequence[StepRequest]]]:
     """Return the requests of each pool. Tables may have moved since their gradients were summed together."""
+    if len(requests) == 1 and len(requests[0].tables) == 1:
+        return ((requests[0].tables[0].tier.pool, requests),)
     found: dict[Backend, list[StepRequest]] = {}
     for each in requests:
-        pool = pool_of(each.tables)
+        pool = each.tables[0].tier.pool
         for rows in each.tables:
             if rows.backend is None or rows.backend.pool is not pool:
                 break
@@ -518,23 +522,28 @@ def _by_pool(requests: Sequence[StepRequest]) -> dict[Backend, list[StepRequest]
             continue
         for own in each.split():
             found.setdefault(own.tables[0].tier.pool, []).append(own)
-    return found
+    return found.items()
 
 
 def step_checked(requests: Sequence[StepRequest]) -> None:
     """Step tables that share a lock, each once, or skip NaN and Inf. Caller holds the table lock."""
-    finite, others = _by_finiteness(requests)
     with held_back():
         requests[0].tables[0].table_lock.wait_for_step()
-        step = HostStep(finite) if finite else None
-        if step is not None:
-            step.find_checked()
-        if others:
-            refuse_nonfinite(others)
-        if step is not None:
-            step.make()
-            tell(step.rows)
-            look(step.rows)
+        _step_at_once(requests)
+
+
+def _step_at_once(requests: Sequence[StepRequest]) -> None:
+    """Do `step_checked`. No step is running, and Ctrl-C is held back."""
+    finite, others = _by_finiteness(requests)
+    step = HostStep(finite) if finite else None
+    if step is not None:
+        step.find_checked()
+    if others:
+        refuse_nonfinite(others)
+    if step is not None:
+        step.make()
+        tell(step.rows)
+        look(step.rows)
 
 
 def prepare(rows: TableState, plan: Plan, is_step: bool = True) -> PoolStep:
@@ -598,8 +607,6 @@ def _more(pools: Sequence[PoolStep]) -> list[NewRows]:
 
 
 def _admit(pools: Sequence[PoolStep]) -> None:
-    if len(pools) == 1:
-        return pools[0].admit()
     done: list[PoolStep] = []
     try:
         for pool in sorted(pools, key=lambda pool: pool.decision is not None):  # reversible ones first
@@ -631,7 +638,27 @@ class StepRun:
 
     def takes(self, draft: Any) -> bool:
         """Return whether a table with such constants may be the next one."""
-        return type(draft) is type(self.draft) and draft == self.draft
+        return draft is self.draft or (type(draft) is type(self.draft) and draft == self.draft)
+
+
+def _drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
+    """Return the step constants of consecutive tables that share them, with the number of these tables."""
+    tables = request.tables
+    if len(tables) > 1:
+        steps = [rows.steps for rows in tables]
+        if steps.count(steps[0]) < len(tables) or [rows.history for rows in tables].count(None) < len(tables):
+            return _each_drafts(request)
+    return ((len(tables), tables[0].draft(request.rule)),)
+
+
+def _each_drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
+    known, found = dict[int, Any](), list[tuple[int, Any]]()
+    for rows in request.tables:
+        # Tables of one rule have the same constants in their n-th step.
+        draft = known.get(rows.steps) if rows.history is None else None
+        known[rows.steps] = draft = rows.draft(request.rule) if draft is None else draft
+        found.append((1, draft))
+    return found
 
 
 class PoolStep:
@@ -664,7 +691,8 @@ class PoolStep:
         self.new: list[NewRows] = []
         self.take(requests)
         self.plan = plan = self._grads.plan
-        is_known = is_reading(self.tables, plan)
+        last = self.tables[0].last_read
+        is_known = last and last[0][0]() is plan.ids  # as `is_reading`
         if not (is_known or (pool.evicts and pool.is_shared and pool.goes_on_with(self.keys))):
             pool.begin_batch()
         if plan.missing or plan.epoch != pool.epoch:
@@ -679,8 +707,11 @@ class PoolStep:
 
     def take(self, requests: Sequence[StepRequest]) -> None:
         """Take the gradients of requests of the same batch."""
-        self.requests, self.tables = requests, tables_of(requests)
-        self._grads = requests[0].grads if len(requests) == 1 else as_one([each.grads for each in requests])
+        self.requests = requests
+        if len(requests) == 1:
+            self.tables, self._grads = requests[0].tables, requests[0].grads
+        else:
+            self.tables, self._grads = tables_of(requests), as_one([each.grads for each in requests])
 
     def part(self, rows: TableState, plan: Plan) -> PoolStep | None:
         """Return the part of one table, if the batch is of this plan."""
@@ -780,10 +811,6 @@ class PoolStep:
     def least_memory(self) -> int:
         return memory_for(self.pool.spec, len(self.plan.ids))
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.plan.ids) * self.pool.spec.record_bytes
-
     def copy_before_write(self) -> None:
         if self.pool.evicts:
             slots = self.plan.slots
@@ -803,29 +830,24 @@ class PoolStep:
 
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
-        last, bounds, number = None, self.plan.rows.tolist(), 0
+        bounds, number = self.plan.rows.tolist(), 0
         self._runs: list[StepRun] = []
-        is_exact = self.pool.spec.dtype == "float32"
+        is_exact = self.pool.spec.dtype == "float32"  # or rounding is per table
         for each in self.requests:
-            known: dict[int, Any] = {}  # tables of one rule have the same constants in their n-th step
-            for rows in each.tables:
-                start, stop, steps = bounds[number], bounds[number + 1], rows.steps
-                is_known = rows.history is None and steps in known
-                known[steps] = draft = known[steps] if is_known else rows.draft(each.rule)
-                if (
-                    last is not None and is_exact and (draft is last.draft or last.takes(draft))
-                ):  # rounding is per table
-                    last.end, last.stop = number + 1, stop
+            for count, draft in _drafts(each) if is_exact else _each_drafts(each):
+                last, end = self._runs[-1] if self._runs else None, number + count
+                if last is not None and is_exact and last.takes(draft):
+                    last.end, last.stop = end, bounds[end]
                 else:
-                    scratch = None if is_exact else rows.tier.records.scratch(stop - start)
-                    last = StepRun(number, number + 1, start, stop, draft, scratch)
-                    self._runs.append(last)
-                number += 1
+                    start, stop = bounds[number], bounds[end]
+                    scratch = None if is_exact else each.tables[0].tier.records.scratch(stop - start)
+                    self._runs.append(StepRun(number, end, start, stop, draft, scratch))
+                number = end
         self._of_others = None if self.decision is None else self._gradient_of_others()
 
     def admit(self) -> None:
         """Evict rows, then make the missing records."""
-        if len(self.left):
+        if self.left.size:
             self.tables[0].tier.discard(self.left)
         self._slots = slots = self.plan.slots
         if self.new:
@@ -844,11 +866,15 @@ class PoolStep:
             for part, count in self.new:
                 part.admitted(-count)
 
-    def count(self) -> list[Callable[[], None]]:
-        """Count the drafted step of each table. Return the calls that step the records, one for each run of tables."""
+    def count(self) -> list[tuple[Any, ...]]:
+        """Count the drafted step of each table. Return the calls that step the records, one for each run of tables.
+
+        A call is a function and its arguments.
+        """
         made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
+        ids, slots, is_whole = self.plan.ids, self._slots, len(self._runs) == 1
         for run in self._runs:
-            rows, own = self.tables[run.first], slice(run.start, run.stop) if len(self._runs) > 1 else ALL
+            rows, own = self.tables[run.first], slice(run.start, run.stop)
             refreshed: list[Any] = []
             if rows.history is not None:
                 refreshed = [part for each in self.tables[run.first : run.end] for part in self._taken(each)]
@@ -856,12 +882,13 @@ class PoolStep:
             numbers = rows.count(run.draft)
             for each in self.tables[run.first + 1 : run.end]:  # see `TableState.count`
                 each.steps += 1
-                each.version.now += 1
-                each.version.of_rows += 1
+                version = each.version
+                version.now += 1
+                version.of_rows += 1
                 if each.history is not None:
                     each.history.append()
-            of_rows = self.plan.ids[own], self._slots[own], values[own], numbers, rows.steps
-            made.append(functools.partial(rows.tier.records.step, *of_rows, run.scratch, refreshed))
+            of_rows = (ids, slots, values) if is_whole else (ids[own], slots[own], values[own])
+            made.append((rows.tier.records.step, *of_rows, numbers, rows.steps, run.scratch, refreshed))
         rows = self.tables[0]
         if self._of_others is not None and (shared := rows.shared) is not None:
             shared.step(self._of_others, numbers, rows.steps)

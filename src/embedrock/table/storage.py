@@ -50,9 +50,9 @@ from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEnt
 from embedrock.store.reading import holds_table
 from embedrock.store.segments import damaged
 from embedrock.store.table_folder import TableFolder
-from embedrock.store.verify import Verification, verify
 from embedrock.system import forks
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import parse_seconds
 from embedrock.table.options import OpenOptions
 from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
@@ -85,13 +85,10 @@ class StorageManager(Location):
 
     def __init__(self, table_folder: TableFolder, opening: OpenOptions) -> None:
         is_alone, table_lock = not table_folder.manifest.is_group, TableLock()
-        try:
+        with on_failure(table_folder.close):
             pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
-        except BaseException:
-            table_folder.close()
-            raise
         super().__init__(pools, is_alone, table_lock, f"{table_folder.kind} {opening.name or opening.path!r}")
-        self.table_folder, self.opening = table_folder, opening
+        self.table_folder, self.opening, self.writes = table_folder, opening, opening.mode == "w"
         self.upkeep = BackgroundCompaction(opening.path)
         self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
         self._commit: StorageCommit | None = None  # the last one
@@ -107,19 +104,8 @@ class StorageManager(Location):
         self._saving: list[RowLifecycle] = []  # lifecycles saved by the last started commit
 
     @property
-    def writes(self) -> bool:
-        return self.opening.mode == "w"
-
-    @property
     def last_commit(self) -> int:
         return self.table_folder.manifest.commit
-
-    @property
-    def last_step(self) -> int | None:
-        return self.table_folder.manifest.step
-
-    def verify(self) -> Verification:
-        return verify(self.table_folder.system, self.table_folder.folder)
 
     @property
     def all_versions(self) -> list[ChangeCounter]:
@@ -379,11 +365,8 @@ class StorageManager(Location):
         opened = self._open_mirrored()
         self.upkeep.stop()
         self.table_folder.rollback(manifest, publishing.now(), self.opening.keep)
-        try:
+        with on_failure(self.lose):  # the records in RAM are not those of the files
             self.resume()
-        except BaseException:  # the records in RAM are not those of the files
-            self.lose()
-            raise
         self.went_back_to = commit
         for rows in self.open_rows():
             rows.tell()

@@ -9,7 +9,7 @@ from typing import Any, Self
 from embedrock.errors import UnsupportedError
 from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
-from embedrock.store.verify import Verification
+from embedrock.store.verify import Verification, verify
 from embedrock.table import opened
 from embedrock.table.options import index
 from embedrock.table.rows import ChangeCounter
@@ -90,7 +90,7 @@ class StoredVerbs(ABC):
     @property
     def last_step(self) -> int | None:
         """The `step` that was given to the last commit."""
-        return self._on_disk().last_step
+        return self._on_disk().table_folder.manifest.step
 
     @property
     def uncommitted(self) -> bool:
@@ -113,7 +113,8 @@ class StoredVerbs(ABC):
 
     def verify(self) -> Verification:
         """Read all files of all commits, and check every checksum: see `Verification`."""
-        return self._on_disk().verify()
+        where = self._on_disk().table_folder
+        return verify(where.system, where.folder)
 
     # ---------------------------------------------------------------- what is done to it
 

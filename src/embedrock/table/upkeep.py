@@ -14,7 +14,7 @@ from embedrock.storage.cache import DIRTY
 from embedrock.storage.commit import bytes_for
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import INDEX_SHARE
-from embedrock.store.compaction import CompactionStopped, compact, compact_in_pieces, let_commits_pass
+from embedrock.store.compaction import CompactionStopped, compact, let_commits_pass
 from embedrock.store.folding import fold
 from embedrock.store.pieces import CompactionGoal, mean_age
 from embedrock.store.record_store import PIECE_BYTES, RecordStore
@@ -66,13 +66,9 @@ class BackgroundCompaction:
         self.compaction = self._start(self.compaction, "embedrock-compact", self._compact, goals)
 
     def _compact(self, goals: Mapping[RecordStore, CompactionGoal | None]) -> None:
-        args = BYTES_PER_SECOND, self._stopping.is_set
         try:
             for store, goal in goals.items():
-                if goal is None:
-                    compact(store, *args)
-                else:
-                    compact_in_pieces(store, goal, *args)
+                compact(store, BYTES_PER_SECOND, self._stopping.is_set, goal)
         finally:
             platform.give_back_memory()  # or each thread of commits and compactions leaves some behind
 

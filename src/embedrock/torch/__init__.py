@@ -6,6 +6,7 @@ from embedrock.frontend.requirements import require
 
 require("embedrock.torch", "torch", {"torch": "2.5"})
 
+from embedrock.errors import ForgottenGradientsError
 from embedrock.frontend.references import HeldCommitsWarning
 from embedrock.storage.listeners import PlacementWarning
 from embedrock.torch.freezing import freeze
@@ -37,7 +38,7 @@ from embedrock.torch.training import backward as _spans  # noqa: F401  # shows p
 from embedrock.torch.training.averages import AveragedModel, average
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place
-from embedrock.torch.training.unapplied import ForgottenGradientsError, UntrainedWarning
+from embedrock.torch.training.unapplied import UntrainedWarning
 from embedrock.torch.uneven import uneven
 from embedrock.torch.whole import ModelOptimizer, optimizer
 

@@ -15,10 +15,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from embedrock import optimizers as rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
-from embedrock.frontend.arguments import bind_rule, check_may_bind, is_number, may_bind
+from embedrock.frontend.arguments import is_number, may_bind
 from embedrock.frontend.steps import Part, of_joint, step_all
 from embedrock.optimizers import Rule
-from embedrock.table.changes import RuleTaker
+from embedrock.table.changes import RuleTaker, bind_rule, check_may_bind
 from embedrock.table.checks import of_step
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
@@ -160,7 +160,7 @@ class RowOptimizer(torch.optim.Optimizer):
             rule = self._rule(group, handle.table.rule)
             handle.check_rule(rule)
             if handle.requires_grad:
-                check_may_bind(handle.table, rule, self._described(handle))
+                check_may_bind(rows_of(handle.table), rule, self._described(handle))
         super().add_param_group(group)
         # A model of nothing but rows, such as a layer, does not reveal the other optimizers of the training.
         named = [] if model is None else model.named_parameters()
@@ -172,10 +172,10 @@ class RowOptimizer(torch.optim.Optimizer):
     def _bind(self, group: dict[str, Any], model: nn.Module | None) -> None:
         for handle in group["params"]:
             rule = self._rule(group, handle.table.rule)
-            taker = self._described(handle)
+            rows, taker = rows_of(handle.table), self._described(handle)
             # Frozen rows are not stepped. They keep a fixed rule and their state until they train.
-            if handle.requires_grad or may_bind(handle.table, rule, taker._replace(resets_state=False)):
-                bind_rule(handle.table, rule, taker)
+            if handle.requires_grad or may_bind(rows, rule, taker._replace(resets_state=False)):
+                bind_rule(rows, rule, taker)
             handle.unapplied.bind(self, model)
             handle.sharing  # noqa: B018  # from now on known to other processes, even if no batch uses it here
 
@@ -271,15 +271,15 @@ class RowOptimizer(torch.optim.Optimizer):
             pending = handle.pending
             joint = pending.joint
             if joint is not None and rule is not None and clip is None and not handle.followers:
-                together += ((joint, rule, pending.executor, pending.number, rows),)
+                together += ((joint, rule, pending.number, rows),)
             elif (grads := handle.gradients()) is not None:
                 if rule is None:
                     pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
                     continue
                 for follower in handle.followers or ():
                     follower.note(grads)
-                executor = handle.executor_of_gradients()
-                due.append(StepRequest((rows,), rule, grads.clipped(clip), executor=executor))
+                executor: Any = handle.executor_of_gradients()
+                due.append(StepRequest((rows,), rule, grads.clipped(clip), None, executor if executor.judge else None))
         due += of_joint(together)
 
     def bound(self) -> list[OptimizedRows]:

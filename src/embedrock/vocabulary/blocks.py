@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock import kernels
+from embedrock.batch.plan import bounds_of
 from embedrock.batch.strings import Strings
 from embedrock.errors import CorruptTableError
 from embedrock.io.vfs import System
@@ -39,8 +40,7 @@ class HashEntries(NamedTuple):
 
     @property
     def starts(self) -> np.ndarray:
-        sizes = self.columns[:, -1].astype(np.int64)
-        return np.cumsum(sizes) - sizes
+        return bounds_of(self.columns[:, -1])[:-1]
 
     def since(self, first: int) -> HashEntries:
         """Return a copy of the entries from position `first` on."""
@@ -123,12 +123,12 @@ class BlockWriter:
             self._write(entries, np.array([[0, -(-need // PAGE_BYTES)]]), len(sizes))
         self._carry = []
         firsts, pages = (np.concatenate([np.empty(0, np.int64), *parts]) for parts in (self._firsts, self._pages))
-        return Index(firsts, np.concatenate([[0], np.cumsum(pages)]).astype(np.int64))
+        return Index(firsts, bounds_of(pages))
 
     def _write(self, entries: HashEntries, blocks: np.ndarray, end: int) -> None:
         if not len(blocks):
             return
-        rows = np.concatenate([[0], np.cumsum(blocks[:, 1])])
+        rows = bounds_of(blocks[:, 1])
         pages = np.empty((int(rows[-1]), PAGE_WORDS), np.uint32)
         firsts = np.append(blocks[:, 0], end)
         write = kernels.cpu.vocabulary.write_blocks
@@ -168,7 +168,7 @@ class Blocks(NamedTuple):
     def read(cls, system: System, segment: Segment, index: Index, first_page: int, blocks: np.ndarray) -> Blocks:
         """Read ascending blocks of an index whose page 0 is page `first_page` of the segment."""
         begins, sizes = index.rows[blocks], index.rows[blocks + 1] - index.rows[blocks]
-        rows = np.concatenate([[0], np.cumsum(sizes)])
+        rows = bounds_of(sizes)
         pages = np.arange(rows[-1]) + np.repeat(begins - rows[:-1], sizes) + first_page
         return cls(read_pages(system, segment, pages), rows)
 
@@ -183,7 +183,7 @@ class Blocks(NamedTuple):
         Raises:
             CorruptTableError: a block is malformed.
         """
-        firsts = np.concatenate([[0], np.cumsum(counts)])
+        firsts = bounds_of(counts)
         columns, starts = np.empty((int(firsts[-1]), width), np.uint32), np.empty(int(firsts[-1]), np.int64)
         good = np.empty(len(counts), np.uint8)
         kernels.cpu.launch(kernels.cpu.vocabulary.list_entries, self.pages, self.rows, firsts, columns, starts, good)
@@ -197,7 +197,7 @@ class Blocks(NamedTuple):
 
 def gathered(data: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return the concatenated strings at some offsets in `data`."""
-    bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    bounds = bounds_of(sizes)
     out = np.empty(int(bounds[-1]), np.uint8)
     kernels.cpu.launch(kernels.cpu.vocabulary.copy_strings, data, starts, bounds, out)
     return out

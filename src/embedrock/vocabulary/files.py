@@ -17,6 +17,7 @@ from embedrock.store.folder import Folder
 from embedrock.store.publishing import FolderKind
 from embedrock.store.reading import holds_vocabulary, what_is_at
 from embedrock.store.segments import Log
+from embedrock.system.scopes import on_failure
 from embedrock.vocabulary.blocks import PAGE_BYTES, MemTable, Recent, StringQuery
 from embedrock.vocabulary.manifest import KIND, MOST_STEPS, StringFile, VocabularyManifest
 from embedrock.vocabulary.runs import StringRun, merge, write_fresh
@@ -123,12 +124,9 @@ class StringFiles(Folder[VocabularyManifest]):
             OSError: nothing has changed.
         """
         made, first = list[StringRun](), self.count
-        try:
+        with on_failure(lambda: self._drop(made)):
             for lo, hi in self._cuts(memtable):
                 made.append(self._write(lambda log, lo=lo, hi=hi: write_fresh(log, memtable, first, lo, hi)))
-        except BaseException:
-            self._drop(made)
-            raise
         self.runs = [*self.runs, *made]
 
     def _cuts(self, memtable: MemTable) -> list[tuple[int, int]]:
@@ -192,14 +190,10 @@ class StringFiles(Folder[VocabularyManifest]):
         """Create a file that `write` fills and seals, and open it."""
         name = self.free_name(f"runs/{self.manifest.commit + 1:010d}", ".voc")
         log = Log.create(self.system, self.folder, name, self.manifest.uuid, PAGE_BYTES, 0)
-        try:
+        with on_failure(lambda: self.unlink([name], lambda: False)), on_failure(log.close):
             entry = write(log)
             log.close()
             return StringRun(self.system, self.folder, entry, self.manifest.uuid)
-        except BaseException:
-            log.close()
-            self.unlink([name], lambda: False)
-            raise
 
     def _drop(self, runs: Sequence[StringRun]) -> None:
         for run in runs:
@@ -230,7 +224,10 @@ class StringFiles(Folder[VocabularyManifest]):
         try:
             KIND.publish(self.system, self.folder, made)
         except OSError as error:
-            self._broken = self._may_be_there(made.commit)
+            try:
+                self._broken = self.is_published(made.commit)
+            except (OSError, EmbedrockError):
+                self._broken = True
             raise self.commit_error(error) from error
         self.manifest = made
         self.collect(1)
@@ -253,12 +250,6 @@ class StringFiles(Folder[VocabularyManifest]):
             f"{self.manifest.commit} is whole, and so are the strings in RAM",
             self.folder,
         )
-
-    def _may_be_there(self, number: int) -> bool:
-        try:
-            return self.is_published(number)
-        except (OSError, EmbedrockError):
-            return True
 
     # ------------------------------------------------------------ closing
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from embedrock.store import publishing
-from embedrock.store.publishing import LIST, NUMBER, TIME, UUID, check_fields, or_null, text, whole
+from embedrock.store.publishing import COMMIT, LIST, check_fields, text, whole
 from embedrock.store.reading import VOCABULARY
-from embedrock.store.segments import CRC_BYTES, HEADER_BYTES, SegmentEntry, damaged
+from embedrock.store.segments import CRC_BYTES, HEADER_BYTES, damaged
 from embedrock.vocabulary.blocks import HASHED, PAGE_BYTES
 from embedrock.vocabulary.shape import ALL_BYTES, Shape
 
@@ -66,11 +66,6 @@ class StringFile:
     @property
     def shape(self) -> Shape:
         return Shape(self.count, self.text_bytes, self.longest, self.symbols)
-
-    @property
-    def as_run(self) -> SegmentEntry:
-        """Return the file's entry as a segment of pages."""
-        return SegmentEntry(self.file, self.size, self.pages, "full", 0, self.pages, 0, self.salt)
 
 
 @dataclass(frozen=True)
@@ -162,15 +157,7 @@ def _check_runs(manifest: VocabularyManifest, where: str) -> None:
 
 
 _WORD, _STEP = whole(0, 2**64), whole(-(2**63), 2**63)
-_FIELDS = {
-    "uuid": UUID,
-    "commit": NUMBER,
-    "parent": or_null(NUMBER),
-    "time": TIME,
-    "salt": LIST,
-    "count": whole(0, MOST_STRINGS + 1),
-    "runs": LIST,
-}
+_FIELDS = COMMIT | {"salt": LIST, "count": whole(0, MOST_STRINGS + 1), "runs": LIST}
 _ENTRY = {
     "file": text(_FILE, "a path below runs/"),
     "size": whole(0, 2**63),

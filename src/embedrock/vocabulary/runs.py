@@ -9,7 +9,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.strings import Strings
 from embedrock.io.vfs import System
-from embedrock.store.segments import Log, Segment, damaged
+from embedrock.store.segments import Log, Segment, SegmentEntry, damaged
 from embedrock.vocabulary import blocks as pages_of
 from embedrock.vocabulary.blocks import (
     HASHED,
@@ -46,7 +46,8 @@ class StringRun:
 
     def __init__(self, system: System, folder: str, entry: StringFile, uuid: str) -> None:
         self._system, self.entry = system, entry
-        self._segment = Segment.open(system, folder, entry.as_run, uuid, PAGE_BYTES, 0, direct=True)
+        pages = SegmentEntry(entry.file, entry.size, entry.pages, "full", 0, entry.pages, 0, entry.salt)
+        self._segment = Segment.open(system, folder, pages, uuid, PAGE_BYTES, 0, direct=True)
         self._packed: Packed | None = None
         self._may_pack, self.reads = False, 0
         self._strings, self._hashes = self._read_index()

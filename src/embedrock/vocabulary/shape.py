@@ -7,11 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 BUCKET = 16  # strings per bucket, about
-
-
 CHUNK = 1 << 20  # bytes scanned at once
-
-
 ALL_BYTES = "ff" * 32  # `symbols` of unknown strings
 
 

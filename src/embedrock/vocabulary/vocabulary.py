@@ -32,6 +32,7 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller_level
 from embedrock.system.paths import local_path
 from embedrock.system.ram import memory_limit
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 from embedrock.table.opened import note_writer, open_alone
 from embedrock.table.options import MODES
@@ -104,12 +105,9 @@ class Vocabulary:
         system.check_usable(self.subject)
         self._files = self._opened_files(system, self.path)
         self._salt = self._files.manifest.salt
-        try:
+        with on_failure(self._close):
             if step is not None:
                 self._as_of = self._strings_at(self._files, step)
-        except BaseException:
-            self._close()
-            raise
         self._files.keep_resident(self._resident_bytes(self._files))
         self._files.recent = Recent(self._memory // RECENT_SHARE)
         if self._writes:
@@ -342,11 +340,8 @@ class Vocabulary:
                     f'refresh() is for readers, er.Vocabulary(path, mode="r"): {self.subject} has all strings already.'
                 )
             newest = StringFiles.open(before.system, self.path, False)
-            try:
+            with on_failure(lambda: newest.close(in_child=False)):
                 as_of = MOST_STRINGS if step is None else self._strings_at(newest, step)
-            except BaseException:
-                newest.close(in_child=False)
-                raise
             newest.keep_resident(self._resident_bytes(newest))
             newest.recent = before.recent
             is_other = (newest.manifest.commit, as_of) != (before.manifest.commit, self._as_of)

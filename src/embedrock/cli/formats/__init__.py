@@ -47,7 +47,7 @@ def _columns(name: str, file: Callable[[Path], columns.ColumnFile], *others: str
 FORMATS = (
     Format("npy", ".npy", arrays.read_npy, arrays.NpySink),
     Format("npz", ".npz", arrays.read_npz, partial(Spool, pack=arrays.pack_npz), kind="a .npz file"),
-    Format("raw", ".raw", arrays.read_raw, arrays.RawSink, kind="raw numbers"),
+    Format("raw", ".raw", arrays.read_raw, partial(arrays.NpySink, is_raw=True), kind="raw numbers"),
     *(
         Format(
             name, f".{name}", partial(Delimited, separator=sign), partial(DelimitedSink, separator=sign), packed=True
@@ -57,8 +57,10 @@ FORMATS = (
     _columns("parquet", columns.ParquetFile),
     _columns("arrow", columns.ArrowFile, ".feather", ".ipc", ".arrows"),
     Format("safetensors", ".safetensors", arrays.read_safetensors, arrays.SafetensorsSink, kind="a safetensors file"),
-    Format("glove", ".txt", words.read_glove, words.GloveSink, has_words=True, packed=True),
-    Format("word2vec", ".vec", words.read_word2vec, words.Word2vecSink, has_words=True, packed=True),
+    Format("glove", ".txt", words.read_glove, words.TextSink, has_words=True, packed=True),
+    Format(
+        "word2vec", ".vec", words.read_word2vec, partial(words.TextSink, has_counts=True), has_words=True, packed=True
+    ),
     Format("word2vec-binary", ".bin", words.Word2vecBinary, None, has_words=True, packed=True),
 )
 NAMES = {one.name: one for one in FORMATS}

@@ -263,20 +263,18 @@ def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
 
 
 class NpySink(Regions):
-    """A sink for a .npy file, with the ids beside it unless rows are numbered from 0."""
+    """A sink for a .npy file, or for raw float32 numbers. Unless rows are numbered from 0, ids are in a .npy beside."""
 
-    def __init__(self, output: Output, done: int) -> None:
+    def __init__(self, output: Output, done: int, is_raw: bool = False) -> None:
         super().__init__(output, done)
         path = beside(output.path)
         if path.exists() and output.has_ids and not (done and not part_of(path).exists()):
             fail(path, "no file of this name yet", "one", "Move it away, or choose another name.")
         # An earlier run may already have renamed the ids.
         ids = path if path.exists() else part_of(path)
-        self.parts = [self._vectors(part_of(output.path), (output.rows, output.dim))]
+        vectors, shape = part_of(output.path), (output.rows, output.dim)
+        self.parts = [Region(vectors, b"", 0, "<f4", shape) if is_raw else npy_region(vectors, "<f4", shape)]
         self.parts += [npy_region(ids, "<i8", (output.rows,))] if output.has_ids else []
-
-    def _vectors(self, path: Path, shape: tuple[int, int]) -> Region:
-        return npy_region(path, "<f4", shape)
 
     def finish(self) -> list[Path]:
         for region in self.parts:
@@ -301,13 +299,6 @@ def read_raw(path: Path, options: ReadOptions) -> Arrays:
     shape = rows, options.dim
     vectors = Array(path, "", 0, dtype, shape, bfloat16=name == "bfloat16")
     return Arrays(path, vectors, ids_beside(path, options.ids))
-
-
-class RawSink(NpySink):
-    """A sink for raw float32 numbers. Unless rows are numbered from 0, ids are in a .npy file beside it."""
-
-    def _vectors(self, path: Path, shape: tuple[int, int]) -> Region:
-        return Region(path, b"", 0, "<f4", shape)
 
 
 def read_npz(path: Path, options: ReadOptions) -> Arrays:

@@ -9,14 +9,15 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
+from typing import BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
+from embedrock.cli.terminal.arguments import import_extra
 from embedrock.cli.terminal.tables import format_count
-from embedrock.errors import EmbedrockError, RequirementError
+from embedrock.errors import EmbedrockError
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.system import platform
 
@@ -123,20 +124,7 @@ def rows_at_once(dim: int) -> int:
     return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
 
 
-def import_pyarrow(kind: str, *parts: str) -> Any:
-    """Import pyarrow and some of its modules, to read or write files of a kind.
-
-    Raises:
-        RequirementError: it is not installed.
-    """
-    try:
-        for part in parts:
-            import_module(f"pyarrow.{part}")
-        return import_module("pyarrow")
-    except ImportError as error:
-        raise RequirementError(
-            f'{kind} needs pyarrow, which does not import: {error}. pip install "embedrock[files]"'
-        ) from error
+import_pyarrow = partial(import_extra, "pyarrow", "files")  # for a kind of files
 
 
 class Output(NamedTuple):
@@ -330,18 +318,24 @@ def keep_lines(path: Path, count: int) -> None:
     Raises:
         FileError: it has fewer.
     """
-    seen = size = 0
-    expected = f"{format_count(count, 'line')} from an earlier run"
+    seen, expected = 0, f"{format_count(count, 'line')} from an earlier run"
     if not path.exists():
         fail(path, expected, "no such file", "Begin anew: --restart.")
-    with open(path, "r+b") as file:
-        while seen < count and (block := file.read(BLOCK_BYTES)):
-            ends = line_ends(block)
-            size += int(ends[count - seen - 1]) + 1 if seen + len(ends) >= count else len(block)
-            seen += len(ends)
-        if seen < count:
-            fail(path, expected, f"{seen}", "Begin anew: --restart.")
-        file.truncate(size)
+    for starts in line_starts(path):
+        if seen + len(starts) > count:
+            return os.truncate(path, int(starts[count - seen]))
+        seen += len(starts)
+    fail(path, expected, f"{seen - 1}", "Begin anew: --restart.")
+
+
+def line_starts(path: Path) -> Iterator[np.ndarray]:
+    """Yield where lines begin, some at a time. After the last end of a line, another one begins."""
+    yield np.zeros(1, np.int64)
+    offset = 1
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield line_ends(block) + offset
+            offset += len(block)
 
 
 def line_ends(block: bytes) -> np.ndarray:

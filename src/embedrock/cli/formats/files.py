@@ -175,16 +175,15 @@ def is_packed(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iterator[io.BufferedReader]:
+def opened(path: Path, expected: str) -> Iterator[io.BufferedReader]:
     """Open a file to read its unpacked content. Compression is detected by the first bytes, not by the name.
 
     Args:
         path: file.
         expected: expected content, for people.
-        suffixes: of the allowed kinds, of those that are detected by their first bytes.
 
     Raises:
-        FileError: it is damaged, or of another kind.
+        FileError: it is damaged, or of a kind that is detected by its first bytes.
     """
     plain: Any = open(path, "rb", HEAD_BYTES)  # noqa: SIM115  # closed by the next line
     with plain:
@@ -192,7 +191,7 @@ def opened(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iterator[
         unpack = None if kind is None else OPENERS.get(kind.suffix)
         with plain if unpack is None else unpack(plain) as file:
             try:
-                refuse_others(path, file.peek(HEAD_BYTES), expected, suffixes)
+                refuse_others(path, file.peek(HEAD_BYTES), expected)
                 yield file
             except BROKEN as error:
                 fail(path, "a whole compressed file", f"{error}", "Get it again.")
@@ -203,13 +202,13 @@ def opened(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iterator[
 
 
 @contextmanager
-def opened_text(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iterator[io.BufferedReader]:
+def opened_text(path: Path, expected: str) -> Iterator[io.BufferedReader]:
     """Open a text to read it in UTF-8, without a byte order mark, in lines that end with a newline.
 
     Raises:
         FileError: it is damaged, or no text.
     """
-    with opened(path, expected, suffixes) as file:
+    with opened(path, expected) as file:
         head = file.peek(HEAD_BYTES)
         if head.startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
@@ -224,13 +223,13 @@ def opened_text(path: Path, expected: str, suffixes: Sequence[str] = ()) -> Iter
         yield file
 
 
-def text_of(path: Path, expected: str, suffixes: Sequence[str] = ()) -> str:
+def text_of(path: Path, expected: str) -> str:
     """Return the content of a text.
 
     Raises:
         FileError: it is damaged, or no text.
     """
-    with opened_text(path, expected, suffixes) as file:
+    with opened_text(path, expected) as file:
         data = file.read()
     try:
         return data.decode("utf-8")

@@ -22,7 +22,7 @@ from embedrock.cli.formats.base import (
     RowBatch,
     VectorSource,
     fail,
-    line_ends,
+    line_starts,
 )
 from embedrock.cli.formats.files import HEAD_BYTES, TEXT_BYTES, bytes_at_most, is_text, opened, opened_text
 from embedrock.cli.terminal.tables import format_count
@@ -44,10 +44,13 @@ class VocabularyFormat:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        ends = _line_ends(path)
+        starts = np.concatenate([*line_starts(path)])
+        if (size := path.stat().st_size) != starts[-1]:  # the last line lacks its end
+            starts = np.append(starts, size)
         self._file = open(path, "rb")  # noqa: SIM115  (closed by `close`)
-        has_mark = self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
-        self._starts = np.concatenate([[len(codecs.BOM_UTF8) if has_mark else 0], ends])
+        if self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+            starts[0] = len(codecs.BOM_UTF8)
+        self._starts = starts
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -72,18 +75,6 @@ class VocabularyFormat:
         if self._file.tell() != start:
             self._file.seek(start)
         return self._file.read(end - start).rstrip(b"\r\n")
-
-
-def _line_ends(path: Path) -> np.ndarray:
-    """Return where the next line begins, for each line; the last line may lack its end."""
-    parts, offset, last = [np.empty(0, np.int64)], 0, b"\n"
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            parts.append(line_ends(block) + offset + 1)
-            offset, last = offset + len(block), block[-1:]
-    if last != b"\n":
-        parts.append(np.array([offset]))
-    return np.concatenate(parts)
 
 
 def read_glove(path: Path, options: ReadOptions) -> Text:
@@ -262,10 +253,11 @@ def split_word(line: bytes, dim: int, any_word: bool = False) -> tuple[bytes, li
     return word, fields[-dim:]
 
 
-class GloveSink(LineSink):
-    """A sink with a line for each row: its word, or id, and its numbers."""
+class TextSink(LineSink):
+    """A sink with a line for each row: its word, or id, and its numbers; in word2vec's text, rows and columns first."""
 
-    def __init__(self, output: Output, done: int) -> None:
+    def __init__(self, output: Output, done: int, has_counts: bool = False) -> None:
+        self.header = b"%d %d\n" % (output.rows, output.dim) if has_counts else b""
         self._words = VocabularyFormat(output.words) if output.words else None
         self._format = " " + " ".join(["%.9g"] * output.dim) + "\n"  # enough digits for any float32
         super().__init__(output, done)
@@ -279,14 +271,6 @@ class GloveSink(LineSink):
         super().close()
         if self._words is not None:
             self._words.close()
-
-
-class Word2vecSink(GloveSink):
-    """A sink that writes a line with rows and columns first."""
-
-    def __init__(self, output: Output, done: int) -> None:
-        self.header = b"%d %d\n" % (output.rows, output.dim)
-        super().__init__(output, done)
 
 
 class Word2vecBinary(WordSource):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import keras
 import numpy as np
@@ -27,10 +26,7 @@ from embedrock.keras.workers.cluster import WorkerGroup
 from embedrock.table.group import Group
 from embedrock.table.opening import InitialValuesOf
 from embedrock.table.options import LayerOptions, TableOption, declared
-from embedrock.table.options import shows as shows_options
 from embedrock.table.table import Table
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 REFUSED = {
     "weights": "use from_pretrained(weights), which copies nothing",
@@ -70,20 +66,6 @@ KNOWN = (
     *("input_dim", "output_dim", "embeddings_initializer", "embeddings_regularizer", "embeddings_constraint"),
     *("mask_zero", "mode", *declared(RowOptions), *OF_KERAS),
 )
-
-
-def shows(kind: Any, *left_out: str) -> Callable[[F], F]:
-    """Add a table's options to the signature of a function that also takes other arguments."""
-
-    def shown(function: F) -> F:
-        own = inspect.signature(function).parameters.values()
-        made: Any = shows_options(kind)(function)
-        options = [each for name, each in inspect.signature(made).parameters.items() if name not in left_out]
-        others = [each for each in own if each.kind is inspect.Parameter.VAR_KEYWORD]
-        made.__signature__ = inspect.Signature([*options, *others])
-        return made
-
-    return shown
 
 
 # ---------------------------------------------------------------- initial values

@@ -8,10 +8,11 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError, not_one_of
-from embedrock.keras.layers.arguments import RowLayerOptions, RowOptions, shows
+from embedrock.keras.layers.arguments import RowLayerOptions, RowOptions
 from embedrock.keras.layers.row_layer import KerasRowLayer, LayerArgument, ragged_rank
 from embedrock.keras.training.lookup import checked_ids, look_up
 from embedrock.keras.training.requests import LookupRequest
+from embedrock.table.options import shows
 from embedrock.table.table import Table
 
 MODES = ("sum", "mean", "sqrtn", "max")

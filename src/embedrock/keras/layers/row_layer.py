@@ -24,7 +24,6 @@ from embedrock.keras.layers.arguments import (
     RowOptions,
     drawn_by,
     pretrained_options,
-    shows,
 )
 from embedrock.keras.saving import descriptions, loading, state
 from embedrock.keras.training.handle import TableHandle, handle_of
@@ -33,7 +32,7 @@ from embedrock.keras.training.regularization import batch_regularizer, constrain
 from embedrock.keras.training.requests import LookupRequest
 from embedrock.keras.training.variable import BEGIN_ANEW
 from embedrock.keras.workers import shards
-from embedrock.table.options import LayerOptions, declared, defaults
+from embedrock.table.options import LayerOptions, declared, defaults, shows
 from embedrock.table.table import Table
 
 ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # packages whose ids are not tensors yet

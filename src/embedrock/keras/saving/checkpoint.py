@@ -23,10 +23,8 @@ from embedrock.frontend.checkpoints import (
     drop,
     older,
     one_of_each,
-    told_last,
 )
 from embedrock.frontend.references import go_to
-from embedrock.io.vfs import full_disk, is_full
 from embedrock.keras import callers
 from embedrock.keras.saving.references import is_accumulating, with_commits
 from embedrock.keras.training.handle import handles_of
@@ -175,19 +173,12 @@ class TableCheckpoint(keras.callbacks.Callback):
         }
         commits = {table: begun[table.path] for table in tables}
         self._finish()  # the one before: a table has one commit at a time
-        try:
+        variables = *self._trained.variables, *self._trained.optimizer.variables
+        with made.explained_if_full(lambda: bytes_of(variables)):
             with with_commits(commits):
                 self._trained.save_weights(made.draft)
             with h5py.File(made.draft, "a") as file:
                 file.attrs[POSITION] = self._position
-        except Exception as error:
-            if not is_full(error):
-                raise
-            made.draft.write_bytes(b"")  # this frees the space of the unfinished checkpoint
-            needed = bytes_of((*self._trained.variables, *self._trained.optimizer.variables))
-            remedy = f"Free some space, or save to a folder on another disk. {told_last(made)}"
-            what = f"the checkpoint of step {made.step} could not be saved"
-            raise full_disk(str(made.file), what, needed, remedy) from error
         self._underway = made, commits
 
     def _finish(self, wait: bool = False) -> None:

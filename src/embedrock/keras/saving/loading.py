@@ -26,6 +26,7 @@ from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.training.handle import LOADED
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import set_within
 from embedrock.table.group import Group, open_table
 from embedrock.table.opened import opened
 from embedrock.table.opening import InitialValuesOf
@@ -84,11 +85,9 @@ def load_model(
         raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')
     filepath = local_path(filepath, "`filepath` of erk.load_model", "file")
     found = {state["path"]: state["commit"] for state in _references_in(filepath)}
-    token = _loading.set(_Loading(mode, relocation("erk.load_model", relocate, list(found)), found))
-    try:
+    loading = _Loading(mode, relocation("erk.load_model", relocate, list(found)), found)
+    with set_within(_loading, loading):
         return keras.models.load_model(filepath, custom_objects, **more)
-    finally:
-        _loading.reset(token)
 
 
 def _references_in(file: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import os
 import secrets
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from embedrock.io.vfs import full_disk
 from embedrock.keras import callers
 from embedrock.keras.training.steps import rebind
 from embedrock.system import platform
+from embedrock.system.scopes import set_within
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 
@@ -157,14 +158,9 @@ def destination_of_checkpoint() -> SaveDestination | None:
 # ---------------------------------------------------------------- saving
 
 
-@contextlib.contextmanager
-def with_commits(made: Mapping[Table, int]) -> Iterator[None]:
+def with_commits(made: Mapping[Table, int]) -> contextlib.AbstractContextManager[None]:
     """Make layers refer to commits that were begun already. The caller waits for their end."""
-    token = _made.set(made)
-    try:
-        yield
-    finally:
-        _made.reset(token)
+    return set_within(_made, made)
 
 
 def reference_of(layer: Any, destination: SaveDestination | None) -> dict[str, Any]:

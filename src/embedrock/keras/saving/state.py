@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
-from embedrock.io.vfs import full_disk, is_full
+from embedrock.io.vfs import explained_if_full, full_disk
 from embedrock.keras import callers
 from embedrock.keras.saving.references import (
     destination_in_keras,
@@ -75,14 +75,10 @@ def save_assets(layer: Any, dir_path: str) -> None:
     needed = sum(size_of_rows(each) for each in done)
     if (there := destination_in_keras()) is not None:
         there.check_room(needed, f"the rows of {layer.label} could not be saved")
-    try:
+    what = f"the rows of {layer.label} could not be written to Keras' temporary folder"
+    remedy = "Free some space, or let the environment variable TMPDIR name a folder on another disk."
+    with explained_if_full(lambda: full_disk(dir_path, what, needed, remedy)):
         write_rows(table, dir_path)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        what = f"the rows of {layer.label} could not be written to Keras' temporary folder"
-        remedy = "Free some space, or let the environment variable TMPDIR name a folder on another disk."
-        raise full_disk(dir_path, what, needed, remedy) from error
 
 
 def _tables_done(function: str) -> list[Table]:

@@ -6,7 +6,7 @@ A SavedModel with these needs no Embedrock, and no Python. While `serving` is ac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +18,7 @@ from embedrock.initializers import Constant, Initializer, Normal, TruncatedNorma
 from embedrock.kernels import constants
 from embedrock.spec.spec import Spec
 from embedrock.system.ram import memory_limit
+from embedrock.system.scopes import set_within
 from embedrock.system.sizes import format_bytes, parse_bytes
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table, rows_of
@@ -231,14 +232,9 @@ class ServingTable(tf.Module):
             )
 
 
-@contextmanager
-def serving(tables: Mapping[Table, ServingTable]) -> Iterator[None]:
+def serving(tables: Mapping[Table, ServingTable]) -> AbstractContextManager[None]:
     """Make layers read from `tables` while models are traced."""
-    token = _serving.set(tables)
-    try:
-        yield
-    finally:
-        _serving.reset(token)
+    return set_within(_serving, tables)
 
 
 def is_serving() -> bool:
@@ -285,7 +281,7 @@ def _count(table: Table) -> int:
 
 def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
     """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
-    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.storage.words.itemsize
+    limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.words.itemsize
     found = _count(table) * (row_bytes + ID_BYTES)
     if table.rows is None:
         return False, found

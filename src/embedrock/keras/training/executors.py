@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
-from embedrock.frontend.steps import judge_on_host
 from embedrock.keras.training import host_calls
 from embedrock.storage.listeners import PlacementWarning
 from embedrock.system.buffers import buffers
@@ -35,15 +34,14 @@ class ProgramExecutor:
 
     is_on_gpu = False
     call: Callable[..., list[tf.Tensor]] = staticmethod(host_calls.call)
-    judge = staticmethod(judge_on_host)
 
     def __init__(self, table: Table, label: str) -> None:
         self.table, self._label = table, label
 
     @property
     def stepped(self) -> Any:
-        """The executor that steps the rows: this one, or a `GpuExecutor`."""
-        return self
+        """The `GpuExecutor` that reads and steps the rows; None: the CPU does."""
+        return None
 
     def begin(self) -> None:
         """Begin a lookup of rows that a GPU has. Here: warn that they are copied to RAM from PyTorch's layers."""

@@ -14,16 +14,17 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # Keras shows a symbolic build in no other way
 
-from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.frontend.arguments import bind_rule, written
+from embedrock.errors import ArgumentError, ForgottenGradientsError, UnsupportedError
+from embedrock.frontend.arguments import written
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.pending import SLOTS, ForgottenGradientsError, PendingGradients
+from embedrock.keras.training.pending import SLOTS, PendingGradients
 from embedrock.keras.training.placement import executor_of
 from embedrock.keras.training.slices import ONCE, TYPES, LazyRowSlices, RowSlices, TableShape, shaped, sum_of
-from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, reading
+from embedrock.keras.training.variable import WRITING_REFUSED, RowsVariable, may_read
 from embedrock.keras.workers.shards import shard_of
 from embedrock.optimizers import Rule
-from embedrock.table.changes import RuleTaker
+from embedrock.system.scopes import set_within
+from embedrock.table.changes import RuleTaker, bind_rule
 from embedrock.table.table import Table, rows_of
 
 LOADED = "shared_objects/id_to_obj_map"  # the dict shared by all objects of a model during a save or load
@@ -142,7 +143,7 @@ class TableHandle:
         In a loading model, the rows may keep another rule: then the first step raises the error.
         """
         if rule.same_layout(self.table.rule) or global_state.get_global_attribute(LOADED) is None:
-            bind_rule(self.table, rule, self._taken_by(owner))
+            bind_rule(self.state, rule, self._taken_by(owner))
         # If a model and its loaded copy share rows, the first one trained continues with them.
         self._owners = [each for each in self._owners if each() not in (None, owner)] + [weakref.ref(owner)]
 
@@ -152,7 +153,7 @@ class TableHandle:
         They lack it if the table got another rule later, or if the model's file has another one.
         """
         if not rule.same_layout(self.state.spec.rule):
-            bind_rule(self.table, rule, self._taken_by(owner))
+            bind_rule(self.state, rule, self._taken_by(owner))
 
     def _taken_by(self, owner: Any) -> RuleTaker:
         own = self.table.rule
@@ -175,7 +176,7 @@ class TableHandle:
 
     def value(self) -> tf.Tensor:
         """Return, in a program, the variable's value, which lookups are functions of."""
-        with reading():
+        with set_within(may_read, True):
             return tf.convert_to_tensor(self.variable.value)
 
     def gradient(self, token: tf.Tensor) -> RowSlices:

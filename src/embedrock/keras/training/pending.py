@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.errors import ArgumentError, ForgottenGradientsError
 from embedrock.system import forks
 
 # Numbers in a token, and in the proxy variable. Files of models hold an optimizer's variables of this size.
@@ -24,10 +24,6 @@ SINGLES = (SLOTS - COUNTING) * BITS
 MANY = 1 << 16
 # Kept passes that a program has read, and may read again elsewhere in it; kept steps of the other passes.
 KEPT = 8
-
-
-class ForgottenGradientsError(EmbedrockError, RuntimeError):
-    """Gradients of rows without an optimizer of ours, or a foreign write to a proxy variable."""
 
 
 class BackwardResult(NamedTuple):

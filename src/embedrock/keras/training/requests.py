@@ -24,7 +24,7 @@ from embedrock.keras.workers.cluster import gather
 from embedrock.keras.workers.shards import wire_of
 from embedrock.system import forks
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature, GroupPlan
+from embedrock.table.batches import Batch, FeatureLayout
 
 T = TypeVar("T")
 
@@ -104,11 +104,13 @@ class HostLookup:
         self._is_max = requests[0].is_max
         self._is_weighted = any(request.weights is not None for request in requests)
         self.saved = tf.int32 if self._is_max else tf.float32 if self._is_weighted else None
-        self._routes: batches.PoolLayouts = {}
-        self._table_lock = requests[0].handle.state.table_lock  # of all tables
+        tables = [request.handle.table for request in requests]
+        mode = "max" if self._is_max else "sum"
+        modes = [mode if request.handle in self._pooled else None for request in requests]
+        self._layout = FeatureLayout(requests[0].handle.state.table_lock, tables, modes)
 
-    def plan(self, inputs: Sequence[Any]) -> GroupPlan:
-        return self._asking(lambda features: batches.plan(features, self._routes, self._table_lock), inputs)
+    def plan(self, inputs: Sequence[Any]) -> Batch:
+        return self._asking(batches.plan, inputs)
 
     def read(
         self, inputs: Sequence[Any], keep: bool, plan: Any = None, rows: np.ndarray | None = None
@@ -121,15 +123,16 @@ class HostLookup:
             plan, rows: of a shard, the plan and its rows; None: they are to be found here.
         """
         if plan is None and not keep and not self._pooled and len(self._handles) == len(self.requests):
-            with self._table_lock.alone():
-                return self._asking(batches.look_up, inputs), None, None
-        lookup = batches.read(self.plan(inputs) if plan is None else plan, self._is_weighted, values=rows)
-        outputs = lookup.outputs
+            with self._layout.table_lock.alone():
+                return self._asking(lambda layout, ids, *_: batches.look_up(layout, ids), inputs), None, None
+        batch = batches.read_planned(self.plan(inputs) if plan is None else plan, self._is_weighted, rows)
+        outputs, part = batch.outputs, batch.parts[0]
         for k, request in enumerate(self.requests if self._pooled else ()):
             if request.offsets is None:
                 outputs[k] = outputs[k].reshape(*inputs[request.ids].shape, request.handle.table.dim)
-        saved = lookup.traces[0] if self._is_max else lookup.values[0] if self._is_weighted else None
-        return outputs, saved, lookup.batch
+        saved = part.trace if self._is_max else part.values if self._is_weighted else None
+        batch.arrays, part.values = [], None  # the program has them
+        return outputs, saved, batch
 
     def sum_gradients(
         self, inputs: Sequence[Any], plan: Any, grads: Sequence[Any], saved: Any
@@ -145,40 +148,42 @@ class HostLookup:
         Returns:
             The gradients of the rows of each table, and of the weights of the requests with weights.
         """
-        lookup = batches.unread(self.plan(inputs) if plan is None else plan)
+        batch = self.plan(inputs) if plan is None else plan
         own = [grads[k] for k in self.which]
         if self._is_max:
-            lookup.traces = [saved]
+            batch.parts[0].trace = saved
         summed = [
             (self._handles[table], joint.of(number))
-            for tables, joint in batches.sum_blocks(lookup, own)
+            for tables, joint in batches.sum_blocks(batch, own)
             for number, table in enumerate(tables)
         ]
         if not self._is_weighted:
             return summed, []
-        lookup.values = [saved]
-        return summed, [part for part in batches.weight_gradients(lookup, own) if part is not None]
+        batch.parts[0].values = saved
+        return summed, [part for part in batches.weight_gradients(batch, own) if part is not None]
 
-    def _asking(self, ask: Callable[[list[BatchFeature]], T], inputs: Sequence[Any]) -> T:
-        """Call a function with the features. The `IdError` of a wrong id names its position."""
+    def _asking(self, ask: Callable[..., T], inputs: Sequence[Any]) -> T:
+        """Call a function with the layout, and its ids, offsets and weights. An `IdError` names the id's position."""
+        ids, offsets, weights = zip(*[self._feature(request, inputs) for request in self.requests], strict=True)
         try:
-            return ask([self._feature(request, inputs) for request in self.requests])
+            return ask(self._layout, ids, offsets, weights)
         except IdError:
             array = self.requests[0].handle.executor.host_array
             refuse_outside([one.of(iter([array(inputs[k]) for k in one.parts()])) for one in self.requests])
             raise
 
-    def _feature(self, request: LookupRequest, inputs: Sequence[Any]) -> BatchFeature:
+    def _feature(self, request: LookupRequest, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Return the ids, offsets and weights of a request: see `Batch`."""
         handle, ids = request.handle, inputs[request.ids]
         if handle not in self._pooled:
-            return BatchFeature(handle.table, ids)
+            return ids, None, None
         offsets, weights = (None if part is None else inputs[part] for part in request[2:4])
         if weights is not None and len(weights) != len(ids):
             raise ArgumentError(
                 f"`weights` of {handle.label} must have one weight for each id: got {len(weights)} for "
                 f"{counted(len(ids), 'id')}. Give them the shape of the ids."
             )
-        return BatchFeature(handle.table, ids.reshape(-1), offsets, weights, "max" if self._is_max else "sum")
+        return ids.reshape(-1), offsets, weights
 
 
 def refuse_outside(requests: Sequence[LookupRequest]) -> None:
@@ -260,7 +265,7 @@ class WorkerLookup:
         wanted = [stages.asked(message, len(sources)) for message in self._taken(asked)]
         return addressed(stages.serve(wanted, sources)[0])
 
-    def rows(self, inputs: Sequence[Any], served: np.ndarray) -> list[tuple[GroupPlan, np.ndarray]]:
+    def rows(self, inputs: Sequence[Any], served: np.ndarray) -> list[tuple[Batch, np.ndarray]]:
         """Return the plan of each lookup, and its unique rows from the messages of all workers."""
         plans = [part.plan(inputs) for part in self._parts]
         ids = self._ids(plans)
@@ -271,8 +276,8 @@ class WorkerLookup:
         return list(zip(plans, found, strict=True))
 
     @staticmethod
-    def _ids(plans: Sequence[GroupPlan]) -> list[np.ndarray]:
-        return [plan.shares[0].plan.ids for plan in plans]
+    def _ids(plans: Sequence[Batch]) -> list[np.ndarray]:
+        return [plan.parts[0].plan.ids for plan in plans]
 
     def _sources(self) -> list[stages.RowSource]:
         return [stages.RowSource.of(handle.table, wire_of(handle.table)) for handle in self._handles]

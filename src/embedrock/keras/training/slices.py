@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
-from embedrock.errors import UnsupportedError
+from embedrock.errors import ForgottenGradientsError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.pending import ForgottenGradientsError, PendingGradients
+from embedrock.keras.training.pending import PendingGradients
 
 # A gradient of at most this many weights (64 MiB) becomes a dense tensor if an operation needs one.
 DENSE_WEIGHTS = 1 << 24

@@ -13,7 +13,7 @@ import numpy as np
 
 from embedrock import optimizers as rules
 from embedrock.batch.gradients import RowGradients
-from embedrock.distributed.messages import MessageReader, as_sent, pack
+from embedrock.distributed.messages import MessageReader, as_sent, pack_all
 from embedrock.distributed.stages import GradientBlock, fold
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.references import keep_rule
@@ -67,7 +67,7 @@ def message_to_workers(
     for handle, grads in zip(handles, _summed(handles, sizes, arrays), strict=True):
         sent = as_sent(grads.values, wire_of(handle.table))
         message += [np.array([len(grads.values)], np.int64), grads.plan.ids, sent]
-    return pack(message)
+    return pack_all([message]).flat
 
 
 def step_of_workers(
@@ -106,7 +106,7 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
     for handle, rule, grads in zip(handles, found, summed, strict=True):
         change, executor = constraint_on(handle), handle.executor.stepped
         if change is None and type(grads) is RowGradients and grads.whole is not None:  # of tables without shards
-            together.append((grads.whole, rule, executor, grads.number, handle.state))
+            together.append((grads.whole, rule, grads.number, handle.state))
         else:
             due.append(StepRequest((handle.state,), rule, own_part(handle.shard, grads), change, executor))
     due += of_joint(sorted(together, key=lambda part: (id(part[0]), id(part[1]))))

@@ -9,8 +9,7 @@ import contextvars
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
@@ -18,10 +17,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
-from embedrock.errors import UnsupportedError
+from embedrock.errors import ForgottenGradientsError, UnsupportedError
 from embedrock.keras import callers
 from embedrock.keras.training import host_calls
-from embedrock.keras.training.pending import ForgottenGradientsError
 from embedrock.keras.training.slices import DENSE_WEIGHTS
 from embedrock.table.table import rows_of
 
@@ -44,17 +42,7 @@ WRITING_REFUSED = (
     f"{BEGIN_ANEW}"
 )
 
-_may_read = contextvars.ContextVar("embedrock_may_read", default=False)
-
-
-@contextmanager
-def reading() -> Iterator[None]:
-    """Allow reads of guarded variables."""
-    token = _may_read.set(True)
-    try:
-        yield
-    finally:
-        _may_read.reset(token)
+may_read = contextvars.ContextVar("embedrock_may_read", default=False)  # guarded variables
 
 
 class GuardedVariable:
@@ -86,7 +74,7 @@ class GuardedCell(GuardedVariable):
 
     def _read_variable_op(self: Any, no_copy: bool = False) -> Any:
         # Reads by model files, by lookups, and by TensorFlow's gradient functions, which record their variables.
-        if no_copy or _may_read.get() or _in_gradient_function("tensorflow."):
+        if no_copy or may_read.get() or _in_gradient_function("tensorflow."):
             return super()._read_variable_op(no_copy)  # pyright: ignore[reportAttributeAccessIssue]
         self._refuse_read()
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from tensorflow.python.eager import context as tf_context
 
-from embedrock.distributed.messages import MessageReader, pack
+from embedrock.distributed.messages import MessageReader, pack_all
 from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError, WorkerLostError
 from embedrock.keras import callers
 
@@ -274,7 +274,7 @@ class WorkerGroup:
     def _numbers_of_all(self, numbers: Sequence[int]) -> list[list[int]]:
         if self.count == 1:
             return [list(numbers)]
-        message = tf.constant(pack([np.array([len(numbers), *numbers], np.int64)]))
+        message = tf.constant(pack_all([[np.array([len(numbers), *numbers], np.int64)]]).flat)
         reader = MessageReader(np.asarray(self._strategy.run(tf.function(lambda: gather(message)))))
         return [reader.ints(int(reader.ints(1)[0])).tolist() for _ in range(self.count)]
 

@@ -99,12 +99,13 @@ def launch(kernel: Any, *args: Any) -> Any:
         args: its arguments, without ``lo, hi``.
     """
     over, reads, grain, cuts = kernel.launch
-    given = list(args)
+    given: Any = args
     for position in reads:
         if args[position].flags.writeable:
+            given = list(args) if given is args else given
             given[position] = view = args[position].view()
             view.setflags(False)  # not writable; by position, which takes half the time
     if over is None:
         return kernel(*given)
-    count = len(args[over])
+    count = args[over].shape[0]
     return kernel(*given, 0, count) if count < 2 * grain else run(kernel, count, given, grain, cuts)

@@ -319,10 +319,10 @@ def _open_together(make: Callable[[], Table], path: str, group: dist.ProcessGrou
     common, ahead = commits.since(own, commits.agreed(path, [part.tolist() for part in of_all]))
     commits.check_ahead(path, exchange.numbers(f"{what}, later ones", ahead).astype(int).tolist())
     if ahead:
-        table.rollback(common.number)
+        table.rollback(common.numbers[0])
         at = "" if common.step is None else f", of step {common.step}"
         tell(
-            f"{table.path} goes back to commit {common.number}{at}, the newest that all {len(of_all)} parts have: a "
-            "later one was cut short"
+            f"{table.path} goes back to commit {common.numbers[0]}{at}, the newest that all {len(of_all)} parts have: "
+            "a later one was cut short"
         )
     return table

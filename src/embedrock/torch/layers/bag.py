@@ -122,7 +122,10 @@ class EmbeddingBag(RowLayer):
         """
         layout = self._layout()
         value = BagInput(input, offsets, per_sample_weights)
-        return looked_up(self._planned_lookup(layout, layout.trained((self,)), value))[0]
+        try:
+            return looked_up(self._planned_lookup(layout, layout.trained((self,)), value))[0]
+        except IdError as error:
+            raise self.outside(error, value) from None
 
     def in_graph(
         self,
@@ -139,13 +142,19 @@ class EmbeddingBag(RowLayer):
     def looked_up(
         self, layout: LayerLayout, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any, weights_train: bool
     ) -> tuple[Tensor, LookupState]:
-        lookup = self._planned_lookup(layout, trained, BagInput(ids, offsets, weights))
-        return lookup.read(weights_train)[0], lookup
+        value = BagInput(ids, offsets, weights)
+        try:
+            lookup = self._planned_lookup(layout, trained, value)
+            return lookup.read(weights_train)[0], lookup
+        except IdError as error:
+            raise self.outside(error, value) from None
 
     def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], value: BagInput) -> LookupState:
         ids, offsets, weights, _ = value
         try:
-            if layout.table_lock is None:
+            if layout.features is None:
+                if offsets is None and getattr(ids, "ndim", 0) == 1:  # no samples, as in a collection
+                    self._flat(ids, None, self.handle)  # an error
                 return SingleLookupState(layout, trained, *self.gpu_input(value))
             arrays = layout.plain((ids,)) if offsets is None else None
             if arrays is not None and arrays[0].ndim == 2:
@@ -204,7 +213,7 @@ class EmbeddingBag(RowLayer):
             flat, bounds = self._flat(ids, offsets, handle)
             starts = bounds[:-1]
         weights = self._flat_weights(ids, weights, flat.numel())
-        executor: Any = handle.executor()
+        executor: Any = handle.pending.executor
         return executor.pooled_feature(flat, self.padding_idx, self.mode, starts, weights), weights
 
     def outside(self, error: IdError, value: Any) -> IdError:

@@ -153,7 +153,7 @@ class Route(NamedTuple):
     @property
     def may_be_kept(self) -> bool:
         """Return whether a later lookup can tell that something has changed."""
-        are_on_host = all(share.layout.table_lock is not None for share in self.shares)
+        are_on_host = all(share.layout.features is not None for share in self.shares)
         return are_on_host and not any(self.hooks) and not are_there_groups()
 
     def is_current(self, container: dict[str, Any]) -> bool:
@@ -340,7 +340,7 @@ class Collection(nn.Module):
 
     def _read(self, share: Share, given: Mapping[str, Any], side_by_side: bool) -> Sequence[Tensor]:
         layout, layers, values = share.layout, share.layers, [given[feature] for feature in share.layers]
-        trained, is_on_host = layout.trained(share.each), layout.table_lock is not None
+        trained, is_on_host = layout.trained(share.each), layout.features is not None
         if is_on_host and (arrays := layout.plain(values)) is not None:
             return looked_up(HostLookup(layout, trained, arrays, side_by_side))
         if not is_on_host:

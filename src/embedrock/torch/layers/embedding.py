@@ -271,14 +271,12 @@ class Embedding(RowLayer):
 
     def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], ids: Tensor) -> LookupState:
         try:
-            if layout.table_lock is not None:
+            if layout.features is not None:
                 arrays = layout.plain((ids,)) or [self.host_input(ids).ids]
                 if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
                     self._shrink(arrays[0], self.max_norm)
                 return HostLookup(layout, trained, arrays)
-            handle: Any = layout.handles[0]
-            feature = handle.executor().feature(check_ids(ids, handle.label), self.padding_idx)
-            return SingleLookupState(layout, trained, feature)
+            return SingleLookupState(layout, trained, *self.gpu_input(ids))
         except Exception as error:
             self._refuse(error, layout, trained, ids)
 
@@ -291,7 +289,7 @@ class Embedding(RowLayer):
         given = ids if executor is not None else check_ids(ids, handle.label)
         with span("read"):
             if executor is None:
-                rows = handle.executor().lookup(given)
+                rows = handle.pending.executor.lookup(given)
             else:
                 array, *_ = layout.plain((ids,)) or self.host_input(ids)
                 rows = torch.from_numpy(self._table.lookup(array))
@@ -331,8 +329,9 @@ class Embedding(RowLayer):
 
     def gpu_input(self, ids: Tensor) -> tuple[Any, None]:
         """Return the feature and the weights of a lookup on a GPU together with other layers."""
-        executor: Any = self.handle.executor()
-        return executor.feature(check_ids(flat_ids(ids), self.handle.label), self.padding_idx), None
+        handle: Any = self._parameters["handle"]
+        flat = check_ids(ids if type(ids) is Tensor else flat_ids(ids), handle.label)
+        return handle.pending.executor.feature(flat, self.padding_idx), None
 
     def outside(self, error: IdError, value: Tensor) -> IdError:
         return self._outside(error, flat_ids(value), place_in(value))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from embedrock.errors import UnsupportedError
-from embedrock.torch.training.backward import accumulator
+from embedrock.torch.training.backward import BackwardPass, accumulator
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import LookupState, refuse_second_derivative
 
@@ -148,8 +148,9 @@ def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Te
     """Return the handle's gradient, float32 ()."""
     found = _found(ticket)
     (handle,) = found.trained
-    summed = found.sums(found.taken([grads]))[handle]
-    return handle.receive(summed, accumulator(handle)).clone()  # a graph may overwrite its inputs
+    summed = found.sums(found.taken([grads]))[id(handle)]
+    number = handle.receive(summed, accumulator(handle), BackwardPass.current())
+    return number.clone()  # a graph may overwrite its inputs
 
 
 @lookup_backward.register_fake

@@ -8,10 +8,10 @@ of them for one tensor. No tensor shares memory with the rows, or with another t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from embedrock.frontend.references import is_reference, lasting_reference_to, re
 from embedrock.initializers import Zeros
 from embedrock.spec.description import rule_of
 from embedrock.spec.spec import STATE_BYTES, Spec
+from embedrock.system.scopes import set_within
 from embedrock.table import saved
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers.arguments import DTYPES
@@ -86,8 +87,12 @@ def tensors_of_part(table: Table, shard: Shard) -> dict[str, Tensor]:
     """Return the entries of a state dict for one process's rows in RAM: if `are_apart`, under keys of their own."""
     tensors = row_tensors(table)
     tensors[META] = _json_tensor({**_meta(tensors[META], table.subject), PART: [shard.rank, shard.ranks]})
-    part = f"{ROWS}part-{shard.rank}-of-{shard.ranks}." if are_apart() else ROWS
-    return {part + key.removeprefix(ROWS): tensor for key, tensor in tensors.items()}
+    return {key_of_part(key, *shard[:2]): tensor for key, tensor in tensors.items()} if are_apart() else tensors
+
+
+def key_of_part(key: str, rank: int, ranks: int) -> str:
+    """Return the key of an entry of one process's rows, where a state dict has those of all processes."""
+    return f"{ROWS}part-{rank}-of-{ranks}.{key.removeprefix(ROWS)}"
 
 
 def part_of(meta: Tensor) -> tuple[int, int] | None:
@@ -104,14 +109,9 @@ def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
 _are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own", default=False)
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
+def apart() -> AbstractContextManager[None]:
     """Allow state dicts to contain only this process's shard of rows."""
-    token = _are_apart.set(True)
-    try:
-        yield
-    finally:
-        _are_apart.reset(token)
+    return set_within(_are_apart, True)
 
 
 def are_apart() -> bool:
@@ -139,11 +139,11 @@ def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label:
             f"the state of {label} must have the rows of all {ranks} ranks that saved it: got those of {got}. Load "
             "it by torch.distributed.checkpoint with planner=embedrock.torch.dcp.LoadPlanner(), which brings all."
         )
-    found = joined([parts[ranks, rank] for rank in range(ranks)], shard)
+    found = _joined([parts[ranks, rank] for rank in range(ranks)], shard)
     return rest | {prefix + name: tensor for name, tensor in found.items()}
 
 
-def joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
+def _joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
     """Return the tensors of the rows that belong to `shard`, out of all shards; None: of all rows."""
     metas = [_meta(one[META], "a layer") for one in parts]
     leading = max(range(len(parts)), key=lambda rank: metas[rank].get("steps", 0))  # a rank without rows makes no steps

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import embedrock
@@ -35,7 +35,6 @@ from embedrock.frontend.checkpoints import (
     older,
     one_of_each,
     retire,
-    told_last,
 )
 from embedrock.frontend.references import (
     Relocate,
@@ -47,12 +46,12 @@ from embedrock.frontend.references import (
     relocation,
     tell_resumed,
 )
-from embedrock.io.vfs import full_disk, is_full, lacks_files, opened
+from embedrock.io.vfs import lacks_files, opened
 from embedrock.system.paths import local_path
 from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
-from embedrock.torch.layers.row_state import HOLDER, META, ROWS, joined, part_of, row_meta
+from embedrock.torch.layers.row_state import HOLDER, META, ROWS, key_of_part, part_of, row_meta
 from embedrock.torch.saving.dense_parts import SavingRanks, as_parts, check_parts, take_parts, whole
 from embedrock.torch.training.parameters import COMPILED, handles, uncompiled
 
@@ -82,41 +81,33 @@ def _remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
                 (folder / name).unlink()
 
 
-def _own_rows(model: nn.Module, states: dict[str, Any], made: Checkpoint) -> dict[str, Any]:
-    """Return a model's state with this process's rows, out of all parts of a checkpoint.
+def _with_all_parts(states: dict[str, Any], made: Checkpoint) -> dict[str, Any]:
+    """Return a model's state with the rows of all parts of a checkpoint, of which layers take their own.
 
     Args:
-        model: this process's model.
         states: states in the checkpoint's file, with the first part.
         made: the checkpoint.
 
     Raises:
         CorruptTableError: a part is missing.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
-    others: dict[int, States] = {}
+    parts: dict[int, States] = {0: states}
     found = copy.copy(states)  # keeps the versions of modules that PyTorch attaches
     for prefix in _shared(states):
         _, ranks = part_of(states[prefix + META]) or (0, 1)
-        layer = layers.get(prefix.removesuffix("."))
-        shard = None if layer is None else layer.handle.shard
-        for rank in set(range(1, ranks)) - others.keys():
-            path = _part(made, rank, ranks).file
-            if not path.exists():
-                raise CorruptTableError(
-                    f"{str(path)!r} is missing: the rows in RAM that a process had are in it. All ranks must save to, "
-                    "and load from, one folder that all see."
-                )
-            others[rank] = _torch_read(path, mmap=True)
-        parts = [_rows_of(part, prefix) for part in (states, *(others[rank] for rank in range(1, ranks)))]
-        for old in _rows_of(found, prefix):
-            del found[prefix + old]
-        found |= {prefix + name: tensor for name, tensor in joined(parts, shard).items()}
+        for rank in range(ranks):
+            if rank not in parts:
+                path = _part(made, rank, ranks).file
+                if not path.exists():
+                    raise CorruptTableError(
+                        f"{str(path)!r} is missing: the rows in RAM that a process had are in it. All ranks must save "
+                        "to, and load from, one folder that all see."
+                    )
+                parts[rank] = _torch_read(path, mmap=True)
+            for key in [key for key in parts[rank] if key.startswith(prefix + ROWS)]:
+                found.pop(key, None)
+                found[prefix + key_of_part(key.removeprefix(prefix), rank, ranks)] = parts[rank][key]
     return found
-
-
-def _rows_of(states: States, prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix + ROWS)}
 
 
 def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
@@ -216,7 +207,7 @@ def save(
     _check(step, keep)
     parts, tables = _named(optimizer), _tables_on_disk(model)
     new = Checkpoint.new(folder, operator.index(step), ENDINGS)
-    (made,) = all_ranks.of_first("the name of a checkpoint", lambda: [new], new)
+    (made,) = all_ranks.of_first(lambda: [new], new, "the name of a checkpoint")
 
     def begin() -> list[Checkpoint]:
         check_parts(model, parts, all_ranks.members)
@@ -233,7 +224,7 @@ def save(
             with contextlib.suppress(Exception):  # the next save collects the rest
                 collect(folder, ENDINGS, tables)
         raise
-    _remove_parts(made.folder, all_ranks.last(lambda: checkpoints(made.folder, ENDINGS), made))
+    _remove_parts(made.folder, all_ranks.of_first(lambda: checkpoints(made.folder, ENDINGS), made))
     return made.file
 
 
@@ -255,7 +246,7 @@ def _save(
 
 def _collect(all_ranks: SavingRanks, made: Checkpoint, tables: list[Table]) -> None:
     """Release the commits of unfinished checkpoints on all ranks, before the drafts that list them are deleted."""
-    gone = all_ranks.last(lambda: drafts(made.folder, ENDINGS), made)
+    gone = all_ranks.of_first(lambda: drafts(made.folder, ENDINGS), made)
     all_ranks.do("ert.save, commits of older ones", lambda: free(gone, tables))
     if all_ranks.is_first:
         collect(made.folder, ENDINGS, ())
@@ -267,7 +258,7 @@ def _write_part(made: Checkpoint, model: nn.Module, content: dict[str, Any], ran
     starts = tuple(prefix + ROWS for prefix in _shared(states))
     if not starts:
         return
-    with _explain_full_disk(made, model, content):
+    with _explained_if_full(made, model, content):
         opened(made.folder.mkdir, parents=True, exist_ok=True)
         try:
             with part.draft.open("wb") as file:
@@ -303,28 +294,19 @@ def _content(made: Checkpoint, model: nn.Module, parts: dict[str, Any]) -> dict[
 
 
 def _write(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> None:
-    with _explain_full_disk(made, model, content):
+    with _explained_if_full(made, model, content):
         with opened(made.draft.open, "wb") as file:
             torch.save(content, file)
         _check_readable(made.draft)
         made.publish()
 
 
-@contextlib.contextmanager
-def _explain_full_disk(made: Checkpoint, model: nn.Module, content: dict[str, Any]) -> Iterator[None]:
-    """Explain an error of a full disk, and free the space of the draft."""
-    try:
-        yield
-    except Exception as error:
-        if not is_full(error):
-            raise
-        if made.draft.exists():
-            made.draft.write_bytes(b"")
-        in_ram = [handle.label for handle in handles(model) if not handle.table.is_on_disk]
-        rows = f", with the rows of {', '.join(in_ram)}," if in_ram else ""
-        what = f"the checkpoint of step {made.step}{rows} could not be saved"
-        remedy = f"Free some space, or save to a folder on another disk. {told_last(made)}"
-        raise full_disk(str(made.file), what, _bytes_in(content), remedy) from error
+def _explained_if_full(
+    made: Checkpoint, model: nn.Module, content: dict[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    in_ram = [handle.label for handle in handles(model) if not handle.table.is_on_disk]
+    rows = f", with the rows of {', '.join(in_ram)}," if in_ram else ""
+    return made.explained_if_full(lambda: _bytes_in(content), rows)
 
 
 def _bytes_in(state: Any) -> int:
@@ -371,7 +353,7 @@ def load(
     model = uncompiled(model)
     folder, parts = Path(local_path(folder, "`folder` of ert.load")), _named(optimizer)
     all_ranks = SavingRanks(model)
-    found = all_ranks.last(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
+    found = all_ranks.of_first(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
     step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate))
@@ -388,7 +370,7 @@ def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: R
         raise ArgumentError(
             f"`optimizer` of ert.load must be what was given to ert.save, {sorted(states)}: got also {missing}."
         )
-    content["model"] = _own_rows(model, content["model"], made)
+    content["model"] = _with_all_parts(content["model"], made)
     if relocate is not None:
         _open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):

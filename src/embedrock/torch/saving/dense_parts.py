@@ -160,11 +160,9 @@ class SavingRanks:
         drawn = own if self._exchange is None else self._exchange.tell(what, lambda: own)[0]
         return f"{int(drawn[0]):08x}"
 
-    def last(self, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
-        """Return the checkpoints that the first process finds."""
-        return self.of_first("the checkpoints that there are", find, like)
-
-    def of_first(self, what: str, find: Callable[[], list[Checkpoint]], like: Checkpoint) -> list[Checkpoint]:
+    def of_first(
+        self, find: Callable[[], list[Checkpoint]], like: Checkpoint, what: str = "the checkpoints that there are"
+    ) -> list[Checkpoint]:
         """Return what the first process returns: checkpoints in the folder of `like`. `what` names them in errors."""
         if self._exchange is None:
             return find()

@@ -179,7 +179,7 @@ class AveragedHandle(Handle):
         self.check_untouched()
         return self.average.of(ids)
 
-    def receive(self, grads: Gradients, node: Any, run: BackwardPass | None = None) -> NoReturn:
+    def receive(self, grads: Gradients, node: Any, run: BackwardPass) -> NoReturn:
         """Refuse to train: a step would change the averaged rows."""
         raise UnsupportedError(
             f"{self.label} cannot train: it follows the rows of a model. Freeze it by requires_grad_(False); or load "

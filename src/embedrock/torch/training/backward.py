@@ -11,14 +11,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
-from torch._dynamo import compiled_autograd, decorators
+from torch._dynamo import decorators
 from torch.autograd import Variable, profiler
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.system.spans import PREFIX, trace_by
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.handle_gradient import Pending, number_of
-from embedrock.torch.training.ranks import are_there_groups
 
 Block = tuple[RowGradients, list[Any]]  # gradients of tables, and their handles
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -156,34 +155,7 @@ def accumulator(leaf: Tensor) -> Any:
 # An input of each lookup that no code knows. In a plain backward autograd would accumulate its gradient, which is None.
 with torch.inference_mode(False):
     ANCHOR = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-_node_of_anchor = accumulator(ANCHOR)
-
-
-def bring(blocks: list[Block], handles: Sequence[Any], ctx: Any) -> list[Tensor | None]:
-    """Bring the row gradients of one lookup, during a backward.
-
-    They become pending when the backward ends. Autograd accumulates those that other code must see before.
-
-    Args:
-        blocks: see `BackwardPass.brought`.
-        handles: inputs of the lookup, after `ANCHOR`.
-        ctx: autograd's context of the lookup.
-
-    Returns:
-        What autograd adds for each handle: None, or see `Handle.receive`.
-    """
-    run = BackwardPass.current()
-    run.brought += blocks if len(blocks) < 2 else each_once(blocks)
-    is_plain = torch._C._will_engine_execute_node(_node_of_anchor) and not run.gradients
-    is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region
-    found: list[Tensor | None] = [None] * len(handles)
-    for number, handle in enumerate(handles):
-        if not is_plain or handle.is_watched:
-            grads = run.take(handle)
-            if grads is not None:
-                node = ctx.next_functions[number + 1][0]
-                found[number] = handle.receive(grads, node, run)
-    return found
+NODE_OF_ANCHOR = accumulator(ANCHOR)
 
 
 def accumulates(node: Any) -> bool:

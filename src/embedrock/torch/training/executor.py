@@ -53,8 +53,8 @@ class Executor(Protocol):
         ...
 
     @property
-    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[CheckedStep]]:
-        """Function that prepares a step of tables: it steps all of them or, after an error, none.
+    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[CheckedStep]] | None:
+        """Function that prepares a step of tables: it steps all of them or, after an error, none. None: the CPU steps.
 
         The arguments are the tables, all of this type, and whether no other tables are stepped with them.
         """

@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from embedrock.batch.gradients import RowGradients
 from embedrock.device.requirements import device_side, indexed
 from embedrock.distributed.owners import Replica, Shard
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, ForgottenGradientsError, UnsupportedError
 from embedrock.frontend.arguments import lags_behind
 from embedrock.optimizers import Rule
 from embedrock.table.table import Table, rows_of
@@ -29,7 +29,7 @@ from embedrock.torch.training.handle_gradient import HandleGradient, Pending, nu
 from embedrock.torch.training.handle_value import HandleValue
 from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
-from embedrock.torch.training.unapplied import BOTH, ForgottenGradientsError, StateDictCheck, UnappliedGradientsCheck
+from embedrock.torch.training.unapplied import BOTH, StateDictCheck, UnappliedGradientsCheck
 
 # Handles by table: layers on one table share its handle, as tied layers share a parameter. So its rows get one
 # summed gradient in a backward, count once in a norm, and are stepped once.
@@ -37,6 +37,7 @@ _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKe
 
 
 _DATA: Any = Tensor.data
+_NO_BITS = np.zeros((), np.int32).data
 _ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr  # many are asked by one call of `map`
 MINUS_ZERO = -(2**31)  # bits of -0.0 as an int32
 
@@ -76,9 +77,10 @@ class Handle(HandleValue, nn.Parameter):
     _host: CpuExecutor
     _placed_on: torch.device | None  # device set by `place`; None: the device of the handle
     _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
-    _untouched: tuple[int, int] | None  # version and address of the value; None: other code wrote to it
+    # Version and bits of the value, None (no watched state dict), and its address. None: other code wrote to it.
+    _untouched: tuple[tuple[int, int, None], int] | None
     _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
-    _bits: memoryview | None  # the value as an int32, faster than a tensor; None unless the value is on the CPU
+    _bits: memoryview  # the value as an int32, faster than a tensor; 0 for a value that is not on the CPU
     _is_original: bool  # no copy of the kind that weight averaging writes to
 
     def __new__(cls, table: Table) -> Self:
@@ -104,7 +106,7 @@ class Handle(HandleValue, nn.Parameter):
 
     # ------------------------------------------------------------ forward and backward
 
-    def receive(self, grads: Gradients, node: Any, run: BackwardPass | None = None) -> Tensor:
+    def receive(self, grads: Gradients, node: Any, run: BackwardPass) -> Tensor:
         """Receive the row gradients of one lookup, during a backward.
 
         They become pending only when autograd accumulates the handle's own gradient. So `torch.autograd.grad` leaves no
@@ -113,14 +115,13 @@ class Handle(HandleValue, nn.Parameter):
         Args:
             grads: gradients of the lookup.
             node: autograd's node that accumulates the handle's gradient.
-            run: the backward, if the caller has it; None: the current one.
+            run: the backward.
 
         Returns:
             The number that autograd adds for this lookup. For ``.grad`` it is 0, which keeps earlier changes to
             ``.grad`` visible. For `torch.autograd.grad` it is the growth of the norm of this backward's gradients.
         """
         self.pending.drop_unless_shown(self)
-        run = BackwardPass.current() if run is None else run
         earlier = run.gradients.get(id(self))
         if run.brought and (brought := run.take(self)) is not None:
             earlier = brought
@@ -318,8 +319,7 @@ class Handle(HandleValue, nn.Parameter):
     def _is_untouched(self) -> bool:
         # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
         # the CPU only, because reading from another device waits for it.
-        is_same = self._untouched == (self._version, self.data_ptr())
-        return is_same and (self._bits is None or self._bits[()] == self._zero_bits)
+        return self._untouched == ((self._version, self._bits[()], None), self.data_ptr())
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
@@ -329,9 +329,11 @@ class Handle(HandleValue, nn.Parameter):
         self._note_untouched()
 
     def _note_untouched(self) -> None:
-        self._untouched = self._version, self.data_ptr()
-        with no_dispatch():
-            self._bits = _DATA.__get__(self).view(torch.int32).numpy().data if self.is_cpu else None
+        bits, self._bits = 0, _NO_BITS
+        if self.is_cpu:
+            with no_dispatch():
+                bits, self._bits = self._zero_bits, _DATA.__get__(self).view(torch.int32).numpy().data
+        self._untouched = (self._version, bits, None), self.data_ptr()
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table do not support a rule."""
@@ -557,14 +559,9 @@ class Handle(HandleValue, nn.Parameter):
 
 def check_untouched(handles: Sequence[Handle]) -> None:
     """Do `Handle.check_untouched` for many handles."""
-    now = zip([handle._version for handle in handles], map(_ADDRESS, handles), strict=True)
-    for handle, version_and_address in zip(handles, now, strict=True):
-        bits = handle._bits
-        if (
-            handle._untouched != version_and_address
-            or (bits is not None and bits[()] != handle._zero_bits)
-            or handle.state_dicts.watched is not None
-        ):
+    values = [(handle._version, handle._bits[()], handle.state_dicts.watched) for handle in handles]
+    if list(zip(values, map(_ADDRESS, handles), strict=True)) != [handle._untouched for handle in handles]:
+        for handle in handles:
             handle.check_untouched()
 
 

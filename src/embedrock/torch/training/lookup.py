@@ -20,14 +20,15 @@ from embedrock.distributed.stages import GradientBlock
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import spanned
 from embedrock.table import batches
-from embedrock.table.batches import BatchFeature
+from embedrock.table.batches import FeatureLayout
 from embedrock.table.table import rows_of
-from embedrock.torch.training.backward import ANCHOR, BackwardPass, as_it_is, bring
-from embedrock.torch.training.cpu_executor import CpuExecutor, PositionGradients, host_grads, host_weights
+from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, as_it_is, each_once
+from embedrock.torch.training.cpu_executor import CpuExecutor, host_grads, host_weights
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
 from embedrock.torch.training.ranks import are_there_groups
+from embedrock.torch.training.sharing import PositionGradients
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -117,11 +118,10 @@ class LayerLayout:
         handles: of the features.
         owners: parameters of each layer, with its handle.
         distinct: each handle once.
-        forms: tables, modes and paddings of the features.
+        features: their tables, modes and paddings, if the CPU has the rows; else None.
+        paddings: of the features.
         dtypes: of the outputs.
         executor: of the rows, if the CPU has them; else None.
-        table_lock: of the tables, if the CPU has their rows; else None.
-        routes: see `batches.plan`.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
         most_dims: most dimensions of a feature's ids.
@@ -133,33 +133,33 @@ class LayerLayout:
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
         tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
-        self.forms = tables, modes, [layer.padding_idx for layer in layers]
+        self.paddings = [layer.padding_idx for layer in layers]
         self.dtypes, self.by_frequency = [layer.dtype for layer in layers], layers[0].scale_grad_by_freq
         executor: Any = self.handles[0].executor()
         self.joins, self.executor = executor.joins, executor if isinstance(executor, CpuExecutor) else None
-        self.table_lock: Any = None if self.executor is None else rows_of(executor.table).table_lock
-        self.routes = dict[tuple[Any, ...], Any]()
+        self.features: FeatureLayout | None = None
+        if self.executor is not None:
+            self.features = FeatureLayout(rows_of(executor.table).table_lock, tables, modes, self.paddings)
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
-        self.none = [None] * len(layers)
         generation.layouts.add(self)
 
     def leave(self, handle: Handle) -> None:
         """Drop the tables if one is of this handle: their records may go."""
         if any(own is handle for own in self.distinct):
-            self.forms, self.executor = ([], [], []), None
-            self.routes.clear()
+            self.features = self.executor = None
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
         if self.generation != generation.now or self.owners[0][0] is not parameters or not self.has_its_handles():
             return False
-        if not are_there_groups():
+        handle, own = self.handles[0], self.executor
+        if own is handle._host and not are_there_groups():
             return True
-        executor = self.handles[0].executor()  # a process group may share the rows from now on
-        return executor is self.executor or (self.executor is None and not isinstance(executor, CpuExecutor))
+        executor = handle.executor()  # a process group may share the rows from now on, or they may have to leave a GPU
+        return own is executor or (own is None and not isinstance(executor, CpuExecutor))
 
     def has_its_handles(self) -> bool:
         """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
@@ -189,24 +189,25 @@ class LayerLayout:
 
     def plain(self, given: Sequence[Any]) -> list[np.ndarray] | None:
         """Return ids as arrays; None if some are not dense int64 tensors on the CPU."""
-        most = self.most_dims
-        for ids in given:
-            if type(ids) is not Tensor or ids.dtype is not INT64 or not 0 < ids.ndim <= most:
-                return None
-            if ids.layout is not STRIDED or ids.is_nested or not ids.is_cpu:
-                return None
-        try:
-            return list(map(_AS_ARRAY, given))
-        except RuntimeError:  # a negating view
+        if set(map(type, given)) != _TENSORS:
             return None
+        try:
+            arrays = list(map(_AS_ARRAY, given))
+        except (RuntimeError, TypeError):  # a negating view, or not dense, or on another device
+            return None
+        most = self.most_dims
+        for array in arrays:
+            if array.dtype is not _INT64 or not 0 < array.ndim <= most:
+                return None
+        return arrays
 
 
-INT64, STRIDED = torch.int64, torch.strided
+_INT64, _TENSORS = np.dtype(np.int64), {Tensor}
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 
 
 class HostInput(NamedTuple):
-    """Input of a lookup on the CPU, for one feature: see `BatchFeature`. Weights (n,) may get gradients."""
+    """Input of a lookup on the CPU, for one feature: see `Batch`. Weights (n,) may get gradients."""
 
     ids: np.ndarray
     bounds: np.ndarray | None = None
@@ -223,7 +224,10 @@ class LookupState(ABC):
 
     Attributes:
         handles: of the features.
+        side_by_side: the output is one tensor of all bags.
     """
+
+    side_by_side = False
 
     def __init__(self, layout: LayerLayout, trained: Sequence[Handle], weights: Sequence[Tensor | None]) -> None:
         self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
@@ -242,6 +246,8 @@ class LookupState(ABC):
 
     def without_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs whose gradients do not come back."""
+        if self.side_by_side or len(self.trained) == len(self.layout.distinct):
+            return []
         parts = zip(outputs, self.row_trains(), self.weights or [None] * len(outputs), strict=True)
         return [out for out, trains, weights in parts if not (trains or _weights_train(weights))]
 
@@ -259,11 +265,14 @@ class LookupState(ABC):
         """
         found, run = self.sums(grads), BackwardPass.current()
         pairs = zip(self.trained, ctx.next_functions[1:], strict=False)
-        return [handle.receive(found[handle], node, run) if handle in found else None for handle, (node, _) in pairs]
+        return [
+            None if (own := found.get(id(handle))) is None else handle.receive(own, node, run)
+            for handle, (node, _) in pairs
+        ]
 
     @abstractmethod
-    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        """Return the row gradients of each table that has some."""
+    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
+        """Return the row gradients of each table that has some, by the id of its handle."""
 
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients (n,) of the positions' weights, for each feature with weights."""
@@ -273,36 +282,6 @@ class LookupState(ABC):
 
     @abstractmethod
     def _weight_grads(self, grads: Sequence[Any]) -> Any: ...
-
-
-class SingleLookupState(LookupState):
-    """Lookup of one feature on a GPU.
-
-    Args:
-        feature: a `DeviceFeature`.
-        layout, trained, weights: see `LookupState`.
-    """
-
-    def __init__(
-        self, layout: LayerLayout, trained: Sequence[Handle], feature: Any, weights: Tensor | None = None
-    ) -> None:
-        from embedrock.device.joint import SingleLookup  # needs Triton, like the executors
-
-        super().__init__(layout, trained, (weights,))
-        self._found = SingleLookup(feature, False, bool(trained))
-
-    @spanned("read")
-    def read(self, for_weights: bool) -> Sequence[Tensor]:
-        out = self._found.read()
-        if not for_weights:
-            self._found.rows = None
-        return (out.to(self.handles[0].device, self.layout.dtypes[0]),)
-
-    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        return {self.handles[0]: self._found.sum(grads[0], self.layout.by_frequency)}
-
-    def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return [self._found.weight_grads(grads[0])]
 
 
 class DeviceLookupState(LookupState):
@@ -338,14 +317,37 @@ class DeviceLookupState(LookupState):
         forms = zip(found, self._dtypes, self.handles, strict=True)
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
-    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
+    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
         pairs = zip(grads, self.row_trains(), strict=True)
         found = self._found.sum([own if trains else None for own, trains in pairs])
         of = zip(self.handles, self._features, strict=True)
-        return {handle: found[feature.executor] for handle, feature in of if feature.executor in found}
+        return {id(handle): found[feature.executor] for handle, feature in of if feature.executor in found}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return self._found.weight_grads(grads)
+
+
+class SingleLookupState(LookupState):
+    """Lookup of the feature of a layer alone on a GPU, a `DeviceFeature`."""
+
+    def __init__(self, layout: LayerLayout, trained: Sequence[Handle], feature: Any, weights: Tensor | None) -> None:
+        from embedrock.device.joint import SingleLookup  # needs Triton, like the executors
+
+        super().__init__(layout, trained, (weights,))
+        self._found = SingleLookup(feature, False, bool(trained), layout.by_frequency)
+
+    @spanned("read")
+    def read(self, for_weights: bool) -> Sequence[Tensor]:
+        out = self._found.read()
+        if not for_weights:
+            self._found.rows = None
+        return (out.to(self.handles[0].device, self.layout.dtypes[0]),)
+
+    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
+        return {id(self.handles[0]): self._found.sum(grads[0])}
+
+    def _weight_grads(self, grads: Sequence[Any]) -> Any:
+        return [self._found.weight_grads(grads[0])]
 
 
 class HostLookup(LookupState):
@@ -356,7 +358,7 @@ class HostLookup(LookupState):
         layout, trained: see `LookupState`.
 
     Attributes:
-        side_by_side: the output is one tensor of all bags, if possible.
+        side_by_side: the output is one tensor of all bags: before `read` if possible, then whether it is.
     """
 
     taken = staticmethod(host_grads)
@@ -371,28 +373,30 @@ class HostLookup(LookupState):
         weights: Sequence[Tensor | None] = (),
     ) -> None:
         super().__init__(layout, trained, weights)
-        values = [host_weights(own) for own in weights] if weights else layout.none
-        tables, modes, paddings = layout.forms
-        features = BatchFeature.each(tables, ids, bounds or layout.none, values, modes, paddings)
         self._executor: Any = layout.executor
-        planner: Any = self._executor.planner
-        if planner is not None:
-            planner = functools.partial(planner, trains=bool(trained))
-        self._batch = batches.plan(features, layout.routes, layout.table_lock, planner)
-        is_whole = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
-        self.side_by_side = is_whole and batches.may_be_side_by_side(self._batch)
+        values = [host_weights(own) for own in weights] if weights else None
+        self._given: Any = (layout.features, ids, bounds, values)
+        self.side_by_side = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
+        if self._executor.rows is not None:  # of other processes, or averages
+            planner: Any = self._executor.planner
+            if planner is not None:
+                planner = functools.partial(planner, trains=bool(trained))
+            self._batch = batches.plan(*self._given, planner=planner)
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         layout, rows = self.layout, self._executor.rows
-        values = None if rows is None else rows(self._batch.shares[0].plan)
-        self._found = found = batches.read(self._batch, for_weights, self.side_by_side, values)
-        found.by_frequency = layout.by_frequency
-        if self.side_by_side:
+        if rows is None:
+            self._batch = batches.read(*self._given, for_weights=for_weights, side_by_side=self.side_by_side)
+        else:
+            self._batch = batches.read_planned(self._batch, for_weights, rows(self._batch.parts[0].plan))
+        found, self._batch.by_frequency = self._batch, layout.by_frequency
+        self.side_by_side = found.side_by_side
+        if found.side_by_side:
             whole = torch.from_numpy(found.arrays[0])
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
         outputs: list[Any] = [None] * len(layout.handles)
-        for numbers, array, sizes in found.parts():
+        for numbers, array, sizes in found.blocks():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
             whole = torch.from_numpy(array)
             parts = torch.unsafe_split_with_sizes(whole, sizes) if len(sizes) > 1 else (whole,)
@@ -403,33 +407,43 @@ class HostLookup(LookupState):
         forms = zip(outputs, layout.dtypes, layout.handles, strict=True)
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
-    def without_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        if self.side_by_side or len(self.trained) == len(self.layout.distinct):
-            return []
-        return super().without_gradients(outputs)
-
     def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
+        """Sum the gradients, which become pending when the backward ends.
+
+        Autograd accumulates those that other code must see before: see `Handle.receive`.
+        """
         handles = {handle.table: handle for handle in self.trained}
         if self.side_by_side:
-            blocks = batches.sum_array(self._found, grads[0])
+            blocks = batches.sum_array(self._batch, grads[0])
         else:
-            blocks = batches.sum_blocks(self._found, grads)
+            blocks = batches.sum_blocks(self._batch, grads)
             if self._executor.sums_positions:
                 blocks = [([self.handles[0].table], self._with_positions(blocks, grads))]
             if type(None) in set(map(type, grads)):
                 given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
-        return bring([(own, list(map(handles.get, tables))) for tables, own in blocks], self.trained, ctx)
+        brought, run = [(own, list(map(handles.get, tables))) for tables, own in blocks], BackwardPass.current()
+        run.brought += brought if len(brought) < 2 else each_once(brought)
+        is_plain = torch._C._will_engine_execute_node(NODE_OF_ANCHOR) and not run.gradients
+        is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region
+        found: list[Tensor | None] = [None] * len(self.trained)
+        for number, handle in enumerate(self.trained):
+            if not is_plain or handle.is_watched:
+                summed = run.take(handle)
+                if summed is not None:
+                    found[number] = handle.receive(summed, ctx.next_functions[number + 1][0], run)
+        return found
 
-    def sums(self, grads: Sequence[Any]) -> dict[Handle, Gradients]:
-        blocks = batches.sum_blocks(self._found, grads)  # one, of one feature: others come by `bring`
-        return {self.handles[0]: self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]}
+    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
+        blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`
+        summed = self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]
+        return {id(self.handles[0]): summed}
 
     def _with_positions(self, blocks: Sequence[batches.Block], grads: Sequence[Any]) -> RowGradients:
-        return PositionGradients.of_sums(blocks[0][1], (GradientBlock(*batches.by_position(self._found, grads)),))
+        return PositionGradients.of_sums(blocks[0][1], (GradientBlock(*batches.by_position(self._batch, grads)),))
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return batches.weight_gradients(self._found, grads)
+        return batches.weight_gradients(self._batch, grads)
 
 
 def look_up_on_gpu(

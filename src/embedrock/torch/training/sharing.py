@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import re
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,7 +19,7 @@ import torch
 from torch import distributed as dist
 from torch.autograd import Variable
 
-from embedrock.batch.gradients import RowGradients
+from embedrock.batch.gradients import RowGradients, shown_for
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan
 from embedrock.distributed import stages
@@ -33,11 +34,7 @@ from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
-from embedrock.torch.training.cpu_executor import (
-    CpuExecutor,
-    PositionGradients,
-    SharedGradients,
-)
+from embedrock.torch.training.cpu_executor import CpuExecutor
 from embedrock.torch.training.ranks import Ranks, are_there_groups
 
 
@@ -195,7 +192,7 @@ class RankGroup:
 
     def _share(self, arrived: Brought) -> None:
         for member, grads, square in self.exchange.share(arrived, self.members.get):
-            member.handle.show(SharedGradients.of_ranks(grads, square, self.exchange, member.placement))
+            member.handle.show(SharedGradients.of_ranks(grads, square, member))
 
     # ------------------------------------------------------------ ranks that have left
 
@@ -231,8 +228,7 @@ class RankGroup:
             rule = replace(member.table.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
             grads = member.handle.pending.grads
             if grads is not None:
-                rows = rows_of(member.handle.table)
-                due.append(StepRequest((rows,), rule, grads.clipped(part["clip"]), executor=member.executor))
+                due.append(StepRequest((rows_of(member.table),), rule, grads.clipped(part["clip"])))
         step_all(due)
         for member in members:
             member.handle.stepped()
@@ -454,3 +450,89 @@ def known_as(handle: Any) -> str:
     made = _made.setdefault(of_group, {}) if is_in_group else _made_alone
     made[told] = nth = made.get(told, 0) + 1
     return told if nth == 1 else f"{told}, number {nth}"
+
+
+SNAP = 2.0**-20  # relative to a power of two: possible loss when float32 numbers are averaged over ranks
+
+
+@dataclass(eq=False, kw_only=True)
+class SharedGradients(RowGradients):
+    """Row gradients summed over ranks. Outside code sees the norm of their mean over all ranks.
+
+    Attributes:
+        factor: factor of the sums in a step: 1 / ranks, times all later scaling of `shown`. It is applied once.
+        is_finite_everywhere: no rank has NaN or Inf.
+        sharing: the table on this rank.
+    """
+
+    factor: float
+    is_finite_everywhere: bool
+    sharing: SharedTable
+
+    @staticmethod
+    def of_ranks(rows: RowGradients, square: float, sharing: SharedTable) -> SharedGradients:
+        """Take sums, and their square norm over all ranks."""
+        ranks, is_finite = sharing.placement.ranks, math.isfinite(square)
+        shown = shown_for(math.sqrt(square) / ranks if is_finite else math.inf)
+        own = {"factor": 1.0 / ranks, "is_finite_everywhere": is_finite, "sharing": sharing}
+        return SharedGradients(rows.plan, rows.values, rows.square_norm, scaled_to=shown, **own)
+
+    @property
+    def sums(self) -> RowGradients:
+        """Sums over ranks, scaled as `shown` was. Blocks of later backwards are added to them."""
+        return self.scaled(self.factor * self.sharing.placement.ranks)
+
+    def _rescaled(self, factor: float, shown: float) -> SharedGradients:
+        return replace(self, scaled_to=shown, factor=self.factor * (_snapped(factor) if self.shown else factor))
+
+    def clipped(self, clip_value: float | None) -> RowGradients:
+        due = self.scaled(self.factor, clip_value)
+        # So all ranks refuse or skip a step together.
+        return due if self.is_finite_everywhere else RowGradients(due.plan, due.values, math.nan)
+
+    def vector_norm(self, order: float) -> float:
+        """Return the norm over all ranks. All ranks call it."""
+        here = abs(self.factor) ** (order != 0) * super().vector_norm(order)
+        if isinstance(self.sharing.placement, Replica):
+            return here
+        norms = self.sharing.rank_group.exchange.numbers(f"a norm of order {order}", here)
+        if order in (0, math.inf):
+            return float(norms.sum() if order == 0 else norms.max())
+        return float((norms**order).sum() ** (1.0 / order))
+
+    def clamped(self, low: float | None, high: float | None) -> SharedGradients:
+        """Return the gradients with every element of the mean clamped to ``[low, high]``. All ranks call it."""
+        placement = self.sharing.placement
+        mean = self.scaled(self.factor)
+        clamped = mean.with_values(np.clip(mean.values, low, high) * np.float32(placement.ranks))
+        squares = self.sharing.rank_group.exchange.numbers("a clamp", clamped.square_norm)
+        return SharedGradients.of_ranks(clamped, placement.total(squares), self.sharing)
+
+
+def _snapped(factor: float) -> float:
+    """Return a factor, rounded to a power of two if it is close to one. The average of three equal numbers may be
+    inexact.
+    """
+    if not math.isfinite(factor):
+        return factor
+    power = math.copysign(2.0 ** round(math.log2(abs(factor))), factor)
+    return power if abs(factor / power - 1.0) < SNAP else factor
+
+
+@dataclass(eq=False, kw_only=True)
+class PositionGradients(RowGradients):
+    """Row gradients of this rank, with the gradients of positions that they sum.
+
+    Attributes:
+        lookups: gradients of the positions of each lookup, in the order of the backward.
+    """
+
+    lookups: tuple[GradientBlock, ...]
+
+    @staticmethod
+    def of_sums(sums: RowGradients, lookups: tuple[GradientBlock, ...]) -> PositionGradients:
+        return PositionGradients(sums.plan, sums.values, sums.square_norm, lookups=lookups)
+
+    def merge(self, other: RowGradients) -> PositionGradients:
+        assert isinstance(other, PositionGradients)  # as the executor sums
+        return PositionGradients.of_sums(super().merge(other), self.lookups + other.lookups)

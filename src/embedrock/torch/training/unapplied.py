@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from embedrock.errors import EmbedrockError
+from embedrock.errors import ForgottenGradientsError
 from embedrock.system.log import caller_level
 
 if TYPE_CHECKING:
@@ -35,10 +35,6 @@ PASSES = 2
 
 
 BOTH = "ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-3)"  # for error messages
-
-
-class ForgottenGradientsError(EmbedrockError, RuntimeError):
-    """Error: no optimizer applied gradients of rows, or other code wrote to a handle."""
 
 
 class UnappliedGradientsCheck:
