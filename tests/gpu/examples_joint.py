@@ -8,7 +8,7 @@ import torch
 from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
-from embedrock.kernels.gpu import cache, gate, joint, joint_directory, plan, rows, sums
+from embedrock.kernels.gpu import gate, joint, joint_directory, plan, rows, sums
 from embedrock.kernels.gpu.addresses import WORDS, AddressKind, DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.optimizers import SGD, Adam
@@ -44,18 +44,6 @@ def example_open_ids() -> None:
         joint_directory.search(arrays, tables.entries, *found, counts)
         verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
         joint_directory.enter(arrays, tables.entries, *found, some[start:], (0, count), verdicts)
-
-
-def example_caches() -> None:
-    words, some = torch.zeros(99, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
-    for count, form, start in itertools.product(TABLES, forms(Adam())[:2], (0, 1)):  # wherever words begin
-        tables = tables_of(form, count, False, "normal", is_cached=True)
-        bins = torch.zeros(cache.BLOCK, dtype=torch.uint8)
-        search = cache.VictimScratch(some, bins, some, some, KEYS, words[start:], some[start:], some[start:])
-        cache.touch(tables, search, KEYS, ONE)
-        cache.offer(tables, search)
-        cache.choose(tables, search)
-        cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
 
 
 WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache
