@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 
 import torch
+from examples_rows import KEYS, ONE, forms
 from tensors import table
 
 from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache, plan
 from embedrock.kernels.gpu.runtime import RecordForm
+from embedrock.optimizers import Adam
 
 N, NEAR, FAR = 100, 64, 1000
 
@@ -44,6 +46,7 @@ def example_cache() -> None:
         torch.zeros(cache.BINS, dtype=torch.int32),
         torch.zeros(N, dtype=torch.int64),
     )
+    search_together(1, forms(Adam())[0], 0)
     moves, word = torch.zeros((N, 3), dtype=torch.int64), torch.empty((), dtype=torch.int32)
     for time in (homes.BatchTime(100, 1, 1 / 30.0, 5), homes.BatchTime(word, word, 1 / 30.0, word)):  # in a CUDA graph
         search = search._replace(time=time)
@@ -60,3 +63,21 @@ def example_cache() -> None:
     for record_bytes in (4, 8, 16, 96, 768, 12288):
         cache.exchange(moves, record_bytes)
         cache.copy_records(places, places, record_bytes)
+
+
+def search_together(count: int, form: RecordForm, start: int) -> None:
+    """Search the caches of several tables; `start`: where words begin."""
+    words, some = torch.zeros(99, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
+    entries = torch.zeros(count, homes.WORDS, dtype=torch.int64)
+    tables = homes.DeviceTables(entries, homes.AddressKind(True, False, True), "normal", form)
+    bins = torch.zeros(cache.BLOCK, dtype=torch.uint8)
+    search = cache.VictimScratch(some, bins, some, some, KEYS, words[start:], some[start:], some[start:])
+    cache.touch(tables, search, KEYS, ONE)
+    cache.offer(tables, search)
+    cache.choose(tables, search)
+    cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
+
+
+def example_caches_of_tables() -> None:
+    for count, form, start in itertools.product((1, 3), forms(Adam())[:2], (0, 1)):
+        search_together(count, form, start)

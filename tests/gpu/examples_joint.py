@@ -8,7 +8,7 @@ import torch
 from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
-from embedrock.kernels.gpu import cache, gate, joint, joint_directory, plan, pooling, rows, sums
+from embedrock.kernels.gpu import gate, joint, joint_directory, plan, rows, sums
 from embedrock.kernels.gpu.addresses import WORDS, AddressKind, DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.optimizers import SGD, Adam
@@ -46,18 +46,6 @@ def example_open_ids() -> None:
         joint_directory.enter(arrays, tables.entries, *found, some[start:], (0, count), verdicts)
 
 
-def example_caches() -> None:
-    words, some = torch.zeros(99, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
-    for count, form, start in itertools.product(TABLES, forms(Adam())[:2], (0, 1)):  # wherever words begin
-        tables = tables_of(form, count, False, "normal", is_cached=True)
-        bins = torch.zeros(cache.BLOCK, dtype=torch.uint8)
-        search = cache.VictimScratch(some, bins, some, some, KEYS, words[start:], some[start:], some[start:])
-        cache.touch(tables, search, KEYS, ONE)
-        cache.offer(tables, search)
-        cache.choose(tables, search)
-        cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
-
-
 WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache
 
 
@@ -84,12 +72,7 @@ def example_sums_of_each_row() -> None:
 
 
 def example_bags_of_each_mode() -> None:
-    values, offsets = torch.zeros(N, 64), torch.zeros(N, dtype=torch.int32)
-    for weights in (torch.zeros(0), torch.zeros(N)):
-        pooling.pool_sum(values, INVERSE, offsets, weights, INVERSE, None, values, torch.zeros(N))
-    argmax = torch.zeros(N, 64, dtype=torch.int32)
-    pooling.pool_max(values, INVERSE, offsets, INVERSE, values, argmax, each=True)
-    pooling.weight_grads(values, values, INVERSE, INVERSE, INVERSE, torch.zeros(N), each=True)
+    values, argmax = torch.zeros(N, 64), torch.zeros(N, 64, dtype=torch.int32)
     share, room = (INVERSE, None, torch.zeros(N), None), scratch(64)._replace(squares=torch.zeros(N).double())
     plan = STARTS, ORDER, INVERSE, COUNT
     sums.sum_shares(sums.POOLED, values, share, plan, SKIP, room, values, NORMS, each=True)

@@ -33,11 +33,11 @@ def example_pooling() -> None:
     for dim in (64, 17, WIDE):
         values = torch.zeros(N, dim)
         argmax = torch.zeros((N, dim), dtype=torch.int32)
-        for weights, mean in itertools.product((torch.ones(N), torch.ones(0)), (False, True)):
-            pooling.pool_sum(values, INVERSE, ORDER, weights, SKIP, mean, values, torch.ones(N))
+        for weights in (torch.ones(N), torch.ones(0)):
+            pooling.pool_sum(values, INVERSE, INVERSE, weights, INVERSE, values, torch.ones(N))
             share = INVERSE, weights, torch.ones(N), None
             sums.sum_shares(sums.POOLED, values, share, PLAN, SKIP, scratch(dim), values, NORMS)
-        pooling.pool_max(values, INVERSE, ORDER, SKIP, values, argmax)
+        pooling.pool_max(values, INVERSE, INVERSE, INVERSE, values, argmax)
         share = INVERSE, None, None, argmax
         sums.sum_shares(sums.MAXIMA, values, share, PLAN, SKIP, scratch(dim), values, NORMS)
-        pooling.weight_grads(values, values, INVERSE, INVERSE, SKIP, torch.zeros(N))
+        pooling.weight_grads(values, values, INVERSE, INVERSE, INVERSE, torch.zeros(N))

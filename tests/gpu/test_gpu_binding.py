@@ -11,7 +11,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.backends.nvidia.driver import CudaLauncher
 
-from embedrock.kernels.gpu.binding import FixedArguments, TensorPart, bound, in_place_of, launcher, plain
+from embedrock.kernels.gpu.binding import TensorPart, bound, launcher, plain
 from embedrock.kernels.gpu.runtime import straight
 
 
@@ -49,7 +49,6 @@ def test_a_kernel_is_shared_only_where_triton_would_share_it() -> None:
         is_shared = as_triton_sees((one,)) == as_triton_sees((other,))
         if kind(0.5, one, 1) == kind(0.5, other, 1):
             assert is_shared, (one, other)
-            assert kind(FixedArguments(one)) == kind(FixedArguments(other)), (one, other)
         elif is_shared:  # it is looked for twice, but of two types only
             assert type(one) is not type(other), (one, other)
 
@@ -61,8 +60,8 @@ def test_each_address_counts() -> None:
 
 def test_kernels_get_addresses_and_numbers() -> None:
     tensor, part = tensors[1], parts[1]
-    assert bound((tensor, 3, None, part, FixedArguments(part, 1), Numbers(tensor, 2.0)))[1] == (
-        *(tensor.data_ptr(), 3, None, whole.data_ptr() + 4, whole.data_ptr() + 4, 1),
+    assert bound((tensor, 3, None, part, Numbers(tensor, 2.0)))[1] == (
+        *(tensor.data_ptr(), 3, None, whole.data_ptr() + 4),
         (tensor.data_ptr(), 2.0),
     )
 
@@ -84,8 +83,8 @@ class Launched:
 
 
 def test_what_was_compiled_is_launched_with_addresses_and_constants() -> None:
-    args = tensors[0], 3, FixedArguments(parts[1], 1), Numbers(0.5, 2.0)
-    made = Launched(args, in_place_of([*map(type, args)], [True] * 6))
+    args = tensors[0], 3, parts[1], 1, Numbers(0.5, 2.0)
+    made = Launched(args, [True] * 6)
     made.launch(7, *args)
     made.launch(8, *args)
     assert made.anew == [(7, args)]
@@ -105,14 +104,6 @@ def test_integers_that_vary_share_a_kernel_where_their_types_are_the_same() -> N
     for number in (1, 16, 3, 5, 32):
         made.launch(1, tensors[0], 7, number)
     assert [args[2] for _, args in made.anew[2:]] == [1, 16]
-
-
-def test_parameters_in_the_place_of_what_is_fixed_do_not_count_as_varying() -> None:
-    flags = [True, True, True, True, True, True]
-    assert in_place_of([int, FixedArguments, int], flags) == [True, False, True]
-    assert in_place_of([int, FixedArguments, int, FixedArguments, int], flags) == [True, False, False, False, True]
-    assert in_place_of([int, int], [True, False]) == [True, False]
-    assert in_place_of([FixedArguments], flags) == [False]
 
 
 def launcher_of(scratch: int) -> Any:

@@ -513,13 +513,13 @@ def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -
     cuts = np.array([*np.cumsum([0, *sizes]), *(f.table for f in every), *features.bag_words(bags, sizes)])
     n, count = sum(sizes), sum(len(feature.starts) for feature in every)
     skips = np.array([3, -1, 0], np.int32)
-    bounds = tensor(np.array([0, 0, 0, 0, *skips], np.int32))
+    paddings = tensor(skips)
 
     lines = count + 1, n, count
 
     def found(starts: list[int]) -> list[np.ndarray]:
         out, tickets = [Poisoned((each,), torch.int32) for each in lines], tensor(np.zeros(4, np.int32))
-        given = torch.tensor(starts, dtype=dtype, device=bounds.device), tensor(cuts), len(every), tables, bounds
+        given = torch.tensor(starts, dtype=dtype, device=paddings.device), tensor(cuts), len(every), tables, paddings
         joint.bags(*given, tickets, *(each.inside for each in out))
         return [each.check(size) for each, size in zip(out, lines, strict=True)]
 

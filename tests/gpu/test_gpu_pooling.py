@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tensors import Poisoned, one, same, tensor
+from tensors import Poisoned, same, tensor
 from test_gpu_sums import Plan, close, plan_of, run
 
 import reference
@@ -48,6 +48,11 @@ class Bags:
         return rows
 
 
+def words(bags: int, skip: int, mean: bool = False) -> torch.Tensor:
+    """Return the words of bags, as `joint.bags` writes them."""
+    return tensor(np.full(bags, 2 * skip + mean, np.int32))
+
+
 KINDS = list(itertools.product(DIMS, [False, True], [False, True], [-1, 2]))
 
 
@@ -60,7 +65,7 @@ def test_sum_and_mean(dim: int, mean: bool, weighted: bool, skip: int) -> None:
     out, scale = np.empty((count, dim), np.float32), np.empty(count, np.float32)
     reference.pooling.pool_sum(*bags.source, bags.offsets, bags.places, bags.weights, skip, mean, out, scale)
     got, got_scale = Poisoned((count, dim), torch.float32), Poisoned((count,), torch.float32)
-    args = tensor(plan.inverse), tensor(bags.offsets), weights, one(skip), mean
+    args = tensor(plan.inverse), tensor(bags.offsets), weights, words(count, skip, mean)
     pooling.pool_sum(bags.padded_rows, *args, got.inside, got_scale.inside)
     np.testing.assert_array_equal(got.check(count), out)
     same(got_scale.check(count), scale)
@@ -87,10 +92,9 @@ def test_max(dim: int, skip: int) -> None:
     reference.pooling.pool_max(*bags.source, bags.offsets, bags.places, skip, out, argmax)
     got, source = Poisoned((count, dim), torch.float32), Poisoned((count, dim), torch.int32)
     cuts = tensor(plan.inverse), tensor(bags.offsets)
-    for skips in (one(skip), tensor(np.full(count, 2 * skip, np.int32))):  # one of all, or a word of each bag
-        pooling.pool_max(bags.padded_rows, *cuts, skips, got.inside, source.inside, each=len(skips) > 1)
-        np.testing.assert_array_equal(got.check(count), out)
-        same(source.check(count), argmax)
+    pooling.pool_max(bags.padded_rows, *cuts, words(count, skip), got.inside, source.inside)
+    np.testing.assert_array_equal(got.check(count), out)
+    same(source.check(count), argmax)
 
     values = np.empty((plan.rows, dim), np.float32)
     args = bags.grads, bags.bags, plan.starts, plan.order, argmax
@@ -128,6 +132,6 @@ def test_weight_grads(dim: int) -> None:
     n, inverse = len(bags.bags), bags.plan.inverse
     out, got = np.empty(n, np.float32), Poisoned((n,), torch.float32)
     reference.pooling.weight_grads(bags.grads, bags.rows, inverse, bags.bags, 2, out)
-    args = bags.padded_rows, tensor(inverse), tensor(bags.bags), one(2)
+    args = bags.padded_rows, tensor(inverse), tensor(bags.bags), words(len(bags.grads), 2)
     pooling.weight_grads(tensor(bags.grads), *args, got.inside)
     np.testing.assert_allclose(got.check(n), out, rtol=1e-6, atol=1e-7)

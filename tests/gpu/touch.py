@@ -11,7 +11,9 @@ from embedrock.kernels.gpu.runtime import RecordForm, kernel, launch
 
 
 @kernel("count")
-def _touch(rows, records, count, WIDTH: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _touch_records(
+    rows, records, count, WIDTH: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.load(rows + number, mask=number < count, other=0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
@@ -28,4 +30,4 @@ def touch(records: Any, rows: Any, writes: bool) -> None:
     part = RecordForm(width, "float32", 4 * width, width, 0).tiled()
     constexprs = {"WIDTH": width, "WRITES": writes, "ROWS": part.rows, "BLOCK": part.block}
     args = rows, records, len(rows)  # first what is on the GPU, whose stream it is
-    launch(_touch, part.programs(len(rows)), *args, **constexprs, num_warps=part.warps)
+    launch(_touch_records, part.programs(len(rows)), *args, **constexprs, num_warps=part.warps)

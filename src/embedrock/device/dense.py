@@ -160,7 +160,8 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             return make_plan(ids, self._count, fault, self.clock.stamp)
         tables = self.counted(counts)
         plan = make_plan(ids, self._count, fault, self.clock.stamp, (tables, search))
-        load_rows(tables, search, plan.all_keys, n)
+        assert plan.ordered is not None  # the device planned
+        load_rows(tables, search, plan.ordered, n)
         return plan
 
     def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:

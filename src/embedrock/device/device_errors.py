@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from embedrock.batch.wrong_ids import OPEN_IDS
 from embedrock.device.copies import HostCopy
@@ -64,12 +63,6 @@ class DeviceErrors:
         assert rows is not None  # the caller holds the rows
         return rows
 
-    def checked_offsets(self, offsets: Tensor, n: int) -> Tensor:
-        """Return offsets int64 (bags + 1,) that are safe for kernels; record an error unless they fit n positions."""
-        code, bad = self.tensor[0], (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any()
-        self.tensor[0] = torch.where((code == 0) & bad, BAD_OFFSETS, code)
-        return offsets.clamp(0, n).cummax(0).values
-
     def record_step(self, number: int) -> None:
         """Record that a step was launched."""
         self._launched.append(number)
@@ -79,6 +72,12 @@ class DeviceErrors:
         if not self._is_asked:
             self._own.come(self.tensor)
             self._note_asked(self._own, self._own.lines[0])
+
+    def ask_again(self) -> None:
+        """Copy the error once more if it was asked for, as later work may have found one."""
+        if self._is_asked:
+            self._is_asked = False
+            self.ask()
 
     def _note_asked(self, answer: HostCopy, told: Any) -> None:
         self._answer, self._told, self._is_asked = answer, told, True

@@ -107,11 +107,6 @@ class DevicePlannedExecutor(GpuExecutor):
 
     # ------------------------------------------------------------ together with other tables
 
-    @property
-    def key_count(self) -> int:
-        """The number of keys that the table takes in a joint plan."""
-        return self.cache.slots.where.shape[0] + 2
-
     @abstractmethod
     def begin_together(self) -> Any:
         """Begin a step that may include other tables. No row changes."""

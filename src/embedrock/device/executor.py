@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any
@@ -10,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device import pooling
 from embedrock.device.cache import BatchCounter, DeviceCache
 from embedrock.device.copies import on_device, uploaded
 from embedrock.device.device_errors import DeviceErrors
-from embedrock.device.features import DeviceFeature, FeatureBags
+from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
 from embedrock.device.plan import DeviceBatchPlan, FoundWeights, PrefetchedPlan, ReadyPlan
-from embedrock.device.pooling import DeviceBags
+from embedrock.device.pooling import DeviceBags, PlannedTables
 from embedrock.device.step_constants import StepConstants
 from embedrock.device.stream_order import InStreamOrder, StreamOrder
 from embedrock.errors import UnsupportedError
@@ -55,6 +55,11 @@ def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
         return None
     kind, fields = DRAWS[type(init)]
     return kind, *(float(getattr(init, field)) for field in fields)
+
+
+@functools.lru_cache(maxsize=64)
+def _placed(words: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(words, dtype=torch.int64, device=device)
 
 
 class GpuExecutor(ABC):
@@ -330,37 +335,25 @@ class GpuExecutor(ABC):
 
     # ------------------------------------------------------------ bags
 
-    def bounds(self, offsets: Tensor, n: int) -> Tensor:
-        """Return the bounds of bags of n positions on the device, int64 (bags + 1,), for `bags`.
-
-        Args:
-            offsets: the same; host tensors are already checked, and an error is recorded for others.
-            n: positions in all bags.
-        """
-        with self.working:
-            placed = self.on_device(offsets)
-            return placed if offsets.device.type == "cpu" else self.faults.checked_offsets(placed, n)
-
-    def bags(self, plan: DeviceBatchPlan, bounds: Tensor, mode: str, padding: int | None) -> DeviceBags:
+    def bags(self, plan: DeviceBatchPlan, bags: FeatureBags, padding: int | None) -> DeviceBags:
+        """Return the bags of a plan's positions."""
         with self.working:
             skip, plan = self._without(plan, padding)
-            return DeviceBags(plan, bounds, pooling.bag_of_position(bounds, len(plan.inverse)), skip, mode)
+            n = len(plan.inverse)
+            cuts = self.placed((0, n, 0, *bag_words([bags], [n])), bags.starts is None)
+            tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
+            made = DeviceBags([bags], [n], PlannedTables(self, plan, self.tables, skip, tickets), cuts)
+            if not self.timeline.is_recorded:
+                self.faults.ask_again()
+            return made
 
-    def pool(self, rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
-        with self.working:
-            return pooling.pool(rows, self._float32(weights), bags)
-
-    @spanned("sum")
-    def unpool(
-        self, grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor, by_frequency: bool
-    ) -> DeviceRowGradients:
-        with self.working:
-            summed = pooling.unpool(grads.contiguous(), self._float32(weights), bags, trace)
-            return summed.by_frequency() if by_frequency else summed
-
-    def weight_grads(self, grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
-        with self.working:
-            return pooling.weight_grads(grads.contiguous(), rows, bags)
+    def placed(self, words: tuple[int, ...], recurs: bool) -> Tensor:
+        """Return words on the device, int64, cached if the next batch may have the same words."""
+        if self.timeline.captured is None and not recurs:
+            return uploaded(np.array(words, np.int64), self.device)
+        found = _placed(words, self.device)
+        self.timeline.keep(found)
+        return found
 
     def _float32(self, weights: Tensor | None) -> Tensor | None:
         return None if weights is None else self.on_device(weights.detach()).to(torch.float32).contiguous()

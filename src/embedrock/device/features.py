@@ -88,7 +88,7 @@ def _that_fit(features: Sequence[DeviceFeature], numbers: Sequence[int]) -> list
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:
         executor = features[number].executor
-        own = executor.key_count
+        own = executor.cache.slots.where.shape[0] + 2  # keys of ids outside, too
         keys += 0 if executor in executors else own
         if keys > MOST_KEYS:
             executors, keys = set(), own

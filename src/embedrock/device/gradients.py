@@ -137,7 +137,7 @@ class DeviceRowGradients:
 
 
 def sum_rows(
-    grads: Tensor, plan: DeviceBatchPlan, skip: Tensor, what: int = sums.PLAIN, share: Any = None
+    grads: Tensor, plan: DeviceBatchPlan, skip: Tensor | TensorPart, what: int = sums.PLAIN, share: Any = None
 ) -> DeviceRowGradients:
     """Sum gradients (n, dim) of positions, or of bags, by row.
 

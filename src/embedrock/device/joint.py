@@ -13,8 +13,7 @@ from torch import Tensor
 from embedrock.device import device_errors as faults
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
-from embedrock.device.gradients import DeviceRowGradients, room_for_sums
-from embedrock.device.joint_bags import JointDeviceBags
+from embedrock.device.gradients import DeviceRowGradients, room_for_sums, sum_rows
 from embedrock.device.joint_plan import (
     DeviceFeatureLayout,
     JointBatchPlan,
@@ -23,7 +22,7 @@ from embedrock.device.joint_plan import (
     working,
 )
 from embedrock.device.plan import DeviceBatchPlan, FoundWeights
-from embedrock.device.pooling import DeviceBags
+from embedrock.device.pooling import DeviceBags, PlannedTables
 from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import rows, sums
@@ -48,7 +47,9 @@ class DeviceLookup:
         self._order = sorted(range(len(features)), key=self._table_of.__getitem__)
         self._sizes = [features[k].ids.numel() for k in self._order]
         self._outputs = self._sizes  # output lines of each feature
-        self._bags: JointDeviceBags | None = None
+        self._bags: DeviceBags | None = None
+        self._trace: Any = None  # of the pooling
+        self._kept: Any = None  # rows that were pooled
         self._working = working(executors)
         kind = features[0].executor.joins
         self._kind = None if kind is None or any(executor.joins is not kind for executor in executors) else kind
@@ -92,7 +93,8 @@ class DeviceLookup:
                 placed = plan.placed
             plan.write_bounds()
             if all_bags is not None and placed is not None:
-                self._bags = JointDeviceBags(all_bags, self._sizes, plan, placed)
+                of = PlannedTables(executors[0], plan.plan, plan.tables, plan.paddings, plan.tickets_of_bags)
+                self._bags = DeviceBags(all_bags, self._sizes, of, placed)
                 self._outputs = self._bags.counts
             for executor in executors:
                 executor.end_batch(self._trains)
@@ -126,7 +128,9 @@ class DeviceLookup:
             for executor in plan.executors:
                 executor.timeline.wait_for_copies()
             if self._bags is not None:
-                out = self._bags.pool(self._rows(), keeps_rows)
+                unique = self._rows()
+                out, self._trace = self._bags.pool(unique)
+                self._kept = unique if keeps_rows else None
             elif plan.tables.kind.is_identity and plan.plan.positions is not None:
                 # One kernel reads device rows into their final places.
                 out = torch.empty(len(plan.plan.positions), dim, dtype=torch.float32, device=plan.bounds.device)
@@ -174,7 +178,7 @@ class DeviceLookup:
             arrays = plan.plan.arrays
             what, share = sums.PLAIN, None
             if self._bags is not None:
-                what, share = self._bags.shares
+                what, share = self._bags.shares(self._trace)
             sums.sum_shares(what, joined, share, arrays, plan.executors[0].no_row, scratch, values, numbers, each=True)
             kernels.norms(k, plan.bounds, scratch.squares, parts, plan.tickets_of_norms, numbers)
         numbers = numbers.unbind()
@@ -207,7 +211,7 @@ class DeviceLookup:
             return {k: one.weight_grads(given) for k, (one, given) in parts if one.weights is not None}
         assert self._bags is not None  # the bags have weights
         with self._working:
-            whole = self._bags.weight_grads(self._joined_grads(grads))
+            whole = self._bags.weight_grads(self._joined_grads(grads), self._kept)
         found = dict(zip(self._order, torch.split_with_sizes(whole, self._sizes), strict=True))
         return {k: found[k] for k, f in enumerate(self._features) if f.bags is not None and f.bags.weights is not None}
 
@@ -225,7 +229,7 @@ class DeviceLookup:
             return self._alone[number].sum(grads)
         alone = SingleLookup(self._features[number], self._bags is None, self._trains)
         if self._bags is not None:
-            alone.trace = self._bags.trace_of(self._order.index(number))
+            alone.trace = self._bags.trace_of(self._order.index(number), self._trace)
         return alone.sum(grads)
 
 
@@ -240,25 +244,19 @@ class SingleLookup:
 
     Attributes:
         rows: unique rows of bags, after `read`.
-        trace: of the pooling, see `pooling.pool`.
+        trace: of the pooling, see `DeviceBags.pool`.
         weights: of the positions; None for ones.
     """
 
     trace: Any = None
+    rows: Any = None
 
     def __init__(self, feature: DeviceFeature, as_rows: bool, trains: bool, by_frequency: bool = False) -> None:
         self._by_frequency = by_frequency
         self._feature, (executor, ids, padding, bags) = feature, feature
-        self._plan, self.rows = executor.plan(ids.reshape(-1), trains), None
-        self._bags: DeviceBags | None = None
+        self._plan = executor.plan(ids, trains)
         self.weights = None if bags is None else bags.weights
-        if bags is not None and not as_rows:
-            n = ids.numel()
-            if bags.starts is None:
-                bounds = torch.arange(bags.count(n) + 1, device=ids.device) * bags.size
-            else:
-                bounds = torch.cat([bags.starts.long(), bags.starts.new_full((1,), n, dtype=torch.int64)])
-            self._bags = executor.bags(self._plan, executor.bounds(bounds, n), bags.mode, padding)
+        self._bags: DeviceBags | None = None if bags is None or as_rows else executor.bags(self._plan, bags, padding)
 
     @property
     def nbytes(self) -> int:
@@ -266,12 +264,12 @@ class SingleLookup:
 
     def read(self) -> Tensor:
         """Return the row of each position, float32 ``ids.shape + (dim,)``, or the bags, (bags, dim)."""
-        executor, ids, _, bags = self._feature
+        executor = self._feature.executor
         if self._bags is None:
-            rows = executor.read(self._plan)
-            return rows if bags is not None else rows.view(*ids.shape, rows.shape[1])
+            return executor.read(self._plan)
         self.rows = executor.read_rows(self._plan)
-        out, self.trace = executor.pool(self.rows, self.weights, self._bags)
+        with executor.working:
+            out, self.trace = self._bags.pool(self.rows)
         return out
 
     def sum(self, grads: Tensor) -> DeviceRowGradients:
@@ -279,14 +277,21 @@ class SingleLookup:
         executor, padding = self._feature.executor, self._feature.padding
         if self._bags is None:
             return executor.sum(self._plan, grads, padding, self._by_frequency)
-        return executor.unpool(grads, self.weights, self._bags, self.trace, self._by_frequency)
+        return self._sum_bags(self._bags, grads)
+
+    @spanned("sum")
+    def _sum_bags(self, bags: DeviceBags, grads: Tensor) -> DeviceRowGradients:
+        with self._feature.executor.working:
+            summed = sum_rows(grads.contiguous(), bags.of.plan, bags.of.paddings, *bags.shares(self.trace))
+            return summed.by_frequency() if self._by_frequency else summed
 
     def weight_grads(self, grads: Tensor | None) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), after `read`."""
         executor, ids, _, _ = self._feature
-        if grads is None:
+        if grads is None or self._bags is None:
             return torch.zeros(ids.numel(), dtype=torch.float32, device=executor.device)
-        return executor.weight_grads(grads, self.rows, self._bags)
+        with executor.working:
+            return self._bags.weight_grads(grads.contiguous(), self.rows)
 
 
 class TableRowSums:
@@ -372,7 +377,7 @@ def begin_step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor) -> 
     drafts = []
     last, draft = None, None
     for executor, part in zip(executors, segment.due, strict=True):
-        check_rule(part.rule, executor.rows)
+        check_rule(part.rule, part.tables[0])
         executor.begin_together()
         what = part.rule, executor.rows.steps
         if what != last:  # most neighbours have the same step constants

@@ -7,11 +7,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.executor import NO_PADDING
 from embedrock.device.features import TableFamily
@@ -45,11 +43,6 @@ def entries_of(
         words.append(table._replace(**given).words)
         firsts.append(firsts[-1] + table.rows + 2)
     return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
-
-
-@functools.lru_cache(maxsize=64)
-def _placed(words: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(words, dtype=torch.int64, device=device)
 
 
 class KernelRows(NamedTuple):
@@ -100,12 +93,7 @@ class DeviceFeatureLayout(NamedTuple):
 
     def placed(self, words: tuple[int, ...], recurs: bool = True) -> Tensor:
         """Return words on the device, int64, cached if the next batch may have the same words."""
-        executor = self.executors[0]
-        if executor.timeline.captured is not None or (recurs and self.recurs):
-            found = _placed(words, executor.device)
-            executor.timeline.keep(found)
-            return found
-        return uploaded(np.array(words, np.int64), executor.device)
+        return self.executors[0].placed(words, recurs and self.recurs)
 
 
 class JointBatchPlan:
@@ -201,6 +189,12 @@ class JointBatchPlan:
     def tickets(k: int) -> int:
         """Return the number of counters for k tables."""
         return 3 * k + 1
+
+    @property
+    def paddings(self) -> TensorPart:
+        """The padding row of each table: int32 (k,)."""
+        k = len(self.executors)
+        return TensorPart(self.bounds, k + 1, (k,), torch.int32)
 
     @property
     def tickets_of_bags(self) -> Tensor | TensorPart:

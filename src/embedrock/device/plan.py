@@ -103,12 +103,6 @@ class DeviceBatchPlan:
         return sum(array.nbytes for array in (self.keys, self.ids, self.order, self.inverse))
 
     @property
-    def all_keys(self) -> Tensor:
-        """The keys of all positions, sorted."""
-        assert self.ordered is not None  # the device planned
-        return self.ordered
-
-    @property
     def arrays(self) -> tuple[Any, ...]:
         """The arrays that sums over the plan take: see `sums.sum_shares`."""
         return self.starts, self.order, self.inverse, self.count

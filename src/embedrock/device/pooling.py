@@ -1,80 +1,111 @@
-"""Pooling of rows on a GPU into bags, and the gradients of the rows and of the positions' weights."""
+"""Pooling of rows on a GPU into bags, and what their gradients are made of."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.plan import DeviceBatchPlan
-from embedrock.kernels.gpu import pooling as kernels
-from embedrock.kernels.gpu import sums
+from embedrock.device.features import FeatureBags
+from embedrock.device.plan import DeviceBatchPlan, carved, layout
+from embedrock.kernels.gpu import joint as kernels
+from embedrock.kernels.gpu import pooling, sums
+from embedrock.kernels.gpu.addresses import DeviceTables
+from embedrock.kernels.gpu.binding import TensorPart
 
 
-class DeviceBags(NamedTuple):
-    """A batch of bags.
+class PlannedTables(NamedTuple):
+    """Tables with a plan of the ids of their bags.
 
     Attributes:
-        plan: of the n positions of all bags, without the id that counts in no bag.
-        offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
-        bag_of_position: int32 (n,).
-        skip: int32 (1,), the row of the id that counts in no bag, -1 for none.
-        mode: "sum", "mean" or "max".
+        executor: of one of the tables.
+        plan: of the ids.
+        tables: the tables for kernels.
+        paddings: int32 (k,), the row of each table that counts in no bag, -1 for none.
+        tickets: int32 (1 + k,), zeros, see `kernels.bags`.
     """
 
+    executor: Any
     plan: DeviceBatchPlan
-    offsets: Tensor
-    bag_of_position: Tensor
-    skip: Tensor
-    mode: str
+    tables: DeviceTables
+    paddings: Tensor | TensorPart
+    tickets: Tensor | TensorPart
 
 
-def bag_of_position(offsets: Tensor, n: int) -> Tensor:
-    """Return the bag of each of n positions: int32 (n,)."""
-    positions = torch.arange(n, device=offsets.device)
-    return (torch.searchsorted(offsets, positions, right=True) - 1).clamp(0, max(0, len(offsets) - 2)).to(torch.int32)
-
-
-def pool(rows: Tensor, weights: Tensor | None, bags: DeviceBags) -> tuple[Tensor, Tensor]:
-    """Pool unique rows float32 (n, dim).
+class DeviceBags:
+    """Batch of bags of one or more tables, feature by feature.
 
     Args:
-        rows: of ``bags.plan``.
-        weights: factors of the positions, float32 (n,); None for ones.
-        bags: of the positions.
+        all_bags: of the features: sums and means, or all of mode "max".
+        sizes: ids of each feature.
+        of: the tables.
+        cuts: int64, on the device, see `kernels.bags`.
 
-    Returns:
-        The bags float32 (bags, dim), and the trace for `unpool`: the factors of sums, or the places of maxima.
+    Attributes:
+        of: see above.
+        counts: bags of each feature.
     """
-    count, dim = len(bags.offsets) - 1, rows.shape[1]
-    out = torch.empty(count, dim, dtype=torch.float32, device=rows.device)
-    if bags.mode == "max":
-        trace = torch.empty(count, dim, dtype=torch.int32, device=rows.device)
-        kernels.pool_max(rows, bags.plan.inverse, bags.offsets, bags.skip, out, trace)
-    else:
-        trace = torch.empty(count, dtype=torch.float32, device=rows.device)
-        args = _factors(weights, rows), bags.skip, bags.mode == "mean", out, trace
-        kernels.pool_sum(rows, bags.plan.inverse, bags.offsets, *args)
-    return out, trace
+
+    def __init__(self, all_bags: Sequence[FeatureBags], sizes: Sequence[int], of: PlannedTables, cuts: Tensor) -> None:
+        self.of, executor, device = of, of.executor, cuts.device
+        self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
+        self.counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]
+        self._weights = _joined_weights(all_bags, sizes, of.plan.inverse)
+        starts = [bags.starts for bags in all_bags if bags.starts is not None]
+        joined = _joined_starts(starts, executor) if starts else cuts
+        count, n = sum(self.counts), sum(sizes)
+        self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
+        args = of.tables, of.paddings, of.tickets, self._offsets, self._of_positions, self._words
+        kernels.bags(joined, cuts, len(sizes), *args)
+
+    def pool(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bags of the plan's rows, float32 (bags, dim), and the trace for `shares`.
+
+        Args:
+            rows: float32 (n, dim).
+        """
+        count, dim, device = len(self._words), rows.shape[1], rows.device
+        out = torch.empty(count, dim, dtype=torch.float32, device=device)
+        args = rows, self.of.plan.inverse, self._offsets
+        if self._are_maxima:
+            trace = torch.empty(count, dim, dtype=torch.int32, device=device)  # places of maxima
+            pooling.pool_max(*args, self._words, out, trace)
+        else:
+            trace = torch.empty(count, dtype=torch.float32, device=device)  # factors of sums
+            pooling.pool_sum(*args, self._weights, self._words, out, trace)
+        return out, trace
+
+    def shares(self, trace: Tensor) -> tuple[int, tuple[Tensor | None, ...]]:
+        """Return the mode and arrays that map bag gradients to positions: see `sums.sum_shares`."""
+        if self._are_maxima:
+            return sums.MAXIMA, (self._of_positions, None, None, trace)
+        return sums.POOLED, (self._of_positions, self._weights, trace, None)
+
+    def trace_of(self, place: int, trace: Tensor) -> Tensor:
+        """Return the trace of one feature, as its own lookup would have it."""
+        own = torch.split_with_sizes(trace, self.counts)[place]
+        return torch.where(own >= 0, own - sum(self._sizes[:place]), own) if self._are_maxima else own.clone()
+
+    def weight_grads(self, grads: Tensor, rows: Tensor) -> Tensor:
+        """Return the gradients of the positions' weights, float32 (n,), from those of the bags; `rows`: see `pool`."""
+        out = torch.empty(len(self._of_positions), dtype=torch.float32, device=grads.device)
+        pooling.weight_grads(grads, rows, self.of.plan.inverse, self._of_positions, self._words, out)
+        return out
 
 
-def unpool(grads: Tensor, weights: Tensor | None, bags: DeviceBags, trace: Tensor) -> DeviceRowGradients:
-    """Return the gradients of the rows from the gradients of the bags, (bags, dim) of any float dtype."""
-    if bags.mode == "max":
-        return sum_rows(grads, bags.plan, bags.skip, sums.MAXIMA, (bags.bag_of_position, None, None, trace))
-    share = bags.bag_of_position, _factors(weights, grads), trace, None
-    return sum_rows(grads, bags.plan, bags.skip, sums.POOLED, share)
+def _joined_starts(starts: Sequence[Tensor], executor: Any) -> Tensor:
+    if len({part.device for part in starts}) > 1:
+        starts = [executor.on_device(part) for part in starts]
+    return executor.on_device(torch.cat(list(starts)))
 
 
-def _factors(weights: Tensor | None, like: Tensor) -> Tensor:
-    """Return weights for kernels: (0,) for ones."""
-    return torch.empty(0, dtype=torch.float32, device=like.device) if weights is None else weights
-
-
-def weight_grads(grads: Tensor, rows: Tensor, bags: DeviceBags) -> Tensor:
-    """Return the gradients of the positions' weights float32 (n,), in mode "sum"."""
-    out = torch.empty(len(bags.plan.inverse), dtype=torch.float32, device=grads.device)
-    kernels.weight_grads(grads, rows, bags.plan.inverse, bags.bag_of_position, bags.skip, out)
-    return out
+def _joined_weights(all_bags: Sequence[FeatureBags], sizes: Sequence[int], some: Tensor) -> Tensor:
+    """Return the weights of all positions for kernels; (0,), a view of `some`, if all are ones."""
+    if all(bags.weights is None for bags in all_bags):
+        return some[:0].view(torch.float32)
+    return torch.cat([
+        torch.ones(n, dtype=torch.float32, device=some.device) if bags.weights is None else bags.weights
+        for bags, n in zip(all_bags, sizes, strict=True)
+    ])  # fmt: skip

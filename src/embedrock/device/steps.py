@@ -33,7 +33,7 @@ class DeviceStep(CheckedStep):
 
     def __init__(self, due: Sequence[StepRequest], verdicts: Tensor | None, number: int | Tensor) -> None:
         self.requests, self.verdicts, self.number = due, verdicts, number
-        self.rows = [part.executor.rows for part in due]
+        self.rows = [part.tables[0] for part in due]
         self.table_locks = [rows.table_lock for rows in self.rows]
         self._begun: list[Callable[[], None]] | None = None
 
@@ -102,7 +102,7 @@ def begin_step(part: StepRequest, verdict: Tensor | None, number: int | Tensor) 
         number: see `DeviceStep`.
     """
     executor, grads, plan = part.executor, part.grads, part.grads.plan
-    check_rule(part.rule, executor.rows)
+    check_rule(part.rule, part.tables[0])
     executor.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
     ready = executor.ready(plan, verdict, grads)
     return functools.partial(_step, part, verdict, number, ready, executor.tables, draft_step(executor, part.rule))
@@ -150,7 +150,7 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         executor = part.executor
         executor.check()
         groups.setdefault(executor.device, []).append(part)
-        goes_on &= executor.rows.on_nonfinite == "raise"
+        goes_on &= part.tables[0].on_nonfinite == "raise"
     goes_on &= len(groups) < 2
     if goes_on and len(due) == 1 and _is_checked_in_step(due[0].executor, due[0].grads):
         return [DeviceStep(due, None, _next_number(due[0].executor.timeline))]

@@ -16,22 +16,6 @@ from typing import Any, NamedTuple
 Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 
-class FixedArguments:
-    """Arguments of many launches, with their specialization found once.
-
-    Attributes:
-        kind: number of the specialization.
-        values: the arguments for kernels.
-    """
-
-    __slots__ = "args", "kind", "values"
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        kind, self.values = bound(args)
-        self.kind = _known.setdefault(kind, next(_numbers))
-
-
 class TensorPart:
     """Part of a tensor's memory that kernels take by address.
 
@@ -128,17 +112,6 @@ def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> 
     return _made("launch", f"grid, {look.names}", lines, **known)
 
 
-def in_place_of(types: Sequence[type], parameters: Sequence[bool]) -> list[bool]:
-    """Return the flags of a kernel's parameters for arguments of some types: False for `FixedArguments`.
-
-    Their types do not determine how many parameters they cover. So parameters between two of them are False, too.
-    """
-    count = len(types)
-    before = types.index(FixedArguments) if FixedArguments in types else count
-    after = 0 if before == count else types[::-1].index(FixedArguments)
-    return [*parameters[:before], *[False] * (count - before - after), *parameters[len(parameters) - after :]]
-
-
 class _Specializer(NamedTuple):
     """Generated Python that inspects arguments of some types. Lists end with a comma.
 
@@ -168,9 +141,6 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Specializer
             integers.append(arg)
             if not varies:
                 kinds.append(_KIND_OF_INTEGER.format(arg))
-        elif kind is FixedArguments:
-            kinds.append(f"{arg}.kind")
-            value = f"*{arg}.values"
         elif issubclass(kind, tuple):
             first.append(f"k{arg}, v{arg} = bound({arg})")
             kinds.append(f"k{arg}")
@@ -211,9 +181,8 @@ def _types_of(*numbers: int) -> tuple[int, ...] | int:
 # Specialization of an integer that does not vary: 1, or a multiple of 16.
 _KIND_OF_INTEGER = "1 if {0} == 1 else 2 if {0} & 15 == 0 else 0"
 _numbers = itertools.count()
-_known: dict[tuple[Any, ...], int] = {}  # numbers of the specializations of `FixedArguments`
 
 
 def plain(args: Sequence[Any]) -> list[Any]:
-    """Return arguments one by one, with all memory as tensors."""
-    return [as_tensor(one) for arg in args for one in (arg.args if type(arg) is FixedArguments else (arg,))]
+    """Return arguments with all memory as tensors."""
+    return [as_tensor(arg) for arg in args]

@@ -110,9 +110,9 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
     launch(_bounds, 1, *args, num_warps=1, LANES=max(2, 1 << (k - 1).bit_length()))
 
 
-@kernel("n", "features", "count", "tables", anywhere=("tickets",))
+@kernel("n", "features", "count", "tables", anywhere=("paddings", "tickets"))
 def _bags(
-    starts, cuts, entries, bounds, tickets, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr
+    starts, cuts, entries, paddings, tickets, offsets, bags, words, n, features, count, tables, LANES: tl.constexpr
 ):
     begin = tl.program_id(0) * LANES
     i, stop = begin + tl.arange(0, LANES), begin + LANES
@@ -142,7 +142,7 @@ def _bags(
                 if wrong > 0:
                     tl.atomic_add(tickets + 1 + table, wrong, sem="relaxed")
                 at = tl.minimum(tl.maximum(at, 0), length)
-            word = tl.load(bounds + tables + 1 + table) * 2 + tl.load(more + 3 * features + 1).to(tl.int32)
+            word = tl.load(paddings + table) * 2 + tl.load(more + 3 * features + 1).to(tl.int32)
             tl.store(offsets + i, (first + at).to(tl.int32), mask=here)
             tl.store(words + i, tl.zeros([LANES], tl.int32) + word, mask=here)
         feature += 1
@@ -158,7 +158,7 @@ def _bags(
             table += 1
 
 
-def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
+def bags(starts, cuts, features, tables, paddings, tickets, offsets, bags, words):
     """Write the offsets of several features' bags, one after the other; record invalid starts.
 
     Args:
@@ -169,14 +169,14 @@ def bags(starts, cuts, features, tables, bounds, tickets, offsets, bags, words):
             means, else 0.
         features: number of features.
         tables: see `addresses.DeviceTables`.
-        bounds: see `bounds`.
+        paddings: int32 (k,), the row of each table that counts in no bag, -1 for none.
         tickets: int32 (1 + k,), zeros: a counter of programs, and the invalid starts of each table.
         offsets: int32 (bags + 1,) receives the first position of each bag, and the end of the last.
         bags: int32 (n,) receives the bag of each position.
         words: int32 (bags,) receives 2 * the uncounted row of a bag, -1 for none, plus 1 for a mean.
     """
     n, count, k = bags.shape[0], words.shape[0], tables.entries.shape[0]
-    args = starts, cuts, tables.entries, bounds, tickets, offsets, bags, words, n, features, count, k
+    args = starts, cuts, tables.entries, paddings, tickets, offsets, bags, words, n, features, count, k
     launch(_bags, -(-(max(n, count) + 1) // LANES), *args, LANES=LANES)
 
 

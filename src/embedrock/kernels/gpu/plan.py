@@ -7,7 +7,6 @@ blocks. So a framework only sorts, and the number of unique keys stays on the de
 import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import slots_of, touch_rows
-from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 
 BLOCK = 1024
@@ -139,7 +138,7 @@ def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets
     n = keys.shape[0]
     args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, tables, tickets.shape[0], n
     if arrival is None:
-        _ready_to_collect.launch(blocks(n + 1), *args, _NO_ARRIVAL)
+        _ready_to_collect.launch(blocks(n + 1), *args, *_NO_ARRIVAL)
         return
     (entry, *_), search = arrival
     touched = entry, *search.time[:3], search.counts, search.histogram
@@ -149,7 +148,7 @@ def collect(keys, nobody, order, counts, unique, starts, inverse, count, tickets
 # Kernels that each batch launches, prepared once.
 _ready_to_narrow, _ready_to_mark = ReadyKernel(_narrow, LANES=BLOCK), ReadyKernel(_mark, LANES=BLOCK)
 _ready_to_collect = ReadyKernel(_collect, BINS=1, LANES=BLOCK)
-_NO_ARRIVAL = FixedArguments(None, 0, 0, 0.0, None, None)
+_NO_ARRIVAL = None, 0, 0, 0.0, None, None
 
 
 @kernel()

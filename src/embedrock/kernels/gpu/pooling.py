@@ -1,7 +1,7 @@
 """Pooling of rows into bags on the GPU: see ``tests/reference/pooling.py``. `sums.sum_shares` is its backward.
 
-One line of one program handles a bag, a row or a position, so there are no atomics. `skip` is int32 (1,), on the
-device.
+One line of one program handles a bag, a row or a position, so there are no atomics. `words` (bags,) are those of
+`joint.bags`.
 """
 
 import triton.language as tl
@@ -22,16 +22,10 @@ def _member(rows, inverse, skip, position, end, column, DIM):
 
 
 @inlined
-def _skip(skips, bag, here, EACH: tl.constexpr):
-    """Return the row that does not count in bags, and whether they are means.
-
-    Each bag has a word, or all bags have one row.
-    """
-    if EACH:
-        word = tl.load(skips + bag, mask=here, other=-2)
-        return word >> 1, word & 1
-    else:  # Triton compiles one of the two
-        return tl.load(skips), 0
+def _skip(words, bag, here):
+    """Return the row that does not count in each bag, and whether the bag is a mean."""
+    word = tl.load(words + bag, mask=here, other=-2)
+    return word >> 1, word & 1
 
 
 @inlined
@@ -46,19 +40,17 @@ def _pool_sum(
     inverse,
     offsets,
     weights,
-    skips,
+    words,
     out,
     scale,
     bags,
     WEIGHTED: tl.constexpr,
-    MEAN: tl.constexpr,
-    EACH: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     bag = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    skip, is_mean = _skip(skips, bag, bag < bags, EACH)
+    skip, is_mean = _skip(words, bag, bag < bags)
     begin, end = _bounds(offsets, bag, bags)
     longest = tl.max(end - begin, axis=0)
     for start in range(0, DIM, WIDTH):
@@ -74,22 +66,20 @@ def _pool_sum(
                 total = tl.where(here[:, None], total + row, total)
                 members += here.to(tl.int32)
             j += _AHEAD
-        factor = tl.full([ROWS], 1.0, tl.float32)
-        if MEAN or EACH:
-            share = tl.div_rn(factor, tl.maximum(members, 1).to(tl.float32))
-            factor = tl.where(is_mean != 0, share, factor) if EACH else share
-            total = total * factor[:, None]
+        one = tl.full([ROWS], 1.0, tl.float32)
+        factor = tl.where(is_mean != 0, tl.div_rn(one, tl.maximum(members, 1).to(tl.float32)), one)
+        total = total * factor[:, None]
         place = out + bag.to(tl.int64)[:, None] * DIM + column
         tl.store(place, total, mask=(bag < bags)[:, None] & (column < DIM))
         tl.store(scale + bag, factor, mask=bag < bags)
 
 
-def pool_sum(rows, inverse, offsets, weights, skip, mean, out, scale):
-    """Sum or average the rows of each bag; `mean` None: by each bag's word in `skip`, see `joint.bags`."""
+def pool_sum(rows, inverse, offsets, weights, words, out, scale):
+    """Sum or average the rows of each bag."""
     bags, form = out.shape[0], tile(out.shape[1])
-    args = rows, inverse, offsets, weights, skip, out, scale, bags
-    constexprs = {"WEIGHTED": weights.shape[0] > 0, "MEAN": bool(mean), "EACH": mean is None, **form}
-    launch(_pool_sum, -(-bags // form["ROWS"]), *args, num_warps=WARPS, **constexprs)
+    args = rows, inverse, offsets, weights, words, out, scale, bags
+    weighted = weights.shape[0] > 0
+    launch(_pool_sum, -(-bags // form["ROWS"]), *args, num_warps=WARPS, WEIGHTED=weighted, **form)
 
 
 @kernel("bags")
@@ -97,17 +87,16 @@ def _pool_max(
     rows,
     inverse,
     offsets,
-    skips,
+    words,
     out,
     argmax,
     bags,
-    EACH: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     bag = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    skip, _ = _skip(skips, bag, bag < bags, EACH)
+    skip, _ = _skip(words, bag, bag < bags)
     begin, end = _bounds(offsets, bag, bags)
     longest = tl.max(end - begin, axis=0)
     for start in range(0, DIM, WIDTH):
@@ -127,14 +116,11 @@ def _pool_max(
         tl.store(argmax + place, source, mask=(bag < bags)[:, None] & (column < DIM))
 
 
-def pool_max(rows, inverse, offsets, skip, out, argmax, each=False):
-    """Take the largest value of each column of each bag, the first of equal ones.
-
-    With `each`, `skip` has a word for each bag: see `joint.bags`.
-    """
+def pool_max(rows, inverse, offsets, words, out, argmax):
+    """Take the largest value of each column of each bag, the first of equal ones."""
     bags, form = out.shape[0], tile(out.shape[1])
-    args = rows, inverse, offsets, skip, out, argmax, bags
-    launch(_pool_max, -(-bags // form["ROWS"]), *args, num_warps=WARPS, EACH=each, **form)
+    args = rows, inverse, offsets, words, out, argmax, bags
+    launch(_pool_max, -(-bags // form["ROWS"]), *args, num_warps=WARPS, **form)
 
 
 @kernel("n")
@@ -144,17 +130,16 @@ def _weight_grads(
     rows,
     inverse,
     bags,
-    skips,
+    words,
     out,
     n,
-    EACH: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bag = tl.load(bags + position, mask=position < n, other=0).to(tl.int64)
-    skip, _ = _skip(skips, bag, position < n, EACH)
+    skip, _ = _skip(words, bag, position < n)
     total = tl.zeros([ROWS], tl.float64)
     for start in range(0, DIM, WIDTH):
         column = start + tl.arange(0, WIDTH)[None, :]
@@ -164,11 +149,8 @@ def _weight_grads(
     tl.store(out + position, total.to(tl.float32), mask=position < n)
 
 
-def weight_grads(grads, rows, inverse, bags, skip, out, each=False):
-    """Write the gradient of each position's weight in a sum: the inner product of row and gradient.
-
-    With `each`, `skip` has a word for each bag: see `joint.bags`.
-    """
+def weight_grads(grads, rows, inverse, bags, words, out):
+    """Write the gradient of each position's weight in a sum: the inner product of row and gradient."""
     n, form = out.shape[0], tile(rows.shape[1])
-    args = grads, grads.stride(0), rows, inverse, bags, skip, out, n
-    launch(_weight_grads, -(-n // form["ROWS"]), *args, num_warps=WARPS, EACH=each, **form)
+    args = grads, grads.stride(0), rows, inverse, bags, words, out, n
+    launch(_weight_grads, -(-n // form["ROWS"]), *args, num_warps=WARPS, **form)

@@ -18,7 +18,7 @@ from triton.language import random
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from embedrock.kernels.gpu.binding import in_place_of, launcher, plain
+from embedrock.kernels.gpu.binding import launcher, plain
 from embedrock.system import forks
 
 ALIGNMENT = 16  # bytes, of the first record of any memory: GPUs access 16 bytes at a time
@@ -137,7 +137,7 @@ class ReadyKernel:
         self._launchers = dict[tuple[type, ...], Callable[..., None]]()
 
     def launch(self, grid_size: int, *args: Any) -> None:
-        """Run `grid_size` programs with arguments, which may include `FixedArguments`: see `launch`."""
+        """Run `grid_size` programs with arguments: see `launch`."""
         if grid_size == 0:
             return
         if on_launch is not None:
@@ -151,8 +151,7 @@ class ReadyKernel:
     def _launcher(self, types: tuple[type, ...]) -> Callable[..., None]:
         if not isinstance(self.kernel, JITFunction):
             return self._interpret
-        parameters = [one.do_not_specialize for one in self.kernel.params if not one.is_constexpr]
-        varying = in_place_of(types, parameters)
+        varying = [one.do_not_specialize for one in self.kernel.params if not one.is_constexpr]
         return launcher(types, varying, compiled=self.compiled, hooks=knobs.runtime, anew=self._launch_anew)
 
     def _interpret(self, grid_size: int, *args: Any) -> None:

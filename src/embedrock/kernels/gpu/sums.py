@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.binding import FixedArguments
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 
 CHUNK = 64
@@ -287,7 +286,7 @@ def _to_sum(what, weighted, dim, each):
     return ReadyKernel(_sum, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, EACH=each, **tile(dim))
 
 
-_NO_SHARE = (FixedArguments(None, None, None, None),)
+_NO_SHARE = None, None, None, None
 
 
 def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=False):

@@ -338,7 +338,10 @@ class SingleLookupState(LookupState):
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
-        return (self._found.read().to(self.handles[0].device, self.layout.dtypes[0]),)
+        out = self._found.read()
+        if not for_weights:
+            self._found.rows = None
+        return (out.to(self.handles[0].device, self.layout.dtypes[0]),)
 
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
         return {id(self.handles[0]): self._found.sum(grads[0])}
