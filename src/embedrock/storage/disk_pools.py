@@ -148,10 +148,6 @@ class DiskPools(RecordPools):
         self._pools = []
 
     @property
-    def tiers(self) -> list[DiskBackend]:
-        return list(self._pools)
-
-    @property
     def is_being_shared(self) -> bool:
         """Return whether this thread is dividing the budget now."""
         return any(tier.budget.pool.lock._is_owned() for tier in self.tiers)

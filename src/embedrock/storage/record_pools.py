@@ -37,6 +37,8 @@ MOVED_BYTES = 8 << 20  # of records, moved between backends at a time
 class RecordPools(ABC):
     """The backends of tables that live together, and their factory."""
 
+    _pools: Any = ()  # a table alone in RAM owns its backend, and releases its RAM
+
     @abstractmethod
     def part(self, spec: Spec, subject: str) -> Backend:
         """Return an empty backend for the records of a table."""
@@ -45,9 +47,9 @@ class RecordPools(ABC):
         """Delete a table's backend and its records."""
 
     @property
-    def tiers(self) -> Sequence[Backend]:
-        """The backends of keys. A table alone in RAM owns its backend, and releases its RAM."""
-        return ()
+    def tiers(self) -> list[Any]:
+        """The backends of keys."""
+        return list(self._pools)
 
     @property
     def bytes_used(self) -> int:
@@ -326,10 +328,6 @@ class RamPools(RecordPools):
                 part.pool.remove(np.concatenate(list(part.key_batches(part.count))))
             part.drop()
             self._pools = [pool for pool in self._pools if pool.parts]
-
-    @property
-    def tiers(self) -> list[RamBackend]:
-        return list(self._pools)
 
     def has_room(self, new: Sequence[NewRows]) -> bool:
         return not any(each.rows for each in new) or self._bytes_with(new) <= self.budget_bytes
