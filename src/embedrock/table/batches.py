@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,9 @@ from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
 from embedrock.table.table import Table, rows_of
 
-_INT64 = np.dtype(np.int64)
+_ARRAYS = {np.ndarray}
+_FORM = attrgetter("dtype", "flags.c_contiguous", "flags.aligned")  # many arrays are read by one call of `map`
+_IDS = {(np.dtype(np.int64), True, True)}
 _NONE = np.empty(0, np.int64)
 MODES = ("sum", "mean", "max")
 _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}  # ways to read a feature
@@ -254,7 +257,7 @@ class PoolBatch:
     bags: Bags
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
-    trace: np.ndarray = field(default_factory=lambda: ONES)
+    trace: np.ndarray
     values: np.ndarray | None = None
 
     def places(self, array: np.ndarray, side_by_side: bool) -> np.ndarray:
@@ -385,13 +388,7 @@ def _current(batch: Batch) -> Batch:
 
 def _as_ids(layout: FeatureLayout, ids: Sequence[Any]) -> Sequence[np.ndarray]:
     """Return ids as arrays of int64, whose range is not checked yet."""
-    for own in ids:
-        if type(own) is not np.ndarray or own.dtype is not _INT64:
-            break
-        flags = own.flags
-        if not (flags.c_contiguous and flags.aligned):
-            break
-    else:
+    if set(map(type, ids)) == _ARRAYS and set(map(_FORM, ids)) == _IDS:
         return ids
     pairs = zip(layout.tables, ids, strict=True)
     return [own if are_ids(own) else check_ids(own, table.rows, table.subject) for table, own in pairs]
@@ -417,7 +414,7 @@ def _part(
     made = _plan_of(pool, at, ids) if planner is None else planner(ids[0])
     mode = None if pool.kind == "rows" else pool.kind
     bags = Bags(made, at.offsets, -1, mode, at.items, pool.own, at.of_positions, at.are_alone)
-    return PoolBatch(pool, at, made, bags, None if weights is None else _joined_weights(ids, weights), kept)
+    return PoolBatch(pool, at, made, bags, None if weights is None else _joined_weights(ids, weights), kept, ONES)
 
 
 def _plan_of(pool: PoolLayout, at: PositionLayout, ids: Sequence[np.ndarray]) -> Plan:

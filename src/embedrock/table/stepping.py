@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than ha
 # Returns new weights from the stepped weights, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
 NO_RULE = SGD(lr=0.0)
+# Many tables are read by one call of `map`.
+_BACKEND, _EXECUTOR, _RULE = attrgetter("backend"), attrgetter("executor"), attrgetter("spec.rule")
 
 
 class StepRequest(NamedTuple):
@@ -62,16 +65,15 @@ class StepRequest(NamedTuple):
         first.check_commit()
         if not self.grads.has_width(first.spec.dim):
             raise checks.wrong_width(self.grads, first.spec.dim, first.subject)
-        rule = fits = self.rule
-        for rows in self.tables:
-            if rows.backend is None:
+        if not all(map(_BACKEND, self.tables)) or any(map(_EXECUTOR, self.tables)):
+            for rows in self.tables:
                 rows.check_open()
-            if rows.executor is not None:
                 rows.check()
-            own = rows.spec.rule
-            if own is not rule and own is not fits and not rule.same_layout(own):
-                raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
-            fits = own
+        rule, rules = self.rule, list(map(_RULE, self.tables))
+        if not rule.same_layout(rules[0]) or rules.count(rules[0]) < len(rules):
+            for rows, own in zip(self.tables, rules, strict=True):
+                if not rule.same_layout(own):
+                    raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
 
     @staticmethod
     def by_rule(tables: Sequence[TableState], rules: Sequence[Rule], grads: RowGradients) -> list[StepRequest]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from embedrock.frontend.steps import Part, of_joint, step_all
 from embedrock.optimizers import Rule
 from embedrock.table.changes import RuleTaker, bind_rule, check_may_bind
 from embedrock.table.checks import of_step
+from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
@@ -346,29 +348,34 @@ class _CheckedGroup(NamedTuple):
         group: the param group.
         values: its hyperparameters.
         bound: the rows.
-        rests: for each handle its table, the table's state and rule, and the optimizer that holds it.
+        rows: states of the handles' tables.
+        rests: for each handle its identity, its table and rule, and the optimizer that holds it.
     """
 
     group: dict[str, Any]
     values: tuple[Any, ...]
     bound: list[OptimizedRows]
+    rows: list[TableState]
     rests: list[tuple[Any, ...]]
 
     @staticmethod
     def of(group: dict[str, Any], values: tuple[Any, ...], bound: list[OptimizedRows]) -> _CheckedGroup:
-        rests = [(h, h.table, rows_of(h.table), h.table.rule, h.unapplied.holder) for h in group["params"]]
-        return _CheckedGroup(group, values, bound, rests)
+        rows = [rows_of(handle.table) for handle in group["params"]]
+        return _CheckedGroup(group, values, bound, rows, _rests(group["params"], rows))
 
     def is_current(self, group: dict[str, Any], values: tuple[Any, ...]) -> bool:
-        handles, rests = group["params"], self.rests
-        if group is not self.group or values != self.values or len(handles) != len(rests):
+        handles = group["params"]
+        if group is not self.group or values != self.values or len(handles) != len(self.rows):
             return False
-        for handle, (known, table, rows, rule, holder) in zip(handles, rests, strict=True):
-            if handle is not known or handle.table is not table or handle.unapplied.holder is not holder:
-                return False
-            if rows.spec.rule is not rule:
-                return False
-        return True
+        return _rests(handles, self.rows) == self.rests
+
+
+_TABLE, _HOLDER, _RULE = attrgetter("table"), attrgetter("unapplied.holder"), attrgetter("spec.rule")
+
+
+def _rests(handles: Sequence[Any], rows: Sequence[TableState]) -> list[tuple[Any, ...]]:
+    parts = map(id, handles), map(_TABLE, handles), map(_RULE, rows), map(_HOLDER, handles)
+    return list(zip(*parts, strict=True))
 
 
 def _param_groups(layers: Layers) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
@@ -38,7 +39,10 @@ _handles: weakref.WeakKeyDictionary[Table, weakref.ref[Handle]] = weakref.WeakKe
 
 _DATA: Any = Tensor.data
 _NO_BITS = np.zeros((), np.int32).data
-_ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr  # many are asked by one call of `map`
+# Many handles are read by one call of `map`.
+_ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
+_VERSION, _BITS, _READ = attrgetter("_version"), attrgetter("_bits"), itemgetter(())
+_WATCHED, _UNTOUCHED = attrgetter("state_dicts.watched"), attrgetter("_untouched")
 MINUS_ZERO = -(2**31)  # bits of -0.0 as an int32
 
 
@@ -78,7 +82,7 @@ class Handle(HandleValue, nn.Parameter):
     _placed_on: torch.device | None  # device set by `place`; None: the device of the handle
     _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
     # Version and bits of the value, None (no watched state dict), and its address. None: other code wrote to it.
-    _untouched: tuple[tuple[int, int, None], int] | None
+    _untouched: tuple[int, int, None, int] | None
     _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
     _bits: memoryview  # the value as an int32, faster than a tensor; 0 for a value that is not on the CPU
     _is_original: bool  # no copy of the kind that weight averaging writes to
@@ -319,7 +323,7 @@ class Handle(HandleValue, nn.Parameter):
     def _is_untouched(self) -> bool:
         # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
         # the CPU only, because reading from another device waits for it.
-        return self._untouched == ((self._version, self._bits[()], None), self.data_ptr())
+        return self._untouched == (self._version, self._bits[()], None, self.data_ptr())
 
     def _write_zero(self, bits: int) -> None:
         self._zero_bits = bits
@@ -333,7 +337,7 @@ class Handle(HandleValue, nn.Parameter):
         if self.is_cpu:
             with no_dispatch():
                 bits, self._bits = self._zero_bits, _DATA.__get__(self).view(torch.int32).numpy().data
-        self._untouched = (self._version, bits, None), self.data_ptr()
+        self._untouched = self._version, bits, None, self.data_ptr()
 
     def check_rule(self, rule: Rule | None) -> None:
         """Raise `UnsupportedError` if the layers on the table do not support a rule."""
@@ -559,8 +563,8 @@ class Handle(HandleValue, nn.Parameter):
 
 def check_untouched(handles: Sequence[Handle]) -> None:
     """Do `Handle.check_untouched` for many handles."""
-    values = [(handle._version, handle._bits[()], handle.state_dicts.watched) for handle in handles]
-    if list(zip(values, map(_ADDRESS, handles), strict=True)) != [handle._untouched for handle in handles]:
+    values = map(_VERSION, handles), map(_READ, map(_BITS, handles)), map(_WATCHED, handles), map(_ADDRESS, handles)
+    if list(zip(*values, strict=True)) != list(map(_UNTOUCHED, handles)):
         for handle in handles:
             handle.check_untouched()
 
