@@ -6,6 +6,7 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -118,6 +119,7 @@ class LayerLayout:
         handles: of the features.
         owners: parameters of each layer, with its handle.
         distinct: each handle once.
+        by_table: these, by their table.
         features: their tables, modes and paddings, if the CPU has the rows; else None.
         paddings: of the features.
         dtypes: of the outputs.
@@ -132,6 +134,7 @@ class LayerLayout:
         self.handles: list[Handle] = [layer.handle for layer in layers]
         self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
+        self.by_table = {handle.table: handle for handle in self.distinct}
         tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
         self.paddings = [layer.padding_idx for layer in layers]
         self.dtypes, self.by_frequency = [layer.dtype for layer in layers], layers[0].scale_grad_by_freq
@@ -149,7 +152,7 @@ class LayerLayout:
     def leave(self, handle: Handle) -> None:
         """Drop the tables if one is of this handle: their records may go."""
         if any(own is handle for own in self.distinct):
-            self.features = self.executor = None
+            self.features, self.executor, self.by_table = None, None, {}
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
@@ -181,11 +184,13 @@ class LayerLayout:
         check_untouched(self.distinct)
         if not torch.is_grad_enabled():
             return []
-        for handle in self.distinct:
+        for handle in self.distinct if any(map(_PASSED_BY, self.distinct)) else ():
             passed_by = handle.unapplied.passed_by and handle.requires_grad
             if passed_by and any(layer.training for layer in layers if layer.handle is handle):
                 handle.unapplied.check(handle.label)
-        return [handle for handle in self.distinct if handle.requires_grad]
+        return (
+            self.distinct if all(map(_TRAINS, self.distinct)) else [own for own in self.distinct if own.requires_grad]
+        )
 
     def plain(self, given: Sequence[Any]) -> list[np.ndarray] | None:
         """Return ids as arrays; None if some are not dense int64 tensors on the CPU."""
@@ -202,6 +207,7 @@ class LayerLayout:
         return arrays
 
 
+_PASSED_BY, _TRAINS = attrgetter("unapplied.passed_by"), attrgetter("requires_grad")
 _INT64, _TENSORS = np.dtype(np.int64), {Tensor}
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 
@@ -412,7 +418,8 @@ class HostLookup(LookupState):
 
         Autograd accumulates those that other code must see before: see `Handle.receive`.
         """
-        handles = {handle.table: handle for handle in self.trained}
+        are_all = self.trained is self.layout.distinct
+        handles = self.layout.by_table if are_all else {handle.table: handle for handle in self.trained}
         if self.side_by_side:
             blocks = batches.sum_array(self._batch, grads[0])
         else:
