@@ -188,9 +188,9 @@ class LayerLayout:
             passed_by = handle.unapplied.passed_by and handle.requires_grad
             if passed_by and any(layer.training for layer in layers if layer.handle is handle):
                 handle.unapplied.check(handle.label)
-        return (
-            self.distinct if all(map(_TRAINS, self.distinct)) else [own for own in self.distinct if own.requires_grad]
-        )
+        if all(map(_TRAINS, self.distinct)):
+            return self.distinct
+        return [handle for handle in self.distinct if handle.requires_grad]
 
     def plain(self, given: Sequence[Any]) -> list[np.ndarray] | None:
         """Return ids as arrays; None if some are not dense int64 tensors on the CPU."""
