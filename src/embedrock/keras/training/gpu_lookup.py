@@ -28,23 +28,22 @@ class GpuLookup(HostLookup):
     def plan(self, inputs: Sequence[Tensor], trains: bool = True) -> Any:
         return self._asking(functools.partial(self._joined, trains), inputs)
 
-    def _joined(self, trains: bool, features: Sequence[Any]) -> SingleLookup:
+    def _joined(self, trains: bool, layout: Any, given: Any, all_offsets: Any, weights: Any) -> SingleLookup:
         """Return the lookup of all features as one. Rows are bags of one if others are bags."""
         executor: Any = self.requests[0].handle.executor
-        parts, bags = [feature.ids.reshape(-1) for feature in features], None
+        parts, bags = [part.reshape(-1) for part in given], None
         ids, sizes = torch.cat(parts), list(map(len, parts))  # a copy, which plans may keep
         executor.check_range(ids)
         if self._pooled:
-            of_parts = list(zip(features, sizes, itertools.accumulate(sizes, initial=0), strict=False))
+            firsts = itertools.accumulate(sizes, initial=0)
             starts = [
-                first + (torch.arange(size, device=ids.device) if feature.offsets is None else feature.offsets[:-1])
-                for feature, size, first in of_parts
+                first + (torch.arange(size, device=ids.device) if offsets is None else offsets[:-1])
+                for offsets, size, first in zip(all_offsets, sizes, firsts, strict=False)
             ]
-            weights = [
-                torch.ones(size, device=ids.device) if feature.weights is None else feature.weights
-                for feature, size, _ in of_parts
-            ]
-            joined = torch.cat(weights) if self._is_weighted else None
+            joined = None
+            if self._is_weighted:
+                pairs = zip(weights, sizes, strict=True)
+                joined = torch.cat([torch.ones(n, device=ids.device) if own is None else own for own, n in pairs])
             bags = FeatureBags("max" if self._is_max else "sum", 0, torch.cat(starts), joined)
         return SingleLookup(DeviceFeature(executor.stepped, ids, None, bags), False, trains)
 
