@@ -14,12 +14,13 @@ import tensorflow as tf
 
 import embedrock as er
 from embedrock.batch.plan import make_plan
-from embedrock.batch.pooling import Bags, pool
 from embedrock.errors import IdTypeError, MemoryBudgetError, UnsupportedError
 from embedrock.initializers import Initializer
 from embedrock.keras.serving import table as serving
 from embedrock.keras.serving.table import ServingTable, first_values, philox, pooled, standard_normal
 from reference import generator
+from support.bags import bags_of
+from support.bags import pooled as pooled_by_kernels
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63), 2**32, 2**31, 2**32 - 1]
 INITIALIZERS = [
@@ -177,8 +178,8 @@ def test_bags_have_the_bits_of_the_kernels(mode):
         np.r_[0, 0, np.sort(rng.integers(0, 500, 60)), 500, 500],
     )
     weights = rng.normal(size=500).astype(np.float32) if mode == "weighted" else None
-    bags = Bags.of(make_plan(np.arange(500)), offsets, -1, "max" if mode == "max" else "sum")
-    want, _ = pool(rows, weights, bags)
+    bags = bags_of(make_plan(np.arange(500)), offsets, "max" if mode == "max" else "sum")
+    want, _ = pooled_by_kernels(rows, weights, bags)
     given = None if weights is None else tf.constant(weights)
     for function in (pooled, tf.function(pooled, autograph=False)):
         assert same_bits(function(tf.constant(rows), tf.constant(offsets), given, mode == "max").numpy(), want)

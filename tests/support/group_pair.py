@@ -15,12 +15,14 @@ import embedrock as er
 from embedrock.batch import pooling
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import make_plan
+from embedrock.batch.pooling import Bags
 from embedrock.table import batches
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from same_tables import RULES, check_same
 from suites import FaultFS
 from support import features as features_of
+from support.bags import bags_of, pooled
 from support.features import BatchFeature
 
 MOST = 6  # members at a time
@@ -263,35 +265,33 @@ def summed_alone(table: er.Table, features: list[BatchFeature], grads: list[np.n
         made.grads = summed if padding is None else summed.kept(summed.plan.ids != padding)
         made.weighed = [None] * len(features)
         return made
-    parts = []
+    found, kept_ids = [], []
     for feature, own in zip(features, grads, strict=True):
         assert feature.offsets is not None
-        plan = make_plan(np.asarray(feature.ids))
-        bags = pooling.Bags.of(plan, feature.offsets, pooling.index_of(plan, padding), str(feature.mode))
+        of_feature, weights = np.asarray(feature.ids), feature.weights
+        kept = of_feature != padding if padding is not None else np.ones(len(of_feature), bool)
+        plan, left = make_plan(of_feature[kept]), None if weights is None else weights[kept]
+        bags = bags_of(plan, np.append(0, np.cumsum(kept))[feature.offsets], str(feature.mode))
         rows = table.read_rows(plan)
-        out, trace = pooling.pool(rows, feature.weights, bags)
+        out, trace = pooled(rows, left, bags)
         made.outputs.append(out)
-        each = feature.weights
-        made.weighed.append(None if each is None else pooling.weight_grads(pooling.places_of([own]), rows, bags))
-        parts.append((bags, trace, own))
-    kept = ids != padding if padding is not None else np.ones(len(ids), bool)
-    made.grads = RowGradients.sum(make_plan(ids[kept]), _of_positions(features, parts)[kept])
+        weighed = np.zeros(len(of_feature), np.float32)
+        weighed[kept] = pooling.weight_grads(pooling.places_of([own]), rows, bags)
+        made.weighed.append(None if weights is None else weighed)
+        found.append(_of_positions(bags, left, trace, own))
+        kept_ids.append(of_feature[kept])
+    made.grads = RowGradients.sum(make_plan(np.concatenate(kept_ids)), np.concatenate(found))
     return made
 
 
-def _of_positions(features: list[BatchFeature], parts: list[Any]) -> np.ndarray:
+def _of_positions(bags: Bags, weights: np.ndarray | None, trace: np.ndarray, grads: np.ndarray) -> np.ndarray:
     """Return the gradient of each position of bags: float32 (n, dim)."""
-    found = []
-    for feature, (bags, trace, grads) in zip(features, parts, strict=True):
-        of_bag = bags.of_positions
-        if feature.mode == "max":
-            positions = np.arange(len(of_bag), dtype=np.int32)
-            found.append(np.where(trace[of_bag] == positions[:, None], grads[of_bag], np.float32(0)))
-        else:
-            weights = np.ones(len(of_bag), np.float32) if feature.weights is None else feature.weights
-            factors = weights * trace[of_bag] if len(trace) else weights
-            found.append(factors[:, None] * grads[of_bag])
-    return np.concatenate(found)
+    of_bag = bags.of_positions
+    if bags.mode == "max":
+        positions = np.arange(len(of_bag), dtype=np.int32)
+        return np.where(trace[of_bag] == positions[:, None], grads[of_bag], np.float32(0))
+    factors = np.ones(len(of_bag), np.float32) if weights is None else weights
+    return (factors * trace[of_bag] if len(trace) else factors)[:, None] * grads[of_bag]
 
 
 EVENTS: tuple[Callable[[GroupPair], None], ...] = (

@@ -25,7 +25,6 @@ class Bags(NamedTuple):
     Attributes:
         plan: plan of the n positions of all bags.
         offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
-        skip: index in ``plan.ids`` of the padding id, which counts in no bag; -1 for none.
         mode: "sum", "mean" or "max"; None: each position is alone, and its row is not pooled.
         bounds: int64 (features + 1,), where the bags of each feature begin.
         own: int64 (tables + 1,), where the features of each table begin.
@@ -35,7 +34,6 @@ class Bags(NamedTuple):
 
     plan: Plan
     offsets: np.ndarray
-    skip: int
     mode: str | None
     bounds: np.ndarray
     own: np.ndarray
@@ -43,14 +41,9 @@ class Bags(NamedTuple):
     are_alone: bool = False
 
     @staticmethod
-    def of(plan: Plan, offsets: np.ndarray, skip: int, mode: str | None) -> Bags:
-        """Return the bags of one feature."""
-        return Bags(plan, offsets, skip, mode, np.array([0, len(offsets) - 1]), _ONE, bag_of_position(offsets))
-
-    @staticmethod
     def of_rows(plan: Plan) -> Bags:
         """Return the positions of one feature, without bags."""
-        return Bags(plan, plan.positions, -1, None, plan.positions, _ONE, NO_BAGS, are_alone=True)
+        return Bags(plan, plan.positions, None, plan.positions, _ONE, NO_BAGS, are_alone=True)
 
 
 _ONE, NO_BAGS = np.array([0, 1]), np.empty(0, np.int32)
@@ -90,32 +83,6 @@ class PooledSource(NamedTuple):
         return PooledSource(rows, np.arange(len(rows)), rows[:0])
 
 
-def index_of(plan: Plan, padding: int | None) -> int:
-    """Return the index of the padding id in ``plan.ids``; -1 if it is None or not in the batch."""
-    if padding is None:
-        return -1
-    found = np.flatnonzero(plan.ids == padding)
-    return int(found[0]) if len(found) else -1
-
-
-def pool(rows: np.ndarray, weights: np.ndarray | None, bags: Bags) -> tuple[np.ndarray, np.ndarray]:
-    """Pool unique rows float32 (unique, dim).
-
-    Args:
-        rows: rows of ``bags.plan``.
-        weights: factors of the positions, float32 (n,); None for ones.
-        bags: the bags, of one feature.
-
-    Returns:
-        The bags float32 (bags, dim), and the `trace` for `sum_bags`. That is the factors of sums, `ONES` without means,
-        or the positions of maxima.
-    """
-    count, dim = len(bags.offsets) - 1, rows.shape[1]
-    out, trace = buffers.empty((count, dim), np.float32), trace_of(count, dim, {bags.mode})
-    pool_into(PooledSource.of(rows), weights, bags, places_of([out]), trace)
-    return out, trace
-
-
 def trace_of(count: int, dim: int, modes: Set[str | None]) -> np.ndarray:
     """Allocate the trace of `count` bags: of maxima, or of sums and means."""
     if "max" in modes:
@@ -134,9 +101,9 @@ def pool_into(
         return cpu.launch(cpu.pooling.copy_rows, *rows, places, bags.bounds, start, dim)
     pooled = *rows, bags.offsets[:-1], bags.offsets[1:]
     if bags.mode == "max":
-        cpu.launch(cpu.pooling.pool_max, *pooled, bags.skip, places, bags.bounds, trace)
+        cpu.launch(cpu.pooling.pool_max, *pooled, places, bags.bounds, trace)
     else:
-        about = ONES if weights is None else weights, bags.skip, bags.mode == "mean"
+        about = ONES if weights is None else weights, bags.mode == "mean"
         cpu.launch(cpu.pooling.pool_sum, *pooled, *about, places, bags.bounds, dim, trace)
 
 
@@ -157,7 +124,7 @@ def sum_bags(
         cpu.launch(cpu.pooling.pool_max_backward, *segments, trace, values, squares)
     else:
         start = NOTHING if bags.mode is None else ZERO
-        about = ONES if weights is None else weights, trace, bags.skip, start
+        about = ONES if weights is None else weights, trace, start
         cpu.launch(cpu.pooling.pool_sum_backward, *segments, *about, values, squares)
     sums = np.empty(rows.size - 1)
     cpu.pooling.sum_squares(squares, rows, sums)
@@ -173,7 +140,7 @@ def weight_grads(places: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray
         bags: the bags.
     """
     out = np.empty(len(bags.plan.inverse), np.float32)
-    args = places, bags.bounds, rows, bags.plan.inverse, bags.of_positions, bags.skip, out
+    args = places, bags.bounds, rows, bags.plan.inverse, bags.of_positions, out
     kernels.cpu.launch(kernels.cpu.pooling.weight_grads, *args)
     return out
 

@@ -413,7 +413,7 @@ def _part(
     at = pool.positions(ids, offsets)
     made = _plan_of(pool, at, ids) if planner is None else planner(ids[0])
     mode = None if pool.kind == "rows" else pool.kind
-    bags = Bags(made, at.offsets, -1, mode, at.items, pool.own, at.of_positions, at.are_alone)
+    bags = Bags(made, at.offsets, mode, at.items, pool.own, at.of_positions, at.are_alone)
     return PoolBatch(pool, at, made, bags, None if weights is None else _joined_weights(ids, weights), kept, ONES)
 
 
@@ -560,7 +560,7 @@ def _pool(part: PoolBatch, source: PooledSource, places: np.ndarray) -> None:
     for mode, first, last in modes:
         bounds = at.bags[first : last + 1]
         start, stop = bounds[[0, -1]].tolist()
-        bags = Bags(part.plan, at.offsets[start : stop + 1], -1, mode, bounds - start, part.layout.own, _NONE)
+        bags = Bags(part.plan, at.offsets[start : stop + 1], mode, bounds - start, part.layout.own, _NONE)
         pooling.pool_into(source, part.weights, bags, places[first:last], part.trace[start:stop])
 
 

@@ -110,7 +110,7 @@ def _sum_in_loops(dim, lo, hi, bags, rows):
 
 @inlined
 def _sum_columns(start, column, lo, hi, bags, rows):
-    (places, bounds, begins, ends), (words, slots, inverse, fresh, weights, skip) = bags, rows
+    (places, bounds, begins, ends), (words, slots, inverse, fresh, weights) = bags, rows
     weighted, last, offset = weights.shape[0] > 0, ends[hi - 1] if hi > lo else 0, 4 * column
     stored, drawn = address_of(words) + offset, address_of(fresh) + offset
     width, narrower = words.strides[0], fresh.strides[0]
@@ -123,10 +123,7 @@ def _sum_columns(start, column, lo, hi, bags, rows):
             for j in range(begins[bag], ends[bag]):
                 if j + AHEAD < last and slots[inverse[j + AHEAD]] >= 0:
                     ask_for(total, stored + slots[inverse[j + AHEAD]] * width)
-                k = inverse[j]
-                if k == skip:
-                    continue
-                slot, weight = slots[k], weights[j] if weighted else ONE
+                slot, weight = slots[inverse[j]], weights[j] if weighted else ONE
                 if slot >= 0:
                     total = plus(total, weight, stored + slot * width)
                 else:
@@ -136,46 +133,38 @@ def _sum_columns(start, column, lo, hi, bags, rows):
 
 @inlined
 def _sum_rest(start, dim, lo, hi, bags, rows):
-    (places, bounds, begins, ends), (words, slots, inverse, fresh, weights, skip) = bags, rows
+    (places, bounds, begins, ends), (words, slots, inverse, fresh, weights) = bags, rows
     weighted, last, nbytes = weights.shape[0] > 0, ends[hi - 1] if hi > lo else 0, dim * words.itemsize
     for f in range(places.shape[0]):
         end = min(hi, bounds[f + 1])
         for bag in range(max(lo, bounds[f]), end):
-            place, count = _place(places, bounds, f, bag), 0
+            place, first = _place(places, bounds, f, bag), begins[bag]
             if bag + NEXT_BAGS < end:
                 prefetch_to_write_at(place + NEXT_BAGS * places[f, 1], dim * 4)
             total = float32s(place, dim)
             for j in range(begins[bag], ends[bag]):
                 if j + AHEAD < last and slots[inverse[j + AHEAD]] >= 0:
                     prefetch(words, slots[inverse[j + AHEAD]], nbytes)
-                k = inverse[j]
-                if k == skip:
-                    continue
-                count += 1
-                slot, weight = slots[k], weights[j] if weighted else ONE
+                slot, weight = slots[inverse[j]], weights[j] if weighted else ONE
                 if slot >= 0:
                     row = words[slot]
                     for d in range(dim):
-                        total[d] = (total[d] if count > 1 else start) + weight * decode(row[d])
+                        total[d] = (total[d] if j > first else start) + weight * decode(row[d])
                 else:
-                    first = fresh[-1 - slot]
+                    drawn = fresh[-1 - slot]
                     for d in range(dim):
-                        total[d] = (total[d] if count > 1 else start) + weight * first[d]
-            if count == 0:
+                        total[d] = (total[d] if j > first else start) + weight * drawn[d]
+            if first == ends[bag]:
                 for d in range(dim):
                     total[d] = start
 
 
 @kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS)
-def pool_sum(words, slots, inverse, fresh, begins, ends, weights, skip, mean, places, bounds, dim, scale, lo, hi):
-    _sum_bags(dim, lo, hi, (places, bounds, begins, ends), (words, slots, inverse, fresh, weights, skip))
+def pool_sum(words, slots, inverse, fresh, begins, ends, weights, mean, places, bounds, dim, scale, lo, hi):
+    _sum_bags(dim, lo, hi, (places, bounds, begins, ends), (words, slots, inverse, fresh, weights))
     for f in range(places.shape[0] if scale.shape[0] > 0 else 0):
         for bag in range(max(lo, bounds[f]), min(hi, bounds[f + 1])):
-            count = 1
-            if mean:
-                count = 0
-                for j in range(begins[bag], ends[bag]):
-                    count += inverse[j] != skip
+            count = ends[bag] - begins[bag] if mean else 1
             scale[bag] = f32(1 / max(1, count))
             if count > 1:
                 out = float32s(_place(places, bounds, f, bag), dim)
@@ -184,7 +173,7 @@ def pool_sum(words, slots, inverse, fresh, begins, ends, weights, skip, mean, pl
 
 
 @kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS)
-def pool_max(words, slots, inverse, fresh, begins, ends, skip, places, bounds, argmax, lo, hi):
+def pool_max(words, slots, inverse, fresh, begins, ends, places, bounds, argmax, lo, hi):
     dim, last = argmax.shape[1], ends[hi - 1] if hi > lo else 0
     for f in range(places.shape[0]):
         for bag in range(max(lo, bounds[f]), min(hi, bounds[f + 1])):
@@ -194,10 +183,7 @@ def pool_max(words, slots, inverse, fresh, begins, ends, skip, places, bounds, a
             for j in range(begins[bag], ends[bag]):
                 if j + AHEAD < last and slots[inverse[j + AHEAD]] >= 0:
                     prefetch(words, slots[inverse[j + AHEAD]], dim * words.itemsize)
-                k = inverse[j]
-                if k == skip:
-                    continue
-                slot = slots[k]
+                slot = slots[inverse[j]]
                 for d in range(dim):
                     value = decode(words[slot, d]) if slot >= 0 else fresh[-1 - slot, d]
                     if source[d] < 0 or value > best[d]:
@@ -207,11 +193,11 @@ def pool_max(words, slots, inverse, fresh, begins, ends, skip, places, bounds, a
 
 @inlined
 def _gather_columns(start, column, lo, hi, segments, given):
-    (starts, order, end, values, first, last, skip), (places, bounds, bags, weights, scale) = segments, given
+    (starts, order, end, values, first, last), (places, bounds, bags, weights, scale) = segments, given
     weighted, scaled, is_one = weights.shape[0] > 0, scale.shape[0] > 0, last - first == 1
     out, (origin, stride, limit) = address_of(values) + 4 * column, _origin(places, bounds, first)
     origin += 4 * column
-    if is_one and bags.shape[0] == 0 and not (weighted or scaled or skip >= 0):  # with fewer loads, a tenth faster
+    if is_one and bags.shape[0] == 0 and not (weighted or scaled):  # with fewer loads, a tenth faster
         for k in range(lo, hi):
             total = start
             for i in range(starts[k], starts[k + 1]):
@@ -221,7 +207,7 @@ def _gather_columns(start, column, lo, hi, segments, given):
             put(total, out + k * values.strides[0])
         return
     for k in range(lo, hi):
-        total, j, stop = start, starts[k], starts[k + 1] if k != skip else starts[k]
+        total, j, stop = start, starts[k], starts[k + 1]
         while j < stop:
             until = stop
             if not is_one:  # the positions of a row are in order: those of a feature one after the other
@@ -243,13 +229,13 @@ def _gather_columns(start, column, lo, hi, segments, given):
 
 @inlined
 def _gather_rest(start, dim, lo, hi, segments, given):
-    (starts, order, end, values, first, _, skip), (places, bounds, bags, weights, scale) = segments, given
+    (starts, order, end, values, first, _), (places, bounds, bags, weights, scale) = segments, given
     weighted, scaled = weights.shape[0] > 0, scale.shape[0] > 0
     for k in range(lo, hi):
         total, (origin, stride, limit) = values[k], _origin(places, bounds, first)
         for d in range(dim):
             total[d] = start
-        for j in range(starts[k], starts[k + 1] if k != skip else starts[k]):
+        for j in range(starts[k], starts[k + 1]):
             if j + AHEAD < end:
                 prefetch_at(origin + stride * _bag_of(bags, order[j + AHEAD]), dim * 4)
             bag = _bag_of(bags, order[j])
@@ -262,15 +248,13 @@ def _gather_rest(start, dim, lo, hi, segments, given):
 
 
 @kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS)
-def pool_sum_backward(
-    places, bounds, own, rows, bags, starts, order, weights, scale, skip, start, values, squares, lo, hi
-):
+def pool_sum_backward(places, bounds, own, rows, bags, starts, order, weights, scale, start, values, squares, lo, hi):
     dim, given = values.shape[1], (places, bounds, bags, weights, scale)
     for t in range(own.shape[0] - 1):
         last = min(hi, rows[t + 1])
         for first in range(max(lo, rows[t]), last, BLOCK):
             end = min(first + BLOCK, last)
-            segments = starts, order, starts[last], values, own[t], own[t + 1], skip
+            segments = starts, order, starts[last], values, own[t], own[t + 1]
             _in_lanes(_gather_columns, _gather_rest, start, dim, first, end, segments, given)
             for k in range(first, end):
                 squares[k] = square_sum(values[k])
@@ -296,12 +280,9 @@ def pool_max_backward(places, bounds, own, rows, bags, starts, order, argmax, va
 
 @kernel()
 def sum_squares(squares, rows, sums):
-    """Add up the squares of each table; return whether all sums are finite."""
-    are_finite = True
+    """Add up the squares of each table."""
     for t in range(sums.shape[0]):
         sums[t] = _pairwise(squares[rows[t] : rows[t + 1]])
-        are_finite &= np.isfinite(sums[t])
-    return are_finite
 
 
 @kernel()
@@ -339,17 +320,14 @@ def _pairwise(numbers):
 
 
 @kernel(over="out", reads=("inverse", "bags"))
-def weight_grads(places, bounds, rows, inverse, bags, skip, out, lo, hi):
+def weight_grads(places, bounds, rows, inverse, bags, out, lo, hi):
     dim, f = rows.shape[1], 0
     for j in range(lo, hi):
-        k, bag = inverse[j], _bag_of(bags, j)
-        if k == skip:
-            out[j] = ZERO
-            continue
+        bag = _bag_of(bags, j)
         if j + AHEAD < hi:
             prefetch(rows, inverse[j + AHEAD], dim * 4)
         f = _feature_of(bounds, f, bag)
-        out[j] = f32(_dot(float32s(_place(places, bounds, f, bag), dim), rows[k]))
+        out[j] = f32(_dot(float32s(_place(places, bounds, f, bag), dim), rows[inverse[j]]))
 
 
 @kernel()
