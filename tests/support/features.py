@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embedrock.batch.gradients import RowGradients
 from embedrock.table import batches
 from embedrock.table.batches import Batch, FeatureLayout
 from embedrock.table.table import Table, rows_of
@@ -44,3 +45,12 @@ def plan(features: Sequence[BatchFeature], known: Layouts | None = None) -> Batc
 
 def read(features: Sequence[BatchFeature], **options: bool) -> Batch:
     return batches.read(*arguments(features), **options)
+
+
+def sum_gradients(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
+    """Return the result of `batches.sum_blocks` for each table."""
+    found: dict[Table, list[RowGradients]] = {}
+    for tables, summed in batches.sum_blocks(batch, grads):
+        for number, table in enumerate(tables):
+            found.setdefault(table, []).append(summed.of(number))
+    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]

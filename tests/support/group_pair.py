@@ -124,7 +124,7 @@ class GroupPair:
         reading = batches.read_planned(batch, for_weights=True)
         grads = [self.rng.standard_normal(out.shape).astype(np.float32) for out in reading.outputs]
         weighed, due = batches.weight_gradients(reading, grads), []
-        for table, summed in batches.sum_gradients(reading, grads):
+        for table, summed in features_of.sum_gradients(reading, grads):
             name = str(table.name)
             own = [k for k, each in enumerate(names) if each == name]
             expected = self._summed(name, [features[k] for k in own], [grads[k] for k in own])

@@ -188,7 +188,7 @@ def test_rows_of_an_unfinished_batch_of_a_group_are_not_forgotten(on_disk: bool,
         ids, ones = {"a": np.array([1, 2, 3]), "b": np.array([3, 4, 5])}, np.ones((3, 4), np.float32)
         group.update(ids, dict.fromkeys(ids, ones))
         reading = features_of.read([BatchFeature(table, ids[name]) for name, table in tables.items()])
-        grads = batches.sum_gradients(reading, [ones, ones])
+        grads = features_of.sum_gradients(reading, [ones, ones])
         with pytest.raises(er.ArgumentError, match=r"not stepped yet: got 1 row, first ids \[5\]"):
             tables["b"].forget([1, 5])
         assert tables["a"].forget([5]) == 0
@@ -232,7 +232,7 @@ def test_all_rows_of_an_unfinished_batch_with_rows_and_bags_stay():
     for unfinished in (1, 2, 3):
         with pytest.raises(er.ArgumentError, match="read and is not stepped yet: got 1 row"):
             table.forget([unfinished, 4])
-    ((_, grads),) = batches.sum_gradients(found, [np.ones_like(out) for out in found.outputs])
+    ((_, grads),) = features_of.sum_gradients(found, [np.ones_like(out) for out in found.outputs])
     table.step(grads)
     assert table.forget([1, 2, 3, 4]) == 4
 

@@ -425,7 +425,7 @@ def test_all_members_are_one_call_of_each_kernel(monkeypatch: pytest.MonkeyPatch
         step_all(
             [
                 StepRequest((rows_of(table),), ADAM, own)
-                for table, own in batches.sum_gradients(reading, reading.outputs)
+                for table, own in features_of.sum_gradients(reading, reading.outputs)
             ]
         )
 
@@ -598,8 +598,8 @@ def test_bags_of_several_pools_are_side_by_side() -> None:
 
     wide = rng.standard_normal((5, 40)).astype(np.float32)
     grads = np.split(wide[:, : whole.arrays[0].shape[1]], np.cumsum([7, 4, 7, 4]), axis=1)
-    expected = batches.sum_gradients(apart, [own.copy() for own in grads])
-    for found in (batches.sum_gradients(whole, grads), batches.sum_gradients(apart, grads)):
+    expected = features_of.sum_gradients(apart, [own.copy() for own in grads])
+    for found in (features_of.sum_gradients(whole, grads), features_of.sum_gradients(apart, grads)):
         assert [table for table, _ in found] == [table for table, _ in expected]
         for (_, own), (_, other) in zip(found, expected, strict=True):
             np.testing.assert_array_equal(own.values, other.values)

@@ -22,7 +22,6 @@ from embedrock.io.vfs import System
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.disk_pools import DiskPools
 from embedrock.storage.record_pools import RecordRange
-from embedrock.table import batches
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from group_pair import DiskGroupPair, play
@@ -197,7 +196,7 @@ def test_numbers_of_a_group_are_those_of_its_pools_together(tmp_path: Path) -> N
 def read_and_stepped(group: er.Group, ids: dict[str, np.ndarray]) -> None:
     """Read a batch and step it, as layers do."""
     reading = features_of.read([BatchFeature(group[name], of_table) for name, of_table in ids.items()])
-    summed = batches.sum_gradients(reading, [np.ones(out.shape, np.float32) for out in reading.outputs])
+    summed = features_of.sum_gradients(reading, [np.ones(out.shape, np.float32) for out in reading.outputs])
     step_all([StepRequest((rows_of(table),), table.rule or ADAM, grads) for table, grads in summed])
 
 

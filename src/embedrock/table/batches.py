@@ -569,22 +569,16 @@ def _pool(part: PoolBatch, source: PooledSource, places: np.ndarray) -> None:
 Block = tuple[list[Table], RowGradients]  # tables whose rows were summed together, and the sums
 
 
-def sum_gradients(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[tuple[Table, RowGradients]]:
+def sum_blocks(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[Block]:
     """Return the gradients of all tables from those of all outputs, summed to one for each row.
 
     Args:
         batch: that was read, or whose features are rows, or sums of them without weights.
         grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
+
+    Returns:
+        The sums of tables that were summed together. A table may be in several blocks.
     """
-    found: dict[Table, list[RowGradients]] = {}
-    for tables, summed in sum_blocks(batch, grads):
-        for number, table in enumerate(tables):
-            found.setdefault(table, []).append(summed.of(number))
-    return [(table, RowGradients.sum_of(parts)) for table, parts in found.items()]
-
-
-def sum_blocks(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[Block]:
-    """Return the result of `sum_gradients` by tables that were summed together. A table may be in several blocks."""
     places, _kept = _places(batch, grads)
     parts = batch.parts
     of_parts = [places] if parts[0].layout.is_whole else [places[part.layout.numbers] for part in parts]
