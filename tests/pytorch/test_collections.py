@@ -862,3 +862,59 @@ def test_rows_of_a_feature_of_two_tables_train_in_both():
     after = joint({"f": torch.tensor([3, 4])})
     assert torch.equal(after["f@a"], before["f@a"] - 1)
     assert torch.equal(after["f@b"], before["f@b"] - 2)
+
+
+def test_gradients_reach_a_handle_that_moved_to_another_table_before_the_backward():
+    layers = {name: ert.Embedding(er.Table(rows=50, dim=4, seed=seed)) for seed, name in enumerate("pqr")}
+    model, twin = ert.EmbeddingCollection(layers), [er.Table(rows=50, dim=4, seed=seed) for seed in range(3)]
+    optimizer, ids = ert.SGD(model, lr=0.1), torch.arange(3)
+    outputs = model(dict.fromkeys(layers, ids))
+    ert.fuse(model)
+    torch.cat(list(outputs.values())).sum().backward()
+    optimizer.step()
+    for layer, table in zip(layers.values(), twin, strict=True):
+        table.set_rule(er.SGD(lr=0.1))
+        table.update(ids.numpy(), np.ones((3, 4), np.float32))
+        np.testing.assert_array_equal(layer.table.lookup(np.arange(50)), table.lookup(np.arange(50)))
+
+
+def test_a_table_that_moves_before_the_backward_takes_no_gradient_from_its_neighbours():
+    group = er.Group()
+    a, b = (ert.Embedding(group.table(name, rows=50, dim=4)) for name in "ab")
+    model = ert.EmbeddingCollection({"a": a, "b": b})
+    optimizer = ert.SGD(model, lr=0.1)
+    outputs = model({"a": torch.arange(3), "b": torch.arange(3)})
+    a.take_over(er.Table(rows=50, dim=4, rule=er.SGD(0.1)))
+    outputs["b"].sum().backward()
+    optimizer.step()
+    assert (a.table.steps, b.table.steps) == (0, 1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_rows_of_a_table_that_a_finished_step_left_out_can_be_forgotten(frozen: bool):
+    group = er.Group()
+    a, b = (ert.Embedding(group.table(name, rows=50, dim=4)) for name in "ab")
+    model = ert.EmbeddingCollection({"a": a, "b": b})
+    optimizer, ids = ert.SGD(model, lr=0.1), {"a": torch.arange(3), "b": torch.arange(3)}
+    torch.cat(list(model(ids).values())).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    a.handle.requires_grad_(not frozen)
+    outputs = model(ids)
+    (torch.cat(list(outputs.values())) if frozen else outputs["b"]).sum().backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(er.ArgumentError, match="was read and is not stepped yet"):
+        a.forget([1])  # another backward may follow
+    del outputs
+    assert a.forget([1]) == 1
+    assert b.forget([1]) == 1
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_a_layer_that_shrinks_rows_does_so_before_later_features_of_the_table(in_group: bool):
+    options: Any = {"rows": 50, "dim": 4, "init": er.Uniform(-2, 2), "seed": 1}
+    table = er.Group().table("t", **options) if in_group else er.Table(**options)
+    model = ert.EmbeddingCollection({"a": ert.Embedding(table, max_norm=0.5), "b": ert.Embedding(table)})
+    with torch.no_grad():
+        norms = [float(out.norm()) for out in model({"a": torch.tensor([1]), "b": torch.tensor([1])}).values()]
+    assert norms == pytest.approx([0.5, 0.5])

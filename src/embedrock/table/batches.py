@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -249,6 +250,7 @@ class PoolBatch:
         kept: of bags with padding, the positions of a feature that are in the plan, bool; None: all.
         trace: see `pooling.sum_bags`.
         values: its rows, float32 (unique, dim), if weights get gradients.
+        unstepped: ids of tables without gradients: see `bind_unstepped`.
     """
 
     layout: PoolLayout
@@ -259,6 +261,7 @@ class PoolBatch:
     kept: list[np.ndarray | None]
     trace: np.ndarray
     values: np.ndarray | None = None
+    unstepped: list[np.ndarray] = field(default_factory=list)
 
     def places(self, array: np.ndarray, side_by_side: bool) -> np.ndarray:
         """Return where the rows of its features are: see `pooling.places_of`.
@@ -625,6 +628,20 @@ def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.nda
                 summed = summed.kept(touched[number][part.plan.of(k)])
             found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
     return found
+
+
+def bind_unstepped(batch: Batch, stepped: Container[Table]) -> None:
+    """Note that the rows of tables without gradients are read, and not stepped, only as long as the batch lives.
+
+    The sums of the other tables keep the ids of the plan longer: see `TableState.last_read`.
+    """
+    for part in batch.parts:
+        for number, (table, rows) in enumerate(zip(part.layout.tables, part.layout.rows, strict=True)):
+            if table not in stepped:
+                ids = part.plan.ids[part.plan.of(number)]
+                part.unstepped.append(ids)
+                own = weakref.ref(ids), slice(None)
+                rows.last_read = tuple([own if each[0]() is part.plan.ids else each for each in rows.last_read])
 
 
 def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:

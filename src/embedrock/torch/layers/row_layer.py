@@ -256,8 +256,8 @@ class RowLayer(nn.Module):
     def joined_by(self) -> Any:
         """Return a key that layers share if one call can look them up together; None: no layer joins this one."""
         handle = self._own_handle()
-        if self.max_norm is not None or self.scale_grad_by_freq or not isinstance(handle, Handle):
-            return None
+        if not isinstance(handle, Handle) or self.scale_grad_by_freq or handle.max_norm is not None:
+            return None  # a lookup that shrinks rows keeps its place before or after others of the table
         return handle.executor().joins
 
     def _layout(self) -> LayerLayout:

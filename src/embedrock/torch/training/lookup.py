@@ -380,6 +380,8 @@ class HostLookup(LookupState):
     ) -> None:
         super().__init__(layout, trained, weights)
         self._executor: Any = layout.executor
+        # A handle may move to another table before the backward.
+        self._by_table = layout.by_table if trained is layout.distinct else {own.table: own for own in trained}
         values = [host_weights(own) for own in weights] if weights else None
         self._given: Any = (layout.features, ids, bounds, values)
         self.side_by_side = side_by_side and layout.are_alike and not (weights and any(map(_weights_train, weights)))
@@ -418,17 +420,18 @@ class HostLookup(LookupState):
 
         Autograd accumulates those that other code must see before: see `Handle.receive`.
         """
-        are_all = self.trained is self.layout.distinct
-        handles = self.layout.by_table if are_all else {handle.table: handle for handle in self.trained}
+        handles, tables = self._by_table, self._given[0].tables
         if self.side_by_side:
             blocks = batches.sum_array(self._batch, grads[0])
         else:
             blocks = batches.sum_blocks(self._batch, grads)
             if self._executor.sums_positions:
-                blocks = [([self.handles[0].table], self._with_positions(blocks, grads))]
+                blocks = [(tables, self._with_positions(blocks, grads))]
             if type(None) in set(map(type, grads)):
-                given = {handle.table for handle, own in zip(self.handles, grads, strict=True) if own is not None}
+                given = {table for table, own in zip(tables, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
+        if len(handles) < len(self.layout.distinct):
+            batches.bind_unstepped(self._batch, handles)
         brought, run = [(own, list(map(handles.get, tables))) for tables, own in blocks], BackwardPass.current()
         run.brought += brought if len(brought) < 2 else each_once(brought)
         is_plain = torch._C._will_engine_execute_node(NODE_OF_ANCHOR) and not run.gradients
