@@ -318,9 +318,14 @@ class Batch:
         counts = {part.positions.bags_of_each for part in self.parts}
         return len(counts) == 1 and None not in counts
 
-    def blocks(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
-        """Iterate over arrays of outputs: the numbers of their features, the array, and the lines of each output."""
-        for part, array in zip(self.parts, self.arrays, strict=True):
+    def take_blocks(self) -> Iterator[tuple[Sequence[int], np.ndarray, list[int]]]:
+        """Take the arrays of outputs out of the batch.
+
+        Returns:
+            For each array the numbers of its features, the array, and the lines of each output.
+        """
+        arrays, self.arrays = self.arrays, []
+        for part, array in zip(self.parts, arrays, strict=True):
             lines = part.positions.lines
             if lines is not None:
                 yield part.layout.numbers, array.reshape(*lines.shape, array.shape[-1]), lines.counts

@@ -401,10 +401,10 @@ class HostLookup(LookupState):
         found, self._batch.by_frequency = self._batch, layout.by_frequency
         self.side_by_side = found.side_by_side
         if found.side_by_side:
-            whole = torch.from_numpy(found.arrays[0])
+            whole = torch.from_numpy(found.arrays.pop())  # the lookup does not keep outputs
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
         outputs: list[Any] = [None] * len(layout.handles)
-        for numbers, array, sizes in found.blocks():
+        for numbers, array, sizes in found.take_blocks():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
             whole = torch.from_numpy(array)
             parts = torch.unsafe_split_with_sizes(whole, sizes) if len(sizes) > 1 else (whole,)
