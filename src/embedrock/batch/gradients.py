@@ -47,7 +47,8 @@ class RowGradients:
 
         The columns of a row are neighbours in memory.
         """
-        return RowGradients.of_bags([grads], None, Bags.of_rows(plan), ONES)
+        values, squares = sum_bags(places_of((grads,)), grads.shape[1], None, Bags.of_rows(plan), ONES)
+        return RowGradients(plan, values, squares.item())
 
     @staticmethod
     def of_bags(grads: Sequence[np.ndarray], weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:

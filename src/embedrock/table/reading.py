@@ -231,9 +231,16 @@ def planned(tables: Tables, ids: Sequence[np.ndarray]) -> Plan:
         if rows.owns is not None:
             check_owned(own, rows.owns, rows.subject)
         n.append(n[-1] + own.size)
-    shape = ids[0].shape if len(ids) == 1 else None
-    about = described(tables, range(len(n)))
+    shape, about = (ids[0].shape, _alone(tables[0])) if len(ids) == 1 else (None, described(tables, range(len(n))))
     return plan_tables(sources_of(ids), about, np.array(n), pool.index, pool.epoch, shape) or refuse(tables, ids)
+
+
+def _alone(rows: TableState) -> np.ndarray:
+    """Return the description of a table alone, kept for a generation of its lock."""
+    generation = rows.table_lock.generation
+    if rows.described is None or rows.described[0] != generation:
+        rows.described = generation, described((rows,), (0, 1))
+    return rows.described[1]
 
 
 def described(tables: Tables, cuts: Sequence[int]) -> np.ndarray:

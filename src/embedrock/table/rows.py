@@ -266,6 +266,7 @@ class TableState:
         owns: returns which ids have their rows here, if other processes have the others; None: all.
         backend: of the rows; None: the table is closed. `tier` checks more.
         process: number of the last process that used the rows: see `forks`.
+        described: a generation of its lock, and what `reading.described` returned then.
         last_read: the batch that was read, and may still be stepped, the latest plan first: for each of its plans with
             rows of this table, a weak reference to the plan's ids, and the part of this table.
         lifecycle: admission and eviction of rows; None: rows get records when they are stepped.
@@ -289,6 +290,7 @@ class TableState:
         self.last_read: tuple[tuple[weakref.ref[np.ndarray], slice], ...] = ()
         self._closed_at = ""
         self.reads = CaughtUpReads()
+        self.described: tuple[int, np.ndarray] | None = None
         self.process = forks.process
 
     def install(
