@@ -51,12 +51,6 @@ class RowGradients:
         return RowGradients(plan, values, squares.item())
 
     @staticmethod
-    def of_bags(grads: Sequence[np.ndarray], weights: np.ndarray | None, bags: Bags, trace: np.ndarray) -> RowGradients:
-        """Sum the gradients of the bags of one table, float32 (bags, dim) of each feature: see `sum_bags`."""
-        values, squares = sum_bags(places_of(grads), grads[0].shape[1], weights, bags, trace)
-        return RowGradients(bags.plan, values, squares.item())
-
-    @staticmethod
     def of_rows(plan: Plan, values: np.ndarray) -> RowGradients:
         """Wrap gradients float32 (unique, dim) that are summed already."""
         squares = np.empty(len(values), np.float64)
@@ -127,7 +121,8 @@ class RowGradients:
         bags = Bags.of_rows(plan)._replace(
             bounds=bounds_of([len(part) for part in parts]), own=np.array([0, len(parts)])
         )
-        return RowGradients.of_bags(parts, None, bags, ONES)
+        values, squares = sum_bags(places_of(parts), parts[0].shape[1], None, bags, ONES)
+        return RowGradients(plan, values, squares.item())
 
     def merge(self, other: RowGradients) -> RowGradients:
         """Return the sum of both. In a row of both, this one's gradient comes first."""
