@@ -43,11 +43,9 @@ class RowGradients:
 
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
-        """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence.
-
-        The columns of a row are neighbours in memory.
-        """
-        values, squares = sum_bags(places_of((grads,)), grads.shape[1], None, Bags.of_rows(plan), ONES)
+        """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence."""
+        given = np.ascontiguousarray(grads, np.float32)
+        values, squares = sum_bags(places_of((given,)), given.shape[1], None, Bags.of_rows(plan), ONES)
         return RowGradients(plan, values, squares.item())
 
     @staticmethod
