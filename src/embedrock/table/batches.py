@@ -314,7 +314,7 @@ class Batch:
 
     @property
     def may_be_side_by_side(self) -> bool:
-        """Whether its outputs can be side by side: bags, equally many for each feature."""
+        """True if its outputs can be side by side: bags, equally many for each feature."""
         counts = {part.positions.bags_of_each for part in self.parts}
         return len(counts) == 1 and None not in counts
 
