@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from embedrock import kernels
@@ -42,17 +44,12 @@ class IdTable:
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of each id, int64; -1 where it has none. Ids may repeat."""
-        numbers = np.empty(len(ids), np.int64)
-        kernels.cpu.launch(kernels.cpu.directory.find_hashed, self._entries, ids, numbers)
-        return numbers
+        return find_in(kernels.cpu.directory.find_hashed, self._entries, ids)
 
     @spanned("gather")
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the weights of ids to `out` and return their slots, in one pass; rows without a slot become zeros."""
-        slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
-        look_up = kernels.cpu.rows.look_up_hashed
-        kernels.cpu.launch(look_up, self._entries, ids, slots, weights, positions, nothing, out)
-        return slots
+        return look_up_in(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
 
 
 class IdNumbers(IdTable):
@@ -103,6 +100,20 @@ class IdNumbers(IdTable):
         there = self._entries[self._entries[:, 1] != 0]
         there = there[np.argsort(there[:, 0])]
         return there[:, 0].copy(), there[:, 1] - 1
+
+
+def find_in(kernel: Any, memory: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return the numbers of ids by a kernel over the memory of an index: see `IdTable.find`."""
+    numbers = np.empty(len(ids), np.int64)
+    kernels.cpu.launch(kernel, memory, ids, numbers)
+    return numbers
+
+
+def look_up_in(kernel: Any, memory: np.ndarray, ids: np.ndarray, source: Any, out: np.ndarray) -> np.ndarray:
+    """Do `IdTable.look_up` by a kernel over the memory of an index. `source` has the weights and the positions."""
+    slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
+    kernels.cpu.launch(kernel, memory, ids, slots, *source, nothing, out)
+    return slots
 
 
 def entries_for(count: int, first: int = FIRST_ENTRIES, fullest: float = FULLEST) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.id_table import ENTRY_BYTES, IdNumbers, IdTable, entries_for
+from embedrock.batch.id_table import ENTRY_BYTES, IdNumbers, IdTable, entries_for, find_in, look_up_in
 from embedrock.batch.plan import NO_ENTRIES, SlotIndex
 from embedrock.system.arena import cut, reserve
 from embedrock.system.spans import spanned
@@ -38,16 +38,11 @@ class DenseIndex:
         return self.bits, NO_ENTRIES
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        slots = np.empty(len(ids), np.int64)
-        kernels.cpu.launch(kernels.cpu.directory.find_direct, self.bits, ids, slots)
-        return slots
+        return find_in(kernels.cpu.directory.find_direct, self.bits, ids)
 
     @spanned("gather")
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
-        look_up = kernels.cpu.rows.look_up_direct
-        kernels.cpu.launch(look_up, self.bits, ids, slots, weights, positions, nothing, out)
-        return slots
+        return look_up_in(kernels.cpu.rows.look_up_direct, self.bits, ids, (weights, positions), out)
 
     def next_slots(self, ids: np.ndarray) -> np.ndarray:
         return ids

@@ -30,7 +30,7 @@ from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
-from embedrock.table.reading import keys_of, missing_ids, present_slots
+from embedrock.table.reading import is_reading, keys_of, missing_ids, present_slots
 from embedrock.table.rows import NOBODY, TableState, rounded
 
 STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
@@ -693,8 +693,7 @@ class PoolStep:
         self.new: list[NewRows] = []
         self.take(requests)
         self.plan = plan = self._grads.plan
-        last = self.tables[0].last_read
-        is_known = last and last[0][0]() is plan.ids  # as `is_reading`
+        is_known = is_reading(self.tables, plan)
         if not (is_known or (pool.evicts and pool.is_shared and pool.goes_on_with(self.keys))):
             pool.begin_batch()
         if plan.missing or plan.epoch != pool.epoch:
