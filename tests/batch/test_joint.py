@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import embedrock as er
 from embedrock.batch import plan as planning
 from embedrock.batch.gradients import RowGradients, as_one
-from embedrock.batch.plan import NO_BITS, Plan, bounds_of, make_plan, plan_of_rows, plan_tables, sources_of
+from embedrock.batch.plan import NO_DIRECT, Plan, bounds_of, make_plan, plan_of_rows, plan_tables, sources_of
 from embedrock.storage.slot_index import HashIndex
 from slow import examples
 
@@ -128,4 +128,4 @@ def test_slots_are_found_and_ids_outside_are_refused(threads: int, size: int) ->
     assert not any(each.flags.writeable for each in (plan.ids, plan.slots, plan.inverse, plan.starts, plan.order))
     assert plan.nbytes >= 12 * 2 * size
     ids[1][-1] = 20_000
-    assert planned(ids, 0, 19_999, index=(NO_BITS, index.index[1])) is None
+    assert planned(ids, 0, 19_999, index=(NO_DIRECT, index.index[1])) is None

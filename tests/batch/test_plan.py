@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import reference
 from embedrock import kernels
 from embedrock.batch import plan as planning
-from embedrock.batch.plan import NO_BITS, NO_ENTRIES, NO_INDEX, Plan, SlotIndex, make_plan, sources_of
+from embedrock.batch.plan import NO_DIRECT, NO_ENTRIES, NO_INDEX, Plan, SlotIndex, make_plan, sources_of
 from embedrock.distributed.owners import Shard, owners
 from embedrock.errors import ArgumentError
 
@@ -265,10 +265,11 @@ def test_batches_of_tables_planned_at_once_equal_their_reference(ids, kind, are_
     firsts = [*range(0, len(ids), 2), len(ids)]
     tables = np.array([[*pair, low, high, 0] for pair in itertools.pairwise(firsts)], np.int64)
     tables = tables.reshape(-1, 5)
-    index = [NO_INDEX, index_of(np.arange(-20, 31)), (np.frombuffer(bytes(range(8)), np.uint8).copy(), NO_ENTRIES)][
-        kind % 3
-    ]
-    if kind % 3 == 2:  # a bitmap has ids in its range only
+    bits, slots = np.frombuffer(bytes(range(8)), np.uint8).copy(), np.arange(16, dtype=np.int32) % 5
+    direct = np.array([[bits.ctypes.data, 64, 1]]), np.array([[slots.ctypes.data, 16, 32]])
+    hashed = index_of(np.arange(-20, 31))
+    index = [NO_INDEX, hashed, (direct[0], NO_ENTRIES), (direct[1], hashed[1])][kind]
+    if kind == 2:  # a bitmap has ids in its range only
         ids, tables[:, 2:4] = [each % 32 for each in ids], (0, 31)
     fast = planned_at_once(kernels.cpu.plan, ids, tables, index, poison)
     assert fast == planned_at_once(reference.plan, ids, tables, index, poison + 1, seed=4)
@@ -278,13 +279,13 @@ def test_batches_of_tables_planned_at_once_equal_their_reference(ids, kind, are_
 def test_slots_are_found_by_parts():
     rng, tables = np.random.default_rng(0), np.array([[0, 1, 0, 99, 0], [1, 2, 0, 99, 0], [2, 3, 0, 99, 1000]])
     keys, entries = np.array([*range(0, 100, 3), *range(1000, 1100, 7)]), np.zeros((128, 2), np.int64)
-    reference.directory.set_values(entries, keys, keys + 5)
+    reference.directory.set_values(NO_DIRECT, entries, keys, keys + 5)
     ids, rows, grain = rng.integers(0, 100, 9000), np.array([0, 5000, 5000, 9000]), kernels.cpu.plan.FIND_GRAIN
     slots, fast = np.full(9000, -9), np.full(9000, -9)
     missing, counted = np.zeros(3, np.int64), np.zeros(3, np.int64)
-    reference.plan.find(tables, rows, ids, NO_BITS, entries, slots, missing)
+    reference.plan.find(tables, rows, ids, NO_DIRECT, entries, slots, missing)
     for lo, hi in ((grain, 9000), (0, grain)):
-        kernels.cpu.plan.find(tables, rows, ids, NO_BITS, entries, fast, counted, lo, hi)
+        kernels.cpu.plan.find(tables, rows, ids, NO_DIRECT, entries, fast, counted, lo, hi)
     np.testing.assert_array_equal(fast, slots)
     assert counted.sum() == missing.sum() == np.count_nonzero(slots < 0)
     assert counted[:2].min() > 0
@@ -450,8 +451,8 @@ def find_slots(ids: np.ndarray) -> np.ndarray:
 def index_of(ids: np.ndarray) -> SlotIndex:
     """An index that has the slots of `find_slots`, of some ids."""
     entries, known = np.zeros((256, 2), np.int64), ids[ids % 3 != 0]
-    reference.directory.set_values(entries, known, find_slots(known))
-    return NO_BITS, entries
+    reference.directory.set_values(NO_DIRECT, entries, known, find_slots(known))
+    return NO_DIRECT, entries
 
 
 def draw_plans(count: int, epoch: int = 5) -> list[planning.Plan]:

@@ -20,9 +20,10 @@ from embedrock.system import platform
 PROGRAM = """
 import numpy as np
 from embedrock.kernels.cpu import directory
-slots = np.full(3, -1, np.int64)
-directory.find_direct(np.array([0b101], np.uint8), np.array([0, 1, 2]), slots, 0, 3)
-print(slots.tolist(), sum(directory.find_direct.stats.cache_hits.values()))
+slots, bits = np.full(3, -1, np.int64), np.array([0b101], np.uint8)
+direct = np.array([[bits.ctypes.data, 3, 1]])
+directory.find(direct, np.empty((0, 2), np.int64), np.array([0, 1, 2]), slots, 0, 3)
+print(slots.tolist(), sum(directory.find.stats.cache_hits.values()))
 """
 
 

@@ -16,6 +16,7 @@ import pytest
 import embedrock as er
 from embedrock.cli.main import main
 from embedrock.initializers import Zeros
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.planner import peak, proposal
 from embedrock.planner.demand import (
     UNIT,
@@ -31,7 +32,6 @@ from embedrock.planner.machine import EXAMPLE
 from embedrock.planner.split import SplitOption, split
 from embedrock.spec.spec import Spec
 from embedrock.storage.ram_layout import place
-from embedrock.store.manifest import PART_BITS
 
 TABLES: dict[str, Any] = {"user": {"rows": 500_000, "dim": 16}, "item": {"rows": 1000, "dim": 16, "ids": 3}}
 PLAIN = {"machine": EXAMPLE, "steps": 8}

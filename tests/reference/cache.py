@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.directory import EMPTY, _entry, mix
+from reference.directory import EMPTY, _entry, mix, take_out
 
 PROTECTED = 6  # the flags FROZEN and WRITING of `embedrock.storage.cache`
 FREE = 0xFFFF  # as a number of pins: a slot without a row
@@ -43,10 +43,16 @@ def give_slots(slot_ids: np.ndarray, pins: np.ndarray, first_free: int, slots: n
     return first_free
 
 
-def erase(entries: np.ndarray, ids: np.ndarray) -> None:
-    """Take ids out of the hash table, and move back whatever a hole would cut off from its home."""
-    mask = len(entries) - 1
+def erase(direct: np.ndarray, entries: np.ndarray, ids: np.ndarray) -> int:
+    """Take ids out of an index, see `directory`; return how many were in the hash table.
+
+    Whatever a hole there would cut off from its home moves back.
+    """
+    mask, hashed = len(entries) - 1, 0
     for key in ids.tolist():
+        if take_out(direct, key):
+            continue
+        hashed += 1
         position = _entry(entries, key)
         entries[position] = EMPTY
         position = (position + 1) & mask
@@ -55,6 +61,7 @@ def erase(entries: np.ndarray, ids: np.ndarray) -> None:
             entries[position] = EMPTY
             entries[_entry(entries, int(moved[0]))] = moved
             position = (position + 1) & mask
+    return hashed
 
 
 def _place(ghosts: np.ndarray, key: int) -> tuple[np.ndarray, int]:
@@ -174,11 +181,6 @@ def sample(slot_ids: np.ndarray, slots: np.ndarray, share: int, ids: np.ndarray)
             if found == len(ids):
                 return i + 1, found
     return len(slots), found
-
-
-def erase_direct(present: np.ndarray, ids: np.ndarray) -> None:
-    """Clear the bits of ids."""
-    np.bitwise_and.at(present, ids >> 3, ~(np.uint8(1) << (ids & 7).astype(np.uint8)))
 
 
 def thin_out(ids: np.ndarray, share: int, kept: np.ndarray) -> int:

@@ -1,14 +1,19 @@
-"""Where records are, id by id: the specification of ``kernels/cpu/directory.py``.
+"""Where records are, key by key: the specification of ``kernels/cpu/directory.py``.
 
-``find_…`` write the slot of each id, or -1 where it has no record. ``insert_hashed``
-gives new slots, in order, to ids (without repeats) whose slot is -1.
+A key is the id of a row plus its table's number times 2**44. ``direct`` int64 (tables, 3) has, by number, the address,
+the length and the bits of an item of a direct-address table; an item of 1 bit (lowest bit of a byte first) is whether
+the row exists, whose slot is its id; one of 32 bits is its slot + 1. All other keys are in the hash table: ``entries``
+int64 (power of two, 2) holds pairs (key, slot + 1).
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 
 EMPTY = 0  # of a hash entry's second word, which is slot + 1: fresh memory from the system is an empty table
+PART_BITS = 44
 _MASK = (1 << 64) - 1
 
 
@@ -20,16 +25,49 @@ def mix(key: int) -> int:
     return h ^ (h >> 33)
 
 
-def find_direct(present: np.ndarray, ids: np.ndarray, slots: np.ndarray) -> None:
-    """``present`` has one bit a row, lowest bit first; the slot of a row is its id."""
-    bits = (present[ids >> 3] >> (ids & 7).astype(np.uint8)) & 1
-    slots[:] = np.where(bits, ids, -1)
+def _table(direct: np.ndarray, key: int) -> tuple[np.ndarray, int, int] | None:
+    """Return the direct-address table of a key, the place of its item, and the item's bits; None: it is hashed."""
+    number, row = key >> PART_BITS, key % (1 << PART_BITS)
+    if not 0 <= number < len(direct) or row >= direct[number, 1]:
+        return None
+    address, length, bits = direct[number].tolist()
+    kind, size = (ctypes.c_uint8, -(-length // 8)) if bits == 1 else (ctypes.c_int32, length)
+    return np.ctypeslib.as_array((kind * size).from_address(address)), row, bits
 
 
-def insert_direct(present: np.ndarray, ids: np.ndarray, slots: np.ndarray) -> None:
-    """Mark all ids as present."""
-    np.bitwise_or.at(present, ids >> 3, (1 << (ids & 7)).astype(np.uint8))
-    slots[:] = ids
+def slot_of(direct: np.ndarray, entries: np.ndarray, key: int) -> int:
+    """Return the slot of a key; -1: it has none."""
+    found = _table(direct, key)
+    if found is None:
+        return int(entries[_entry(entries, key), 1]) - 1
+    table, row, bits = found
+    return (row if table[row >> 3] >> (row & 7) & 1 else -1) if bits == 1 else int(table[row]) - 1
+
+
+def put(direct: np.ndarray, entries: np.ndarray, key: int, slot: int) -> int:
+    """Write the slot of a key, and return it; in a table of bits it is the row."""
+    found = _table(direct, key)
+    if found is None:
+        entries[_entry(entries, key)] = key, slot + 1
+        return slot
+    table, row, bits = found
+    if bits == 1:
+        table[row >> 3] |= 1 << (row & 7)
+        return row
+    table[row] = slot + 1
+    return slot
+
+
+def take_out(direct: np.ndarray, key: int) -> bool:
+    """Return whether a direct-address table has the key, whose slot is then gone."""
+    found = _table(direct, key)
+    if found is not None:
+        table, row, bits = found
+        if bits == 1:
+            table[row >> 3] &= 255 - (1 << (row & 7))
+        else:
+            table[row] = 0
+    return found is not None
 
 
 def _entry(entries: np.ndarray, key: int) -> int:
@@ -41,30 +79,41 @@ def _entry(entries: np.ndarray, key: int) -> int:
     return position
 
 
-def find_hashed(entries: np.ndarray, ids: np.ndarray, slots: np.ndarray) -> None:
-    """``entries`` (power of two, 2) int64 holds pairs (id, slot + 1)."""
+def find(direct: np.ndarray, entries: np.ndarray, ids: np.ndarray, slots: np.ndarray) -> None:
+    """Write the slot of each key, or -1 where it has no record."""
     for i, key in enumerate(ids.tolist()):
-        slots[i] = entries[_entry(entries, key), 1] - 1
+        slots[i] = slot_of(direct, entries, key)
 
 
-def insert_hashed(entries: np.ndarray, ids: np.ndarray, slots: np.ndarray, used: int, slot_ids: np.ndarray) -> int:
-    """Give new slots from ``used`` on, note their ids in ``slot_ids``, and return the new ``used``."""
+def insert(
+    direct: np.ndarray, entries: np.ndarray, ids: np.ndarray, slots: np.ndarray, used: int, slot_ids: np.ndarray
+) -> tuple[int, int]:
+    """Give new slots from ``used`` on to keys (without repeats) whose slot is -1.
+
+    Notes their keys in ``slot_ids``, unless it is empty. Returns the new ``used``, and how many keys came to the hash
+    table.
+    """
+    hashed = 0
     for i, key in enumerate(ids.tolist()):
         if slots[i] < 0:
-            entries[_entry(entries, key)] = key, used + 1
-            slot_ids[used] = key
-            slots[i] = used
+            hashed += _table(direct, key) is None
+            slots[i] = put(direct, entries, key, used)
+            if len(slot_ids):
+                slot_ids[used] = key
             used += 1
-    return used
+    return used, hashed
 
 
-def rehash(old: np.ndarray, entries: np.ndarray) -> None:
-    """Copy all entries into a larger, empty table."""
-    for key, slot in old[old[:, 1] != EMPTY].tolist():
-        entries[_entry(entries, key)] = key, slot
+def rehash(old: np.ndarray, direct: np.ndarray, entries: np.ndarray) -> int:
+    """Copy all entries into another, empty hash table, or into direct-address tables; return how many are hashed."""
+    there = old[old[:, 1] != EMPTY]
+    return set_values(direct, entries, there[:, 0], there[:, 1] - 1)
 
 
-def set_values(entries: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
-    """Write the value of each id, without repeats, to a hash table as of ``find_hashed``, which finds it."""
-    for row, value in zip(ids.tolist(), values.tolist(), strict=True):
-        entries[_entry(entries, row)] = row, value + 1
+def set_values(direct: np.ndarray, entries: np.ndarray, ids: np.ndarray, values: np.ndarray) -> int:
+    """Write the value of each key, without repeats, where ``find`` finds it; return how many are new hash entries."""
+    hashed = 0
+    for key, value in zip(ids.tolist(), values.tolist(), strict=True):
+        hashed += _table(direct, key) is None and slot_of(direct, entries, key) < 0
+        put(direct, entries, key, value)
+    return hashed

@@ -108,7 +108,7 @@ def are_outside(sources: Int64Array, table: Int64Array) -> bool:
 def plan_tables(
     sources: Int64Array,
     tables: Int64Array,
-    bits: npt.NDArray[np.uint8],
+    direct: Int64Array,
     entries: Int64Array,
     seed: int,
     hashes: Int32Array,
@@ -120,8 +120,7 @@ def plan_tables(
         sources: see `ids_of`, those of one table after the other; n ids in all.
         tables: int64 (tables, 5): the first source, one past the last one, the lowest and the highest id, and the key
             of id 0 in the index.
-        bits, entries: the index, as in `directory.find_direct` and `directory.find_hashed`; the other one is empty. If
-            both are, no slots are written.
+        direct, entries: the index, as in `directory`. If both are empty, no slots are written.
         seed, hashes: as in `dedupe`.
         block: int64, receives where the unique rows of each table begin, (tables + 1,); the ids and slots of all rows,
             each (n,), of which the first `count` mean something; and as int32 the inverse (n,), the order (n,) and
@@ -146,8 +145,8 @@ def plan_tables(
         order[mine] += position
         position, rows[t + 1] = mine.stop, first + count
     missing = np.zeros(1, np.int64)
-    if bits.size or entries.size:
-        find(tables, rows, ids[: rows[-1]], bits, entries, slots[: rows[-1]], missing)
+    if direct.size or entries.size:
+        find(tables, rows, ids[: rows[-1]], direct, entries, slots[: rows[-1]], missing)
     return int(rows[-1]), int(missing[0])
 
 
@@ -155,7 +154,7 @@ def find(
     tables: Int64Array,
     rows: Int64Array,
     ids: Int64Array,
-    bits: npt.NDArray[np.uint8],
+    direct: Int64Array,
     entries: Int64Array,
     slots: Int64Array,
     missing: Int64Array,
@@ -163,16 +162,13 @@ def find(
     """Write the slots of unique rows, and how many have none, all of them to ``missing[0]``.
 
     Args:
-        tables, bits, entries: as in `plan_tables`.
+        tables, direct, entries: as in `plan_tables`.
         rows: int64 (tables + 1,), where the rows of each table begin.
         ids, slots: int64 (rows,).
         missing: int64, at least one entry for every 4,096 rows.
     """
     keys = ids + np.repeat(tables[:, 4], np.diff(rows))
-    if entries.size:
-        directory.find_hashed(entries, keys, slots)
-    else:
-        directory.find_direct(bits, keys, slots)
+    directory.find(direct, entries, keys, slots)
     missing[0] = np.count_nonzero(slots < 0)
 
 

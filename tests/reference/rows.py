@@ -24,21 +24,8 @@ def gather(weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh:
     out[~here] = fresh[-1 - wanted[~here]]
 
 
-def look_up_direct(
-    present: np.ndarray,
-    ids: np.ndarray,
-    slots: np.ndarray,
-    weights: np.ndarray,
-    positions: np.ndarray,
-    fresh: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Find ids in a direct directory and copy their rows; ``positions`` count from 0, missing rows are ``fresh[0]``."""
-    directory.find_direct(present, ids, slots)
-    gather(weights, slots, positions, fresh, out)
-
-
-def look_up_hashed(
+def look_up(
+    direct: np.ndarray,
     entries: np.ndarray,
     ids: np.ndarray,
     slots: np.ndarray,
@@ -47,8 +34,8 @@ def look_up_hashed(
     fresh: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Do the same in a hashed directory."""
-    directory.find_hashed(entries, ids, slots)
+    """Find ids in an index and copy their rows; ``positions`` count from 0, missing rows are ``fresh[0]``."""
+    directory.find(direct, entries, ids, slots)
     gather(weights, slots, positions, fresh, out)
 
 

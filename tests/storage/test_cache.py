@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 import embedrock as er
 import reference
 from embedrock import kernels
+from embedrock.batch.plan import NO_DIRECT
 from embedrock.kernels.cpu import runtime
 from embedrock.planner.demand import SCATTER, bounded_zipf
 from embedrock.storage.cache import DIRTY, FROZEN, POLICIES, WRITING, FullCache, SlotCache
@@ -202,7 +203,7 @@ def launch_or_call(function: Any, *args: Any) -> Any:
 
 
 def test_the_dict_notices_a_wrong_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave_a_hole(entries: np.ndarray, ids: np.ndarray) -> None:
+    def leave_a_hole(direct: np.ndarray, entries: np.ndarray, ids: np.ndarray) -> None:
         for i in ids:
             entries[entries[:, 0] == i] = 0
 
@@ -420,17 +421,17 @@ def test_erase(size: int) -> None:
     for _ in range(30):
         ids = random.integers(-(2**63), 2**63 - 1, size - 1)
         expected = np.zeros((size, 2), np.int64)
-        reference.directory.set_values(expected, ids, random.permutation(len(ids)))
+        reference.directory.set_values(NO_DIRECT, expected, ids, random.permutation(len(ids)))
         got, gone = expected.copy(), ids[: random.integers(0, size)]
-        REFERENCE.erase(expected, gone)
-        kernels.cpu.launch(kernels.cpu.cache.erase, got, gone)
+        hashed = REFERENCE.erase(NO_DIRECT, expected, gone)
+        assert kernels.cpu.launch(kernels.cpu.cache.erase, NO_DIRECT, got, gone) == hashed == len(gone)
         np.testing.assert_array_equal(got, expected)
         anew = np.zeros_like(expected)
         kept = expected[expected[:, 1] > 0]
-        reference.directory.set_values(anew, kept[:, 0], kept[:, 1] - 1)
+        reference.directory.set_values(NO_DIRECT, anew, kept[:, 0], kept[:, 1] - 1)
         assert set(map(tuple, anew.tolist())) == set(map(tuple, expected.tolist()))
         slots = np.empty(size - 1, np.int64)
-        kernels.cpu.launch(kernels.cpu.directory.find_hashed, got, ids, slots)
+        kernels.cpu.launch(kernels.cpu.directory.find, NO_DIRECT, got, ids, slots)
         assert (slots >= 0).tolist() == [False] * len(gone) + [True] * (size - 1 - len(gone))
 
 

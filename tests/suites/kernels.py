@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import reference
+from embedrock.batch.plan import NO_DIRECT
 from embedrock.initializers import Zeros
 from embedrock.kernels.arguments import SGDStep
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.optimizers import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
 from embedrock.spec.spec import STORAGES, RecordLayout, Spec
 from embedrock.system.arena import reserve
@@ -114,16 +116,18 @@ class KernelSuite:
         rng, count, dim = np.random.default_rng(1), 1300, 5
         words, _ = self.records(rng, 100, make_layout(Adam(), dim, dtype), dtype)
         present, entries = np.zeros(13, np.uint8), np.zeros((256, 2), np.int64)
-        reference.directory.insert_direct(present, np.arange(0, 100, 3), np.empty(34, np.int64))
-        reference.directory.insert_hashed(entries, np.arange(0, 100, 3), np.full(34, -1), 0, np.empty(34, np.int64))
+        direct = np.array([[present.ctypes.data, 100, 1]])
+        for each in (direct, NO_DIRECT):
+            new = np.arange(0, 100, 3), np.full(34, -1), 0, np.empty(34, np.int64)
+            reference.directory.insert(each, entries, *new)
         ids, positions = rng.integers(0, 100, count), np.arange(count, dtype=np.int32)
         fresh = rng.standard_normal((1, dim)).astype(np.float32)
-        for name, where in (("look_up_direct", present), ("look_up_hashed", entries)):
+        for where in ((direct, entries[:0]), (NO_DIRECT, entries)):
             slots, expected = np.empty(count, np.int64), np.empty((count, dim), np.float32)
-            getattr(reference.rows, name)(where, ids, slots, words, positions, fresh, expected)
+            reference.rows.look_up(*where, ids, slots, words, positions, fresh, expected)
             found, got = Guarded((count,), np.int64), Guarded((count, dim), np.float32)
-            args = where, ids, found.inside, words, positions, fresh, got.inside
-            self.call(getattr(self.backend.rows, name), count, *args)
+            args = *where, ids, found.inside, words, positions, fresh, got.inside
+            self.call(self.backend.rows.look_up, count, *args)
             np.testing.assert_array_equal(found.inside, slots)
             np.testing.assert_array_equal(got.inside, expected)
             found.check()
@@ -205,18 +209,36 @@ class KernelSuite:
         self.call(self.backend.rows.step, 4, weights, slots, weights, slots, dim, 0, values, SGDStep(0.5))
         np.testing.assert_array_equal(weights[slots], values - np.float32(0.5) * values)
 
-    def test_direct_directory(self) -> None:
-        rng = np.random.default_rng(0)
-        present, other = np.zeros(13, np.uint8), np.zeros(13, np.uint8)
-        ids = rng.permutation(100)[:40]
-        slots, got = np.full(40, -1), np.full(40, -1)
-        reference.directory.insert_direct(present, ids, slots)
-        self.backend.directory.insert_direct(other, ids, got)
-        np.testing.assert_array_equal(other, present)
-        np.testing.assert_array_equal(got, slots)
-        everything, found = np.arange(100), Guarded((100,), np.int64)
-        self.call(self.backend.directory.find_direct, 100, present, everything, found.inside)
-        np.testing.assert_array_equal(found.inside, np.where(np.isin(everything, ids), everything, -1))
+    @pytest.mark.parametrize("bits", [1, 32])
+    def test_direct_directory(self, bits: int) -> None:
+        rng = np.random.default_rng(bits)
+        memories = [Guarded((13,), np.uint8) if bits == 1 else Guarded((100,), np.int32) for _ in range(2)]
+        keys, number = rng.permutation(104)[:40], 2 if bits > 1 else 0  # the last 4 ones are hashed
+        keys += number << PART_BITS
+        entries, other = np.zeros((32, 2), np.int64), np.zeros((32, 2), np.int64)
+        results = []
+        for memory, table, directory, cache in (
+            (memories[0], entries, reference.directory, reference.cache),
+            (memories[1], other, self.backend.directory, self.backend.cache),
+        ):
+            memory.inside[:] = 0
+            direct = np.zeros((number + 1, 3), np.int64)
+            direct[number] = memory.inside.ctypes.data, 100, bits
+            slots, names = np.full(40, -1), np.full(64, -1)
+            counts = [*directory.insert(direct, table, keys, slots, 5, names)]
+            if bits > 1:
+                counts.append(directory.set_values(direct, table, keys[::2], slots[::2] + 50))
+            counts.append(cache.erase(direct, table, keys[:7]))
+            results.append((memory.inside.copy(), table, slots, names, counts, direct))
+            memory.check()
+        for expected, got in zip(results[0][:5], results[1][:5], strict=True):
+            np.testing.assert_array_equal(got, expected)
+        everything, found = np.arange(104) + (number << PART_BITS), Guarded((104,), np.int64)
+        expected = np.empty(104, np.int64)
+        reference.directory.find(results[0][5], entries, everything, expected)
+        self.call(self.backend.directory.find, 104, results[1][5], other, everything, found.inside)
+        np.testing.assert_array_equal(found.inside, expected)
+        assert (expected >= 0).sum() == 33
         found.check()
 
     @pytest.mark.parametrize("size", [1, 32, 64])
@@ -227,18 +249,19 @@ class KernelSuite:
         entries, other = np.zeros((size, 2), np.int64), np.zeros((size, 2), np.int64)
         slots, got = np.full(len(ids), -1), np.full(len(ids), -1)
         names, names_got = np.empty(64, np.int64), Guarded((64,), np.int64)
-        used = reference.directory.insert_hashed(entries, ids, slots, 5, names)
-        assert self.backend.directory.insert_hashed(other, ids, got, 5, names_got.inside) == used == 5 + len(ids)
+        used, hashed = reference.directory.insert(NO_DIRECT, entries, ids, slots, 5, names)
+        assert used == 5 + len(ids)
+        assert self.backend.directory.insert(NO_DIRECT, other, ids, got, 5, names_got.inside) == (used, hashed)
         np.testing.assert_array_equal(other, entries)
         np.testing.assert_array_equal(got, slots)
         np.testing.assert_array_equal(names_got.inside[5:used], ids)
         names_got.check()
         larger, larger_got = np.zeros((4 * size, 2), np.int64), np.zeros((4 * size, 2), np.int64)
-        reference.directory.rehash(entries, larger)
-        self.backend.directory.rehash(entries, larger_got)
+        hashed = reference.directory.rehash(entries, NO_DIRECT, larger)
+        assert self.backend.directory.rehash(entries, NO_DIRECT, larger_got) == hashed == len(ids)
         np.testing.assert_array_equal(larger_got, larger)
         asked, found = np.concatenate([ids, [3, -77]]), Guarded((len(ids) + 2,), np.int64)
-        self.call(self.backend.directory.find_hashed, len(asked), larger, asked, found.inside)
+        self.call(self.backend.directory.find, len(asked), NO_DIRECT, larger, asked, found.inside)
         np.testing.assert_array_equal(found.inside, np.append(slots, [-1, -1]))
         found.check()
 
@@ -289,11 +312,12 @@ class KernelSuite:
         ids, values = np.array([0, -1, 2**63 - 1, -(2**63), 77]), np.array([0, 5, 2**40, 1, 2])
         entries, other = np.zeros((16, 2), np.int64), np.zeros((16, 2), np.int64)
         for part in (slice(0, 3), slice(0, 5)):
-            reference.directory.set_values(entries, ids[part], values[part] + 1)
-            self.backend.directory.set_values(other, ids[part], values[part] + 1)
+            expected = reference.directory.set_values(NO_DIRECT, entries, ids[part], values[part] + 1)
+            new = self.backend.directory.set_values(NO_DIRECT, other, ids[part], values[part] + 1)
+            assert new == expected == part.stop - 3 * (part.stop > 3)
         np.testing.assert_array_equal(other, entries)
         found = np.empty(5, np.int64)
-        self.call(self.backend.directory.find_hashed, 5, other, ids, found)
+        self.call(self.backend.directory.find, 5, NO_DIRECT, other, ids, found)
         np.testing.assert_array_equal(found, values + 1)
 
 

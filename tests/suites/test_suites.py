@@ -36,8 +36,7 @@ def nudge(array: np.ndarray, at: int) -> None:
 
 SPOILED: list[tuple[str, str, Callable[..., None], Callable[[KernelSuite], None]]] = [
     ("rows", "gather", lambda *a: nudge(a[4], a[5]), lambda s: s.test_gather_and_scatter(8, "float32")),
-    ("rows", "look_up_direct", lambda *a: nudge(a[6], a[7]), lambda s: s.test_look_up("float32")),
-    ("rows", "look_up_hashed", lambda *a: nudge(a[6], a[7]), lambda s: s.test_look_up("float16")),
+    ("rows", "look_up", lambda *a: nudge(a[7], a[8]), lambda s: s.test_look_up("float32")),
     ("rows", "scatter", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_gather_and_scatter(8, "bfloat16")),
     ("rows", "scatter_stochastic", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_gather_and_scatter(8, "float16")),
     ("rows", "reset_state", lambda *a: nudge(a[0], a[1][0]), lambda s: s.test_reset_state(8)),
@@ -45,11 +44,10 @@ SPOILED: list[tuple[str, str, Callable[..., None], Callable[[KernelSuite], None]
     ("rows", "row_squares", lambda *a: nudge(a[1], a[2]), lambda s: s.test_row_squares(8)),
     ("rows", "step", lambda *a: nudge(a[0], a[3][0]), lambda s: s.test_step(er.Adam(), 8)),
     ("rows", "refresh", lambda *a: nudge(a[0], a[6]), lambda s: s.test_step(er.Adam(dense=True), 8)),
-    ("directory", "find_direct", lambda *a: nudge(a[2], a[3]), lambda s: s.test_direct_directory()),
-    ("directory", "insert_direct", lambda *a: nudge(a[0], 0), lambda s: s.test_direct_directory()),
-    ("directory", "find_hashed", lambda *a: nudge(a[2], a[3]), lambda s: s.test_hashed_directory(64)),
-    ("directory", "insert_hashed", lambda *a: nudge(a[0], 0), lambda s: s.test_hashed_directory(64)),
-    ("directory", "rehash", lambda *a: nudge(a[1], 0), lambda s: s.test_hashed_directory(64)),
+    ("directory", "find", lambda *a: nudge(a[3], a[4]), lambda s: s.test_direct_directory(1)),
+    ("directory", "insert", lambda *a: nudge(a[3], 0), lambda s: s.test_direct_directory(32)),
+    ("directory", "set_values", lambda *a: nudge(a[1], 0), lambda s: s.test_values_of_ids()),
+    ("directory", "rehash", lambda *a: nudge(a[2], 0), lambda s: s.test_hashed_directory(64)),
 ]
 
 

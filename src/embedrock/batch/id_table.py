@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import NO_BITS, SlotIndex
+from embedrock.batch.plan import NO_DIRECT, NO_ENTRIES, SlotIndex
 from embedrock.system.arena import reserve
 from embedrock.system.spans import spanned
 
@@ -20,13 +18,14 @@ class IdTable:
     """The entries of a hash table, as kernels read them. Ids are int64 arrays that the table has checked.
 
     Args:
-        entries: number of entries, a power of two.
+        entries: number of entries, a power of two, or 0.
     """
 
     _subject = "the directory of a table"
+    _direct = NO_DIRECT
 
     def __init__(self, entries: int = FIRST_ENTRIES) -> None:
-        self._entries = self._new_entries(entries)
+        self._entries = self._new_entries(entries) if entries else NO_ENTRIES
 
     def _new_entries(self, count: int) -> np.ndarray:
         return reserve(count * ENTRY_BYTES, self._subject).view(np.int64).reshape(-1, 2)
@@ -34,22 +33,26 @@ class IdTable:
     def _rehash(self, count: int) -> None:
         """Grow to `count` entries, a power of two."""
         larger = self._new_entries(count)
-        kernels.cpu.directory.rehash(self._entries, larger)
+        kernels.cpu.directory.rehash(self._entries, self._direct, larger)
         self._entries = larger
 
     @property
     def index(self) -> SlotIndex:
         """The memory that `find` reads, until ids are inserted or removed."""
-        return NO_BITS, self._entries
+        return self._direct, self._entries
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of each id, int64; -1 where it has none. Ids may repeat."""
-        return find_in(kernels.cpu.directory.find_hashed, self._entries, ids)
+        numbers = np.empty(len(ids), np.int64)
+        kernels.cpu.launch(kernels.cpu.directory.find, *self.index, ids, numbers)
+        return numbers
 
     @spanned("gather")
     def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the weights of ids to `out` and return their slots, in one pass; rows without a slot become zeros."""
-        return look_up_in(kernels.cpu.rows.look_up_hashed, self._entries, ids, (weights, positions), out)
+        slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
+        kernels.cpu.launch(kernels.cpu.rows.look_up, *self.index, ids, slots, weights, positions, nothing, out)
+        return slots
 
 
 class IdNumbers(IdTable):
@@ -88,11 +91,11 @@ class IdNumbers(IdTable):
 
     def set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
         """Overwrite the numbers of known ids."""
-        kernels.cpu.launch(kernels.cpu.directory.set_values, self._entries, ids, numbers)
+        kernels.cpu.launch(kernels.cpu.directory.set_values, *self.index, ids, numbers)
 
     def remove(self, ids: np.ndarray) -> None:
         """Delete known ids."""
-        kernels.cpu.launch(kernels.cpu.cache.erase, self._entries, ids)
+        kernels.cpu.launch(kernels.cpu.cache.erase, *self.index, ids)
         self.count -= len(ids)
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
@@ -100,20 +103,6 @@ class IdNumbers(IdTable):
         there = self._entries[self._entries[:, 1] != 0]
         there = there[np.argsort(there[:, 0])]
         return there[:, 0].copy(), there[:, 1] - 1
-
-
-def find_in(kernel: Any, memory: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return the numbers of ids by a kernel over the memory of an index: see `IdTable.find`."""
-    numbers = np.empty(len(ids), np.int64)
-    kernels.cpu.launch(kernel, memory, ids, numbers)
-    return numbers
-
-
-def look_up_in(kernel: Any, memory: np.ndarray, ids: np.ndarray, source: Any, out: np.ndarray) -> np.ndarray:
-    """Do `IdTable.look_up` by a kernel over the memory of an index. `source` has the weights and the positions."""
-    slots, nothing = np.empty(len(ids), np.int64), np.zeros((1, out.shape[1]), np.float32)
-    kernels.cpu.launch(kernel, memory, ids, slots, *source, nothing, out)
-    return slots
 
 
 def entries_for(count: int, first: int = FIRST_ENTRIES, fullest: float = FULLEST) -> int:

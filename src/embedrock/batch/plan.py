@@ -41,11 +41,11 @@ SEED = secrets.randbits(63)
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
-# A bitmap, uint8 (bytes,), or a hash table, int64 (entries, 2), of `embedrock.storage.slot_index`; the other one is
-# empty. Without an index both are.
+# Direct-address tables, int64 (tables, 3), and a hash table, int64 (entries, 2), of `embedrock.storage.slot_index`, as
+# kernels read them. Without an index both are empty.
 SlotIndex = tuple[np.ndarray, np.ndarray]
-NO_BITS, NO_ENTRIES = np.empty(0, np.uint8), np.empty((0, 2), np.int64)
-NO_INDEX: SlotIndex = NO_BITS, NO_ENTRIES
+NO_DIRECT, NO_ENTRIES = np.empty((0, 3), np.int64), np.empty((0, 2), np.int64)
+NO_INDEX: SlotIndex = NO_DIRECT, NO_ENTRIES
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 _ANY = np.array([[0, 1, LOWEST, HIGHEST, 0]])  # a table of one source of any ids
 _NONE, _IN_ORDER = np.empty(0, np.int64), np.empty(0, np.int32)

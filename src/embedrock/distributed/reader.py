@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 
 import numpy as np
 
-from embedrock.batch.plan import NO_BITS, SlotIndex
+from embedrock.batch.plan import NO_DIRECT, SlotIndex
 from embedrock.distributed.commits import ShardCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
 from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, CacheTooSmallError, CorruptTableError, TableFileError, UnsupportedError
@@ -70,7 +70,7 @@ class ShardedBackend(Backend):
 
     @property
     def index(self) -> SlotIndex:
-        return NO_BITS, np.zeros((1, 2), np.int64)  # a free entry: no id is here
+        return NO_DIRECT, np.zeros((1, 2), np.int64)  # a free entry: no id is here
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         return np.full(len(ids), -1, np.int64)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from embedrock.distributed.owners import owners
 from embedrock.errors import ArgumentError, check_choice, did_you_mean
 from embedrock.initializers import Zeros
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.optimizers import RULES, Rule
 from embedrock.planner.split import SplitOption, split
 from embedrock.spec.spec import Spec
@@ -24,7 +25,6 @@ from embedrock.storage.device_layout import memory_for as device_memory_for
 from embedrock.storage.miss_ratio_curve import CurveSampler, MissRatioCurve
 from embedrock.storage.ram_layout import memory_for, most_for, place
 from embedrock.storage.record_pools import may_share
-from embedrock.store.manifest import PART_BITS
 from embedrock.system.sizes import parse_bytes
 
 EXACT_RANKS = 1 << 15  # ranks with a chance of their own; later ranks share chances in groups ...

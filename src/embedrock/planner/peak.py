@@ -42,7 +42,7 @@ def in_ram(demand: Demand, rows: float) -> int:
     ):
         return _scattered(spec, slots, rows) + DenseIndex.bytes_for(slots)
     held = int(min(rows, math.inf if slots is None else slots))
-    return held * spec.record_bytes + HashIndex.bytes_for(held) + HUGE_PAGE
+    return held * spec.record_bytes + HashIndex.bytes_for(held, slots) + HUGE_PAGE
 
 
 def on_disk(spec: Spec, placement: RamLayout, rows: float, logged: float) -> int:

@@ -162,7 +162,7 @@ class SlotCache(IdTable):
         self._first_free, self.used_slots = cpu.take_slots(
             self._ids, self._pins, self._first_free, self.used_slots, slots
         )
-        launch(kernels.cpu.directory.set_values, self._entries, ids, slots)
+        launch(kernels.cpu.directory.set_values, *self.index, ids, slots)
         self._ids[slots] = ids
         cpu.score(self._scores, self._histogram, slots, levels)
         self.flags[slots] = 0
@@ -194,7 +194,7 @@ class SlotCache(IdTable):
         if len(self._ghosts):
             launch(cpu.remember, self._ghosts, ids, levels, self._epoch)
             self._has_forgotten |= len(slots) > 0
-        launch(cpu.erase, self._entries, ids)
+        launch(cpu.erase, *self.index, ids)
         self._first_free = launch(cpu.give_slots, self._ids, self._pins, self._first_free, slots)
         self.flags[slots] = 0  # a free slot must not look like a dirty row
         self.count -= len(slots)

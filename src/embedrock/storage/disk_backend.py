@@ -13,6 +13,7 @@ import numpy as np
 
 from embedrock.batch.plan import SlotIndex, make_plan
 from embedrock.errors import CacheTooSmallError, counted
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.spec.spec import Spec
 from embedrock.storage.advice import consider
 from embedrock.storage.backend import Backend, Pin, RamLayout
@@ -24,7 +25,7 @@ from embedrock.storage.records import Records, wrong_last_steps
 from embedrock.storage.table_lock import TableLock
 from embedrock.store.base import Base
 from embedrock.store.compaction import fill, relieve
-from embedrock.store.manifest import KEYS, PART_BITS
+from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
 from embedrock.store.record_store import LocatedRecords, RecordStore
 from embedrock.store.segments import damaged

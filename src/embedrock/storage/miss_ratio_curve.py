@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from embedrock import kernels
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.storage.cache import Policy, SlotCache, feed
 from embedrock.storage.slot_index import HashIndex
-from embedrock.store.manifest import PART_BITS
 from embedrock.system.arena import cut
 
 MOST_SLOTS = 1 << 14  # of a small cache; up to this size all ids are seen

@@ -10,7 +10,7 @@ from embedrock.batch.plan import SlotIndex
 from embedrock.errors import ArgumentError, MemoryBudgetError, check_choice, counted
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend, RamLayout
-from embedrock.storage.slot_index import ID_BYTES, DenseIndex, HashIndex
+from embedrock.storage.slot_index import ID_BYTES, MOST_ROWS, DenseIndex, HashIndex
 from embedrock.system.ram import FreeMemory, available_bytes, memory_limit
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
@@ -84,9 +84,16 @@ class RamBackend(Backend):
     """
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
-        self.directory = (DenseIndex if placement.direct else HashIndex)(placement.slots)
+        self.directory: DenseIndex | HashIndex = (
+            DenseIndex(placement.slots) if placement.direct else HashIndex(placement.slots, self._rows)
+        )
         self.promised = 0
         super().__init__(spec, placement, subject)
+
+    def _rows(self) -> dict[int, int]:
+        """Return the rows of each table whose keys have its number, except for open ids and ids beyond that range."""
+        specs = {0: self.spec} if self.parts is None else {number: part.spec for number, part in self.parts.items()}
+        return {number: spec.rows for number, spec in specs.items() if spec.rows is not None and spec.rows <= MOST_ROWS}
 
     @property
     def used_slots(self) -> int:

@@ -16,11 +16,13 @@ import numpy as np
 
 from embedrock.errors import MemoryBudgetError, counted
 from embedrock.initializers import Zeros
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.ram_backend import RamBackend, place, take_ram
 from embedrock.storage.records import Records
-from embedrock.store.manifest import MAX_PARTS, PART_BITS
+from embedrock.storage.slot_index import MOST_ROWS
+from embedrock.store.manifest import MAX_PARTS
 from embedrock.store.record_store import keys_of_part
 from embedrock.store.segments import damaged
 from embedrock.system.arena import Arena
@@ -29,7 +31,6 @@ from embedrock.system.ram import memory_limit
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 
-MOST_ROWS = 1 << PART_BITS  # of a table that shares a pool; see `may_share`
 MOST_NAMED = 8  # tables named in the message for a batch that does not fit
 MOVED_BYTES = 8 << 20  # of records, moved between backends at a time
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.id_table import ENTRY_BYTES, IdNumbers, IdTable, entries_for, find_in, look_up_in
-from embedrock.batch.plan import NO_ENTRIES, SlotIndex
+from embedrock.batch.id_table import ENTRY_BYTES, FIRST_ENTRIES, FULLEST, IdNumbers, IdTable, entries_for
+from embedrock.batch.plan import NO_DIRECT
+from embedrock.kernels.cpu.directory import ID, LENGTH, PART_BITS
 from embedrock.system.arena import cut, reserve
-from embedrock.system.spans import spanned
+from embedrock.system.buffers import address_of
 
-ID_BYTES = 8
+ID_BYTES, SLOT_BYTES = 8, 4
+MOST_ROWS = 1 << PART_BITS  # of a table whose keys have its number
 SCAN_BYTES = 1 << 20  # of the bitmap of a `DenseIndex`, scanned at a time
+SCAN_IDS = 1 << 16
+# A table with a record for one row in 8 or more gets a direct-address table, once the hash table is full. It takes as
+# much RAM at most, and a row takes 2 instead of 20 ns to find.
+SPARSE = 8
+_NO_IDS, _NO_SLOTS = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
-class DenseIndex:
+class DenseIndex(IdTable):
     """An index with the methods of `HashIndex` whose slots are ids.
 
     Attributes:
@@ -25,24 +33,15 @@ class DenseIndex:
     """
 
     def __init__(self, rows: int) -> None:
+        super().__init__(0)
         self.count = 0
         self.bits = np.zeros(DenseIndex.bytes_for(rows), np.uint8)
+        self._direct = np.array([[address_of(self.bits), rows, 1]])
 
     @staticmethod
     def bytes_for(rows: int) -> int:
         """Return the bytes of an index of `rows` rows."""
         return (rows + 7) // 8
-
-    @property
-    def index(self) -> SlotIndex:
-        return self.bits, NO_ENTRIES
-
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        return find_in(kernels.cpu.directory.find_direct, self.bits, ids)
-
-    @spanned("gather")
-    def look_up(self, ids: np.ndarray, weights: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return look_up_in(kernels.cpu.rows.look_up_direct, self.bits, ids, (weights, positions), out)
 
     def next_slots(self, ids: np.ndarray) -> np.ndarray:
         return ids
@@ -50,12 +49,12 @@ class DenseIndex:
     def insert(self, ids: np.ndarray, slots: np.ndarray | None = None) -> np.ndarray:
         slots = np.full(len(ids), -1, np.int64) if slots is None else slots
         more = int(np.count_nonzero(slots < 0))
-        kernels.cpu.launch(kernels.cpu.directory.insert_direct, self.bits, ids, slots)
+        kernels.cpu.launch(kernels.cpu.directory.insert, *self.index, ids, slots, 0, _NO_IDS)
         self.count += more
         return slots
 
     def remove(self, ids: np.ndarray) -> None:
-        kernels.cpu.launch(kernels.cpu.cache.erase_direct, self.bits, ids)
+        kernels.cpu.launch(kernels.cpu.cache.erase, *self.index, ids)
         self.count -= len(ids)
 
     def bytes_with(self, more: int) -> int:
@@ -71,7 +70,12 @@ class DenseIndex:
 class HashIndex(IdNumbers):
     """The map from touched ids to the slots of their records.
 
-    Slots are assigned in order of arrival, so that records lie densely.
+    Slots are assigned in order of arrival, so that records lie densely. The slots of a table's ids are in a hash table,
+    or in a direct-address table of its own, see `SPARSE`.
+
+    Args:
+        capacity: most slots.
+        rows: returns the rows of each table, by its number in keys. Tables without an upper bound are left out.
 
     Attributes:
         count: number of ids.
@@ -80,9 +84,10 @@ class HashIndex(IdNumbers):
 
     _subject = IdTable._subject
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, rows: Callable[[], dict[int, int]] = dict) -> None:
         super().__init__()
-        self.used = 0
+        self.used, self._hashed = 0, 0  # the second one: ids in the hash table
+        self._rows, self._tables = rows, dict[int, np.ndarray]()
         self._free, self._free_count = np.empty(0, np.int64), 0  # a stack
         self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
 
@@ -100,11 +105,15 @@ class HashIndex(IdNumbers):
         Ids do not repeat. Assigns all slots, or none.
         """
         cpu, slots = kernels.cpu, np.full(len(ids), -1, np.int64) if slots is None else slots
-        self.make_room(int(np.count_nonzero(slots < 0)))
+        is_new, most = slots < 0, FULLEST * len(self._entries)
+        if self._hashed + np.count_nonzero(is_new) > most and self._hashed + self._to_hash(new := ids[is_new]) > most:
+            old, made = self._entries, self._new_tables(itertools.chain(self._hashed_ids(), [new]), self._tables)
+            self._use(*made)
+            self._hashed = cpu.directory.rehash(old, *self.index)
         if self._free_count:
             self._insert_free(ids, slots)
-        args = self._entries, ids, slots, self.used, self._slot_ids
-        self.used = cpu.launch(cpu.directory.insert_hashed, *args)
+        self.used, hashed = cpu.launch(cpu.directory.insert, *self.index, ids, slots, self.used, self._slot_ids)
+        self._hashed += hashed
         self.count = self.used - self._free_count
         return slots
 
@@ -115,12 +124,56 @@ class HashIndex(IdNumbers):
         slots[missing], self._slot_ids[given] = given, new
         self._free_count -= len(given)
 
+    def set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
+        self._hashed += kernels.cpu.launch(kernels.cpu.directory.set_values, *self.index, ids, numbers)
+
+    def _to_hash(self, ids: np.ndarray) -> int:
+        """Return how many ids no direct-address table has."""
+        lengths = self._direct[:, LENGTH].take(ids >> PART_BITS, mode="clip") if self._tables else 0
+        return int(np.count_nonzero((ids & ID) >= lengths))
+
+    def _hashed_ids(self) -> Iterator[np.ndarray]:
+        return (part[part[:, 1] != 0, 0] for part in cut(self._entries, SCAN_IDS))
+
+    def _new_tables(
+        self, hashed: Iterable[np.ndarray], tables: dict[int, np.ndarray]
+    ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Return a hash table for hashed ids, in parts, and direct-address tables, with new ones for many of them."""
+        rows, count = self._rows(), 0
+        counts = np.zeros(max(rows, default=-1) + 1, np.int64)
+        for ids in hashed:
+            count += len(ids)
+            if rows:
+                counts += np.bincount(ids >> PART_BITS, minlength=len(counts))
+        known = {number: tables.get(number, _NO_SLOTS) for number in rows}
+        dense = [
+            number
+            for number, table in known.items()
+            if rows[number] != len(table) and rows[number] <= SPARSE * (counts[number] + np.count_nonzero(table))
+        ]
+        left, nbytes = count - int(counts[dense].sum()), sum(rows[number] for number in dense) * SLOT_BYTES
+        if nbytes + entries_for(left) * ENTRY_BYTES > entries_for(count) * ENTRY_BYTES:
+            dense, left = [], count
+        made = {number: table for number, table in known.items() if len(table)}
+        for number in dense:
+            made[number] = reserve(rows[number] * SLOT_BYTES, self._subject, scattered=True).view(np.int32)
+            made[number][: len(known[number])] = known[number]
+        return self._new_entries(entries_for(left)), made
+
+    def _use(self, entries: np.ndarray, tables: dict[int, np.ndarray]) -> None:
+        """Replace the tables of slots."""
+        self._entries, self._tables = entries, tables
+        self._direct = np.zeros((max(tables, default=-2) + 2, NO_DIRECT.shape[1]), np.int64)  # the last one has no ids
+        for number, table in tables.items():
+            self._direct[number] = address_of(table), len(table), 8 * SLOT_BYTES
+
     def remove(self, ids: np.ndarray) -> None:
         """Delete ids, without repeats, that have slots. Other ids keep theirs, and new ids get the free ones."""
         count, slots = self._free_count + len(ids), self.find(ids)
         if count > len(self._free):
             self._free = np.concatenate([self._free[: self._free_count], np.empty(count, np.int64)])
-        super().remove(ids)
+        self._hashed -= kernels.cpu.launch(kernels.cpu.cache.erase, *self.index, ids)
+        self.count -= len(ids)
         self._free[self._free_count : count] = slots
         self._free_count = count
 
@@ -135,21 +188,28 @@ class HashIndex(IdNumbers):
 
     def keep(self, count: int, holes: np.ndarray, moved: np.ndarray) -> None:
         """Keep `count` ids: those in the first `count` slots, where ids in slots `moved` replace those in `holes`."""
-        entries, kept = self._new_entries(entries_for(count)), self._slot_ids[:count].copy()
+        kept = self._slot_ids[:count].copy()
         kept[holes] = self._slot_ids[moved]
-        self._entries, self.count, self.used, self._free_count = entries, 0, 0, 0  # nothing after this line can fail
-        self.insert(kept)
+        made = self._new_tables(cut(kept, SCAN_IDS), {})
+        self._slot_ids[:count], self.count, self.used, self._free_count = kept, count, count, 0
+        self._use(*made)
+        self._hashed = 0
+        self.set(kept, np.arange(count))
 
     @staticmethod
-    def bytes_for(count: int) -> int:
-        """Return the most bytes of an index while it grows to `count` ids."""
-        return entries_for(count) * 3 // 2 * ENTRY_BYTES + count * ID_BYTES
+    def bytes_for(count: int, rows: int | None = None) -> int:
+        """Return the most bytes of an index while it grows to `count` ids, of a table of `rows` rows."""
+        entries, direct = entries_for(count) * 3 // 2, 0
+        if rows is not None and (most := rows // SPARSE + 1) < count:  # its hash table doubles only while it is sparse
+            entries, direct = entries_for(most) * 3 // 2 + FIRST_ENTRIES, rows * SLOT_BYTES
+        return entries * ENTRY_BYTES + direct + count * ID_BYTES
 
     def bytes_with(self, more: int) -> int:
         """Return the most RAM in use while `more` ids are inserted."""
-        entries = entries_for(self.count + more)
+        entries, direct = entries_for(self._hashed + more), sum(table.nbytes for table in self._tables.values())
         growing = len(self._entries) if entries > len(self._entries) else 0
-        return (max(entries, len(self._entries)) + growing) * ENTRY_BYTES + self.slots_with(more) * ID_BYTES
+        hashed = (max(entries, len(self._entries)) + growing) * ENTRY_BYTES
+        return hashed + direct + self.slots_with(more) * ID_BYTES
 
     def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Iterate over all (ids, slots), at most `size` at a time."""

@@ -12,10 +12,10 @@ import numpy as np
 
 from embedrock.io.vfs import retried
 from embedrock.kernels.constants import RUN_SHIFT
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.store import folder as folders
 from embedrock.store import pieces
 from embedrock.store.base import Base
-from embedrock.store.manifest import PART_BITS
 from embedrock.store.pieces import CompactionGoal, KeyRange, bounds, choose
 from embedrock.store.record_store import SCAN_ROWS, RecordStore, is_gone, keys_of_part, open_run
 from embedrock.store.segments import CRC_BYTES, Log, Segment

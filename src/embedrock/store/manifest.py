@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from embedrock.errors import counted
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.store import publishing
 from embedrock.store.publishing import (
     COMMIT,
@@ -32,8 +33,7 @@ FOLDED_FORMAT = 5  # for tables alone whose segments contain logs that the commi
 COUNTS_FORMAT = 6  # for a history in several files, and for groups with dynamic rows
 FORGOTTEN_FORMAT = 7  # for tombstones, and for rollbacks
 MAX_HISTORY = 64  # files of a history
-PART_BITS = 44  # each member of a pool has a range of 2**44 keys, so that it may grow ...
-MAX_PARTS = 1 << (63 - PART_BITS)  # ... and a pool may have had this many members
+MAX_PARTS = 1 << (63 - PART_BITS)  # members that a pool may have had: each has a range of keys, so that it may grow
 KEYS = 1 << 63  # all keys are less
 _FILE = re.compile(r"(base|delta|history)(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}){1,2}", re.ASCII)
 

@@ -13,11 +13,12 @@ import numpy as np
 from embedrock import kernels
 from embedrock.io.vfs import DIRECT_BYTES, System
 from embedrock.kernels.constants import RUN_SHIFT
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
 from embedrock.store.folder import Folder
 from embedrock.store.log_index import LogIndex
-from embedrock.store.manifest import KEYS, PART_BITS, SegmentEntry, StoreEntry
+from embedrock.store.manifest import KEYS, SegmentEntry, StoreEntry
 from embedrock.store.reading import read_records
 from embedrock.store.segments import CRC_BYTES, Log, Segment, damaged, piece_rows
 from embedrock.system.arena import cut, joined, returned

@@ -12,12 +12,13 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, CommitError, MissingFileError, TableFileError
 from embedrock.io.vfs import NO_SPACE, System
+from embedrock.kernels.cpu.directory import PART_BITS
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
-from embedrock.store.manifest import PART_BITS, HistoryFile, Manifest, StoreEntry
+from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry
 from embedrock.store.reading import check_table
 from embedrock.store.record_store import CommitSnapshot, RecordStore
 from embedrock.system.scopes import on_failure

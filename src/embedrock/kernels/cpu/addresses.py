@@ -44,4 +44,4 @@ def _viewer(dtype: Any) -> Any:
 
 
 # ``int64s(address, count)`` is the array of `count` numbers at an address.
-int64s, int32s, float32s = _viewer(types.int64), _viewer(types.int32), _viewer(types.float32)
+int64s, int32s, uint8s, float32s = map(_viewer, (types.int64, types.int32, types.uint8, types.float32))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, mix
+from embedrock.kernels.cpu.directory import AHEAD, _bits, _entry, _home, _table, _write, mix
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.runtime import inlined, kernel
 
@@ -38,12 +38,17 @@ def give_slots(slot_ids, pins, first_free, slots):
 
 
 @kernel(reads=("ids",))
-def erase(entries, ids):
-    bits = _bits(entries.shape[0])
+def erase(direct, entries, ids):
+    bits, hashed = _bits(entries.shape[0]), 0
     mask = entries.shape[0] - 1
     for i in range(ids.shape[0]):
-        if i + AHEAD < ids.shape[0]:
+        if i + AHEAD < ids.shape[0] and mask >= 0:
             prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
+        number = _table(direct, ids[i])
+        if number >= 0:
+            _write(direct, number, ids[i], np.int64(-1))
+            continue
+        hashed += 1
         hole = _entry(entries, ids[i], bits)
         position = (hole + 1) & mask
         while entries[position, 1] != 0:
@@ -55,6 +60,7 @@ def erase(entries, ids):
             position = (position + 1) & mask
         entries[hole, 0] = 0
         entries[hole, 1] = 0
+    return hashed
 
 
 @kernel()
@@ -198,12 +204,6 @@ def sample(slot_ids, slots, share, ids):
             if found == ids.shape[0]:
                 return i + 1, found
     return slots.shape[0], found
-
-
-@kernel(reads=("ids",))
-def erase_direct(present, ids):
-    for i in range(ids.shape[0]):
-        present[ids[i] >> 3] &= ~(np.uint8(1) << np.uint8(ids[i] & 7))
 
 
 @kernel(reads=("ids",))

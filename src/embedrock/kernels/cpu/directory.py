@@ -2,26 +2,16 @@
 
 import numpy as np
 
-from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
+from embedrock.kernels.cpu.addresses import int32s, uint8s
+from embedrock.kernels.cpu.prefetch import prefetch, prefetch_at, prefetch_to_write
 from embedrock.kernels.cpu.runtime import kernel
 
+PART_BITS = 44  # the key of a row is its id, plus its table's number times 2**44; files have such keys
+ID = np.int64((1 << PART_BITS) - 1)
+# Columns of `direct`, by number of a table: address and length of its direct-address table, and the bits of an item. An
+# item of 1 bit tells whether the row exists, whose slot is its id. One of 32 bits is its slot + 1.
+ADDRESS, LENGTH, BITS = range(3)
 AHEAD = 20  # 12 took a sixth longer, 32 and 48 a tenth
-
-
-@kernel(over="ids", reads=("ids",), grain=4096)
-def find_direct(present, ids, slots, lo, hi):
-    for i in range(lo, hi):
-        row = ids[i]
-        here = (present[row >> 3] >> np.uint8(row & 7)) & np.uint8(1)
-        slots[i] = row if here else -1
-
-
-@kernel(reads=("ids",))
-def insert_direct(present, ids, slots):
-    for i in range(ids.shape[0]):
-        row = ids[i]
-        present[row >> 3] |= np.uint8(1) << np.uint8(row & 7)
-        slots[i] = row
 
 
 @kernel()
@@ -55,47 +45,101 @@ def _entry(entries, key, bits):
     return position
 
 
-@kernel(over="ids", reads=("ids",), grain=4096)
-def find_hashed(entries, ids, slots, lo, hi):
-    bits = _bits(entries.shape[0])
-    for i in range(lo, hi):
-        if i + AHEAD < hi:
-            prefetch(entries, _home(ids[i + AHEAD], bits), 16)
-        slots[i] = entries[_entry(entries, ids[i], bits), 1] - 1
-
-
-@kernel(reads=("ids",))
-def insert_hashed(entries, ids, slots, used, slot_ids):
-    bits = _bits(entries.shape[0])
-    for i in range(ids.shape[0]):
-        if i + AHEAD < ids.shape[0]:
-            prefetch(entries, _home(ids[i + AHEAD], bits), 16)
-        if slots[i] < 0:
-            position = _entry(entries, ids[i], bits)
-            entries[position, 0] = ids[i]
-            entries[position, 1] = used + 1
-            slot_ids[used] = ids[i]
-            slots[i] = used
-            used += 1
-    return used
+@kernel()
+def _table(direct, key):
+    """Return the number of the direct-address table that has a key; -1: the hash table has it."""
+    number = key >> PART_BITS
+    return number if 0 <= number < direct.shape[0] and (key & ID) < direct[number, LENGTH] else np.int64(-1)
 
 
 @kernel()
-def rehash(old, entries):
+def _read(direct, number, key):
+    """Return the slot of a key of a direct-address table; -1: none."""
+    address, length, row = direct[number, ADDRESS], direct[number, LENGTH], key & ID
+    if direct[number, BITS] == 1:
+        here = (uint8s(address, (length + 7) >> 3)[row >> 3] >> np.uint8(row & 7)) & np.uint8(1)
+        return row if here else np.int64(-1)
+    return np.int64(int32s(address, length)[row]) - 1
+
+
+@kernel()
+def _write(direct, number, key, slot):
+    """Write the slot of a key to a direct-address table, and return the slot; -1: none."""
+    address, length, row = direct[number, ADDRESS], direct[number, LENGTH], key & ID
+    if direct[number, BITS] == 1:
+        present, bit = uint8s(address, (length + 7) >> 3), np.uint8(1) << np.uint8(row & 7)
+        present[row >> 3] = present[row >> 3] | bit if slot >= 0 else present[row >> 3] & ~bit
+        return row
+    int32s(address, length)[row] = slot + 1
+    return slot
+
+
+@kernel(over="ids", reads=("ids",), grain=4096)
+def find(direct, entries, ids, slots, lo, hi):
     bits = _bits(entries.shape[0])
+    for i in range(lo, hi):
+        if i + AHEAD < hi:
+            number = _table(direct, ids[i + AHEAD])
+            if number < 0:
+                prefetch(entries, _home(ids[i + AHEAD], bits), 16)
+            else:
+                prefetch_at(direct[number, ADDRESS] + (((ids[i + AHEAD] & ID) * direct[number, BITS]) >> 3), 4)
+        number = _table(direct, ids[i])
+        if number < 0:
+            slots[i] = entries[_entry(entries, ids[i], bits), 1] - 1
+        else:
+            slots[i] = _read(direct, number, ids[i])
+
+
+@kernel(reads=("ids",))
+def insert(direct, entries, ids, slots, used, slot_ids):
+    bits, hashed = _bits(entries.shape[0]), 0
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0] and entries.shape[0] > 0:
+            prefetch(entries, _home(ids[i + AHEAD], bits), 16)
+        if slots[i] < 0:
+            number, slots[i] = _table(direct, ids[i]), used
+            if number < 0:
+                position = _entry(entries, ids[i], bits)
+                entries[position, 0] = ids[i]
+                entries[position, 1] = used + 1
+                hashed += 1
+            else:
+                slots[i] = _write(direct, number, ids[i], used)
+            if slot_ids.shape[0] > 0:
+                slot_ids[used] = ids[i]
+            used += 1
+    return used, hashed
+
+
+@kernel()
+def rehash(old, direct, entries):
+    bits, hashed = _bits(entries.shape[0]), 0
     for i in range(old.shape[0]):
         if old[i, 1] != 0:
-            position = _entry(entries, old[i, 0], bits)
-            entries[position, 0] = old[i, 0]
-            entries[position, 1] = old[i, 1]
+            number = _table(direct, old[i, 0])
+            if number < 0:
+                position = _entry(entries, old[i, 0], bits)
+                entries[position, 0] = old[i, 0]
+                entries[position, 1] = old[i, 1]
+                hashed += 1
+            else:
+                _write(direct, number, old[i, 0], old[i, 1] - 1)
+    return hashed
 
 
 @kernel(reads=("ids", "values"))
-def set_values(entries, ids, values):
-    bits = _bits(entries.shape[0])
+def set_values(direct, entries, ids, values):
+    bits, hashed = _bits(entries.shape[0]), 0
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
             prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
-        position = _entry(entries, ids[i], bits)
-        entries[position, 0] = ids[i]
-        entries[position, 1] = values[i] + 1
+        number = _table(direct, ids[i])
+        if number < 0:
+            position = _entry(entries, ids[i], bits)
+            hashed += entries[position, 1] == 0
+            entries[position, 0] = ids[i]
+            entries[position, 1] = values[i] + 1
+        else:
+            _write(direct, number, ids[i], values[i])
+    return hashed

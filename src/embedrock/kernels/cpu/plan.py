@@ -8,7 +8,7 @@ No result depends on the number of chunks, workers or parts. The reference docum
 import numpy as np
 
 from embedrock.kernels.cpu.addresses import address_of, int32s, int64s
-from embedrock.kernels.cpu.directory import find_direct, find_hashed
+from embedrock.kernels.cpu.directory import find as find_keys
 from embedrock.kernels.cpu.runtime import kernel
 
 # Columns of `sources`, arrays of ids by address and length, are not named. These are of `tables`, and of `parts`: the
@@ -183,7 +183,7 @@ def _are_outside(sources, lowest, highest):
 
 
 @kernel()
-def plan_tables(sources, tables, bits, entries, seed, hashes, block):
+def plan_tables(sources, tables, direct, entries, seed, hashes, block):
     """Plan the batch of all tables: return the number of unique rows, and of those without a slot.
 
     Returns -1 if an id lies outside its table.
@@ -209,7 +209,7 @@ def plan_tables(sources, tables, bits, entries, seed, hashes, block):
         count, start = count + unique, stop
     rows[tables.shape[0]] = count
     # Bounds from memory: Numba would compile the search once more for each that it knows.
-    return count, _find(tables, rows, ids, bits, entries, slots, rows[0], rows[tables.shape[0]])
+    return count, _find(tables, rows, ids, direct, entries, slots, rows[0], rows[tables.shape[0]])
 
 
 @kernel()
@@ -222,18 +222,15 @@ def _parts_of(block, tables, n):
 
 
 @kernel()
-def _find(tables, rows, ids, bits, entries, slots, lo, hi):
+def _find(tables, rows, ids, direct, entries, slots, lo, hi):
     """Write the slots of ids, which may be those of several tables; return how many have none."""
-    if bits.shape[0] + entries.shape[0] == 0:
+    if direct.shape[0] + entries.shape[0] == 0:
         return 0
     for t in range(tables.shape[0]):
         base = tables[t, BASE]
         for k in range(max(lo, rows[t]), min(hi, rows[t + 1])):
             slots[k] = ids[k] + base
-    if entries.shape[0] > 0:
-        find_hashed(entries, slots, slots, lo, hi)
-    else:
-        find_direct(bits, slots, slots, lo, hi)
+    find_keys(direct, entries, slots, slots, lo, hi)
     missing = 0
     for k in range(lo, hi):
         missing += slots[k] < 0
@@ -241,9 +238,9 @@ def _find(tables, rows, ids, bits, entries, slots, lo, hi):
 
 
 @kernel(over="ids", grain=FIND_GRAIN)
-def find(tables, rows, ids, bits, entries, slots, missing, lo, hi):
+def find(tables, rows, ids, direct, entries, slots, missing, lo, hi):
     """Write the slots of ids, and to a part's place in `missing` how many have none."""
-    missing[lo // FIND_GRAIN] = _find(tables, rows, ids, bits, entries, slots, lo, hi)
+    missing[lo // FIND_GRAIN] = _find(tables, rows, ids, direct, entries, slots, lo, hi)
 
 
 @kernel(over="counts", grain=1)

@@ -1,7 +1,7 @@
 """Reading, summing and stepping rows on the CPU: see ``tests/reference/rows.py`` for the specification."""
 
 from embedrock.kernels.cpu.codec import decode, store_row, store_row_nearest
-from embedrock.kernels.cpu.directory import find_direct, find_hashed
+from embedrock.kernels.cpu.directory import find
 from embedrock.kernels.cpu.lanes import square_sum
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.rules import refresh_row, update_row
@@ -33,18 +33,10 @@ def gather(weights, slots, positions, fresh, out, lo, hi):
 
 
 @kernel(over="ids", reads=("ids", "positions"), grain=2048)
-def look_up_direct(present, ids, slots, weights, positions, fresh, out, lo, hi):
+def look_up(direct, entries, ids, slots, weights, positions, fresh, out, lo, hi):
     for start in range(lo, hi, BLOCK):
         end = min(start + BLOCK, hi)
-        find_direct(present, ids, slots, start, end)
-        gather(weights, slots, positions, fresh, out, start, end)
-
-
-@kernel(over="ids", reads=("ids", "positions"), grain=2048)
-def look_up_hashed(entries, ids, slots, weights, positions, fresh, out, lo, hi):
-    for start in range(lo, hi, BLOCK):
-        end = min(start + BLOCK, hi)
-        find_hashed(entries, ids, slots, start, end)
+        find(direct, entries, ids, slots, start, end)
         gather(weights, slots, positions, fresh, out, start, end)
 
 

@@ -1,0 +1,123 @@
+"""The index of a table in RAM against a dict: tables of a pool that fill, empty, grow and leave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.storage.slot_index import (
+    ENTRY_BYTES,
+    FIRST_ENTRIES,
+    ID_BYTES,
+    SLOT_BYTES,
+    SPARSE,
+    HashIndex,
+    entries_for,
+)
+from support.slow import examples
+
+ROWS = {0: 3_000, 2: 400, 3: 60_000, 7: 1}  # of the tables of a pool, by number
+CAPACITY = 1 << 17
+
+
+class Model:
+    """An index and the dict that it should equal."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.rows, self.slots = np.random.default_rng(seed), dict(ROWS), dict[int, int]()
+        self.index = HashIndex(CAPACITY, lambda: self.rows)
+
+    def keys(self, count: int) -> np.ndarray:
+        """Return different keys of one table."""
+        number = int(self.random.choice(list(self.rows)))
+        ids = self.random.choice(self.rows[number], min(count, self.rows[number]), replace=False)
+        return ids + (number << PART_BITS)
+
+    def insert(self) -> None:
+        keys = self.keys(int(self.random.choice([1, 30, 700, 3_000])))
+        slots = self.index.find(keys)
+        assert slots.tolist() == [self.slots.get(key, -1) for key in keys.tolist()]
+        promised = self.index.bytes_with(int(np.count_nonzero(slots < 0)))
+        expected = self.index.next_slots(keys[slots < 0])
+        got = self.index.insert(keys, slots.copy())
+        np.testing.assert_array_equal(got[slots < 0], expected)
+        self.slots.update(zip(keys.tolist(), got.tolist(), strict=True))
+        assert self.index.bytes_with(0) <= promised
+
+    def remove(self) -> None:
+        keys = self.keys(500)
+        keys = keys[self.index.find(keys) >= 0]
+        self.index.remove(keys)
+        for key in keys.tolist():
+            del self.slots[key]
+
+    def leave(self) -> None:
+        """Remove a whole table, as a pool does: records from the end take the free slots."""
+        number = int(self.random.choice(list(self.rows)))
+        here = np.array([key >> PART_BITS != number for key in self.slots], bool)
+        kept, slots = (np.array([*each], np.int64) for each in (self.slots.keys(), self.slots.values()))
+        has_record, count = np.zeros(self.index.used, bool), int(here.sum())
+        has_record[slots[here]] = True
+        holes, moved = np.flatnonzero(~has_record[:count]), count + np.flatnonzero(has_record[count:])
+        new = dict(zip(moved.tolist(), holes.tolist(), strict=True))
+        self.index.keep(count, holes, moved)
+        both = zip(kept[here].tolist(), slots[here].tolist(), strict=True)
+        self.slots = {key: new.get(slot, slot) for key, slot in both}
+        self.rows[number] = int(self.random.integers(1, 5_000))
+
+    def grow(self) -> None:
+        number = int(self.random.choice(list(self.rows)))
+        self.rows[number] = int(self.rows[number] * self.random.choice([2, 1.1]) + 1)
+
+    def check(self) -> None:
+        index, known = self.index, np.array([*self.slots], np.int64)
+        assert (index.count, index.used - len(index.free)) == (len(self.slots), len(self.slots))
+        assert index.find(known).tolist() == [*self.slots.values()]
+        listed = dict[int, int]()
+        for ids, slots in index.batches(1_000):
+            listed.update(zip(ids.tolist(), slots.tolist(), strict=True))
+        assert listed == self.slots
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(seed=st.integers(0, 2**32), steps=st.lists(st.sampled_from(["insert"] * 5 + ["remove", "leave", "grow"])))
+def test_the_index_of_a_pool_equals_a_dict(seed: int, steps: list[str]) -> None:
+    model = Model(seed)
+    for step in ["insert", *steps]:
+        getattr(model, step)()
+        model.check()
+
+
+@pytest.mark.parametrize("at_once", [300, 20_000])
+def test_tables_most_of_whose_rows_exist_take_4_bytes_a_row(at_once: int) -> None:
+    rows = dict.fromkeys(range(6), 20000)
+    index, random = HashIndex(CAPACITY, lambda: rows), np.random.default_rng(0)
+    for number in rows:
+        for part in np.array_split(random.permutation(20_000), 20_000 // at_once):
+            index.insert(part + (number << PART_BITS))
+    index.insert(np.array([5]) + (6 << PART_BITS))
+    hashed = index.bytes_with(0) - 120_000 * SLOT_BYTES - 120_001 * ID_BYTES
+    assert 0 < hashed <= entries_for(20_000 // SPARSE + at_once) * ENTRY_BYTES
+    assert index.find(np.arange(20_000) + (3 << PART_BITS)).min() >= 60_000
+
+
+def test_sparse_tables_stay_hashed() -> None:
+    index = HashIndex(CAPACITY, lambda: {0: 1 << 40})
+    index.insert(np.arange(10_000) << 20)
+    assert index.bytes_with(0) == entries_for(10_000) * ENTRY_BYTES + 10_000 * ID_BYTES
+
+
+@pytest.mark.parametrize("rows", [None, 100, 1_000, 40_000, 130_000, 1 << 30])
+def test_bytes_for_is_the_most_that_an_index_takes_while_it_grows(rows: int | None) -> None:
+    count = min(rows or CAPACITY, CAPACITY)
+    index, least = HashIndex(CAPACITY, lambda: {} if rows is None else {0: rows}), CAPACITY * 100
+    for start in range(0, count, 100):
+        stop, before = min(start + 100, count), index.bytes_with(0)
+        index.insert(np.arange(start, stop))
+        after = index.bytes_with(0)
+        tables = 0 if after == before + (stop - start) * ID_BYTES else before - start * ID_BYTES  # replaced ones
+        least = min(least, HashIndex.bytes_for(stop, rows) - after - tables)
+    assert 0 <= least <= 26 * FIRST_ENTRIES
