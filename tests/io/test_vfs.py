@@ -745,11 +745,11 @@ assert os.waitpid(child, 0)[1] == 0
         program = """
 import os
 from embedrock.io.vfs import OS_SYSTEM
-memory = OS_SYSTEM._bounce.memory
+memory = OS_SYSTEM._bounce.take(1)
 memory[0] = 1
 child = os.fork()
 if child == 0:
-    OS_SYSTEM._bounce.memory[0] = 2
+    OS_SYSTEM._bounce.take(1)[0] = 2
     os._exit(0)
 os.waitpid(child, 0)
 assert memory[0] == 1
