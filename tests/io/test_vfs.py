@@ -69,7 +69,7 @@ def reads(request, monkeypatch):
         made._threads, made._linux = ThreadReader(count), LinuxReader(max(count, 1))
         if request.param == "by threads":
             made._linux.works = False
-        elif not made._linux.works or made._linux._new_context() is None:
+        elif not made._linux.works or made._linux._context() is None:
             pytest.skip("no asynchronous reads here")
         monkeypatch.setattr(readers, "READERS", made)
         return made
@@ -627,7 +627,7 @@ class TestReadMany:
 
     def test_a_file_system_that_waits_is_left_to_threads(self, file, monkeypatch):
         made, at = Readers(), np.arange(20) * BLOCK
-        if not made._linux.works or made._linux._new_context() is None:
+        if not made._linux.works or made._linux._context() is None:
             pytest.skip("no asynchronous reads here")
         waits = [False] * (readers.DISAPPOINTMENTS - 1) + [True] + [False] * readers.DISAPPOINTMENTS
         answers, real = iter(waits), kernels.cpu.aio.read_together
@@ -745,11 +745,11 @@ assert os.waitpid(child, 0)[1] == 0
         program = """
 import os
 from embedrock.io.vfs import OS_SYSTEM
-memory = OS_SYSTEM._bounce.memory
+memory = OS_SYSTEM._bounce.take(1)
 memory[0] = 1
 child = os.fork()
 if child == 0:
-    OS_SYSTEM._bounce.memory[0] = 2
+    OS_SYSTEM._bounce.take(1)[0] = 2
     os._exit(0)
 os.waitpid(child, 0)
 assert memory[0] == 1

@@ -22,14 +22,12 @@ class Chunk:
     count: int
     ids: np.ndarray | None
     folded_below: int = 0
+    known_index: np.ndarray | None = None
 
     locations = Segment.locations
 
     def index(self) -> np.ndarray | None:
         return self.ids
-
-    def keep_index(self, index: np.ndarray) -> None:
-        self.ids = index
 
 
 def base_of(chunks: list[Any]) -> Base:

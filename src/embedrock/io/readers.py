@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import threading
@@ -76,12 +77,9 @@ class LinuxReader:
         return True
 
     def _context(self) -> Pieces | None:
-        try:
+        """Return a context that no call uses, if need be a new one; None: the system has no more."""
+        with contextlib.suppress(Empty):
             return self._contexts.get_nowait()
-        except Empty:
-            return self._new_context()
-
-    def _new_context(self) -> Pieces | None:
         aio, count = kernels.cpu.aio, self._at_once
         words = [1, (count, aio.REQUEST_WORDS), count, count, (count, aio.EVENT_WORDS)]
         number, *rest = (np.zeros(shape, np.int64) for shape in words)
@@ -111,17 +109,13 @@ class Readers:
         if len(fds) < FEWEST or not self._linux.works:
             return self._by_threads(pieces)
         is_direct = np.isin(fds, np.array(list(direct), np.int64))
-        for chosen, read in ((is_direct, self._by_linux), (~is_direct, self._by_threads)):
-            if chosen.all():
-                return read(pieces)
+        for chosen in (is_direct, ~is_direct):
             if chosen.any():
-                part = tuple(array if array is out else array[chosen] for array in pieces)
-                read(part)
+                is_part = not chosen.all()
+                part = tuple(array if array is out else array[chosen] for array in pieces) if is_part else pieces
+                if chosen is not is_direct or not self._linux.read(part):
+                    self._by_threads(part)
                 pieces[-1][chosen] = part[-1]
-
-    def _by_linux(self, pieces: Pieces) -> None:
-        if not self._linux.read(pieces):
-            self._by_threads(pieces)
 
     def _by_threads(self, pieces: Pieces) -> None:
         if self._threads is None:

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import ParamSpec, TypeVar
 
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from embedrock.errors import CorruptTableError, TableFileError
 from embedrock.io import readers
 from embedrock.system import forks, platform
+from embedrock.system.arena import ThreadMemory
 from embedrock.system.platform import O_DIRECT, O_NOFOLLOW, O_NONBLOCK
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import format_bytes
@@ -327,14 +327,6 @@ class _UnsyncedTail:
         self.failure: OSError | None = None
 
 
-class _AlignedBuffer(threading.local):
-    """Thread-local memory, aligned for direct writes."""
-
-    @forks.cached_property
-    def memory(self) -> memoryview:
-        return memoryview(platform.private_memory(BOUNCE_BYTES))
-
-
 class System:
     """System calls that tables need. Each raises `OSError` as the system does, and may be interrupted.
 
@@ -344,7 +336,7 @@ class System:
     def __init__(self) -> None:
         self._direct: set[int] = set()
         self._writers: dict[int, int] = {}  # descriptor -> second descriptor of the file, for direct writes; -1: none
-        self._bounce = _AlignedBuffer()
+        self._bounce = ThreadMemory("writing files")  # aligned for direct writes
         self._paths: dict[int, str] = {}
         self._tails: dict[int, _UnsyncedTail] = {}
         self._sync_file_range = platform.find_sync_file_range()
@@ -414,9 +406,9 @@ class System:
         size = len(data) // BLOCK * BLOCK
         if np.frombuffer(data, np.uint8).ctypes.data % BLOCK == 0:
             return os.pwrite(writer, data[:size], offset)
-        memory = self._bounce.memory[: min(size, BOUNCE_BYTES)]
+        memory = self._bounce.take(BOUNCE_BYTES)[: min(size, BOUNCE_BYTES)]
         memory[:] = data[: len(memory)]
-        return os.pwrite(writer, memory, offset)
+        return os.pwrite(writer, memory.data, offset)
 
     def _open_writer(self, fd: int) -> int:
         """Return a second descriptor of the file for direct writes, or -1."""

@@ -18,6 +18,7 @@ from embedrock.keras.saving.checkpoint import bytes_of
 from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, extent, serving
 from embedrock.keras.training.handle import handles_of
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import set_within
 
 MODEL_FILE = "model.keras"
 HOST_CALLS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -81,7 +82,7 @@ def export(
     of_model = [handle.table for handle in handles_of(model)]
     with _appearing(folder, dense_bytes + sum(extent(table, limit)[1] for table in of_model)) as draft:
         tables = {table: ServingTable(table, limit) for table in of_model}
-        with serving(tables):
+        with set_within(serving, tables):
             served = _served(model, [keras.tree.map_structure(_spec, one) for one in signature])
             served._tables = list(tables.values())
             signatures = dict.fromkeys(("serve", "serving_default"), served.serve.get_concrete_function())

@@ -24,7 +24,7 @@ from embedrock.storage.device_layout import DeviceLayout, choose
 from embedrock.storage.device_layout import memory_for as device_memory_for
 from embedrock.storage.miss_ratio_curve import CurveSampler, MissRatioCurve
 from embedrock.storage.ram_layout import memory_for, most_for, place
-from embedrock.storage.record_pools import may_share
+from embedrock.storage.record_pools import are_alike, may_share
 from embedrock.system.sizes import parse_bytes
 
 EXACT_RANKS = 1 << 15  # ranks with a chance of their own; later ranks share chances in groups ...
@@ -344,13 +344,7 @@ def _pooled(name: str, members: Sequence[Demand]) -> Demand:
 
 def alike(spec: Spec, other: Spec) -> bool:
     """Return whether two tables of a group share a cache."""
-    rule = spec.rule
-    return (
-        may_share(spec)
-        and may_share(other)
-        and (spec.dim, spec.dtype) == (other.dim, other.dtype)
-        and (rule is other.rule if rule is None else rule.same_layout(other.rule))
-    )
+    return may_share(spec) and may_share(other) and are_alike(spec, other)
 
 
 def read_demands(tables: Any, batch_size: int, zipf: float | None, logs: Mapping[str, Any]) -> list[Demand]:

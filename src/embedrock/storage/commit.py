@@ -143,7 +143,8 @@ class CommitWriter:
         if frozen.size:
             ids = self.tier.cache.ids_in(frozen)
             piece = _WriteBuffer(frozen, ids, self.tier.store.seal(self.tier.records.bytes, frozen, ids))
-            if self._has_room:
+            waiting = self._handed_bytes - self._taken_bytes
+            if self._takes_more and waiting < self.tier.store.buffer_bytes * SAVED_SHARE:
                 self._handed_bytes += piece.nbytes
                 self._saved.put(piece)  # before the flag goes, or the last buffer might be missed
                 flags[frozen] ^= FROZEN | WRITING
@@ -152,11 +153,6 @@ class CommitWriter:
                     locations = self.tier.store.append_sealed(self._snapshot.log, piece.sealed, ids)
                 self.tier.store.place(ids, locations)
                 flags[frozen] &= ~np.uint8(FROZEN)
-
-    @property
-    def _has_room(self) -> bool:
-        waiting = self._handed_bytes - self._taken_bytes
-        return self._takes_more and waiting < self.tier.store.buffer_bytes * SAVED_SHARE
 
     def write(self) -> None:
         parts, rows = self._frozen_slots(), self.tier.store.piece_rows(PIECE_BYTES)

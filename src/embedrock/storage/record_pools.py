@@ -121,11 +121,14 @@ def may_share(spec: Spec) -> bool:
 
 def takes(pool: Backend, spec: Spec) -> bool:
     """Return whether a pool may have the records of a table of `spec`."""
-    own, rule = pool.spec, spec.rule
-    if not (pool.is_shared and may_share(spec) and len(pool.parts or ()) < MAX_PARTS):
-        return False
-    is_alike = (own.dim, own.dtype) == (spec.dim, spec.dtype)
-    return is_alike and (rule is own.rule if rule is None else rule.same_layout(own.rule))
+    return pool.is_shared and may_share(spec) and len(pool.parts or ()) < MAX_PARTS and are_alike(spec, pool.spec)
+
+
+def are_alike(spec: Spec, other: Spec) -> bool:
+    """Return whether the records of two tables have one layout."""
+    rule = spec.rule
+    is_alike = (spec.dim, spec.dtype) == (other.dim, other.dtype)
+    return is_alike and (rule is other.rule if rule is None else rule.same_layout(other.rule))
 
 
 class RecordRange(Backend):

@@ -49,7 +49,7 @@ class Base:
         words = self._blocks[start:].reshape(-1)[: -(-(segment.hi - segment.lo) // 64)]
         index = self._listed[start : start + segment.count] if segment.kind == "ids" else words
         index[:] = segment.index()
-        segment.keep_index(index)
+        segment.known_index = index
         if segment.kind == "bits":
             part = slice(start, start + _blocks(segment))
             kernels.cpu.storage.rank_blocks(self._blocks[part], self._ranks[part])

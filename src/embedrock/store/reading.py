@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -19,7 +18,7 @@ from embedrock.kernels.constants import CRC_BYTES, RUN_SHIFT
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.segments import Segment
-from embedrock.system.arena import reserve
+from embedrock.system.arena import ThreadMemory
 
 STAGING_BYTES = 8 << 20
 LONGEST_REQUEST = 256 << 10
@@ -33,17 +32,7 @@ NAMED = 8  # ids that an error names
 Runs: TypeAlias = Sequence[Segment] | Mapping[int, Segment]  # segments by number
 
 
-class _Staging(threading.local):
-    # Memory of each reading thread for whole blocks, before their records are copied out.
-    memory: np.ndarray | None = None
-
-    def take(self, nbytes: int) -> np.ndarray:
-        if self.memory is None or len(self.memory) < nbytes:
-            self.memory = reserve(nbytes, "reading records")
-        return self.memory
-
-
-_staging = _Staging()
+_staging = ThreadMemory("reading records")  # for whole blocks, before their records are copied out
 
 
 def read_records(

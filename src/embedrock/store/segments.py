@@ -111,6 +111,7 @@ class Segment:
         salt: start of its records' marks, see `tests/reference/storage.py`.
         step: difference of neighbours' marks. 0, with `salt` 0, if the file has no marks.
         folded_below: a sorted segment contains all logs below this number.
+        known_index: its index, once it was read; None: the file has it.
     """
 
     first = HEADER_BYTES
@@ -121,7 +122,7 @@ class Segment:
         self.count, self.lo, self.hi, self.kind = 0, 0, 0, "ids"
         self.salt, self.step, self.folded_below = 0, 0, 0
         self.entry: SegmentEntry | None = None
-        self._index: np.ndarray | None = None
+        self.known_index: np.ndarray | None = None
 
     @classmethod
     def open(
@@ -173,10 +174,7 @@ class Segment:
         Raises:
             CorruptTableError: the index is damaged.
         """
-        return self._whole_index()[0] if self._index is None else self._index
-
-    def keep_index(self, index: np.ndarray) -> None:
-        self._index = index
+        return self._whole_index()[0] if self.known_index is None else self.known_index
 
     def gone_ids(self) -> np.ndarray:
         """Return the tombstones, int64 (n,), ascending, of records in this and older segments.

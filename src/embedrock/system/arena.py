@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -128,6 +129,19 @@ class Arena:
 def reserve(nbytes: int, subject: str, scattered: bool = False) -> np.ndarray:
     """Return the memory of an `Arena` without calls of `densify`, uint8 (nbytes,)."""
     return Arena(nbytes, subject, scattered).memory
+
+
+class ThreadMemory(threading.local):
+    """Memory of each thread, aligned to pages, that stays for the next use. `subject`: see `Arena`."""
+
+    def __init__(self, subject: str) -> None:
+        self._subject, self._memory = subject, np.empty(0, np.uint8)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Return at least `nbytes` bytes of unknown content, uint8."""
+        if len(self._memory) < nbytes:
+            self._memory = reserve(nbytes, self._subject)
+        return self._memory
 
 
 def returned(shape: int | tuple[int, ...], dtype: npt.DTypeLike, subject: str) -> npt.NDArray[Any]:

@@ -212,14 +212,9 @@ def _check_keys(header: dict[str, Any], keys: Iterable[str], rows: TableState) -
 
 def _header(rows: TableState) -> dict[str, Any]:
     spec = rows.spec
-    policies = {name: value for name, value in describe_spec(spec).items() if name in POLICIES}
     return {
-        **policies,
         "format": STATE_FORMAT,
-        "rows": spec.rows,
-        "dim": spec.dim,
-        "dtype": spec.dtype,
-        "seed": spec.seed,
+        **describe_spec(spec),
         "init": repr(spec.init),
         DIGEST: spec.init.digest,
         "rule": describe_rule(spec.rule),

@@ -42,10 +42,11 @@ class HashEntries(NamedTuple):
     def starts(self) -> np.ndarray:
         return bounds_of(self.columns[:, -1])[:-1]
 
-    def since(self, first: int) -> HashEntries:
-        """Return a copy of the entries from position `first` on."""
-        texts = self.texts[self.starts[first] :] if first < len(self.keys) else self.texts[:0]
-        return HashEntries(self.keys[first:].copy(), self.columns[first:].copy(), texts.copy())
+    def split(self, count: int) -> tuple[HashEntries, HashEntries]:
+        """Return the first `count` entries, and a copy of the others."""
+        end = int(self.columns[:count, -1].sum(dtype=np.int64))
+        others = self.keys[count:].copy(), self.columns[count:].copy(), self.texts[end:].copy()
+        return HashEntries(self.keys[:count], self.columns[:count], self.texts[:end]), HashEntries(*others)
 
 
 def joined(parts: list[HashEntries]) -> HashEntries:
@@ -112,7 +113,7 @@ class BlockWriter:
         sizes = entries.columns[:, -1].astype(np.int64)
         plan = kernels.cpu.vocabulary.plan_blocks
         count = kernels.cpu.launch(plan, sizes, entries.keys, self._width, PAGE_WORDS, blocks)
-        self._carry = [entries.since(int(blocks[count - 1, 0]))]
+        self._carry = [entries.split(int(blocks[count - 1, 0]))[1]]
         self._write(entries, blocks[: count - 1], int(blocks[count - 1, 0]))
 
     def finish(self) -> Index:

@@ -46,32 +46,26 @@ class StringFiles(Folder[VocabularyManifest]):
     # ------------------------------------------------------------ opening
 
     @classmethod
-    def make(cls, system: System, folder: str) -> StringFiles:
-        """Create an empty vocabulary, or open one that another process creates meanwhile."""
-        salt = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
-        manifest = VocabularyManifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
-        try:
-            return cls.create(system, folder, manifest, True)
-        except FileExistsError:
-            if not holds_vocabulary(system, folder):
-                raise
-            return cls.open_to_write(system, folder, True)
+    def open_or_make(cls, system: System, folder: str) -> StringFiles:
+        """Open the last commit of a vocabulary as its only writer, or create an empty vocabulary."""
+        if not holds_vocabulary(system, folder):
+            salt = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
+            manifest = VocabularyManifest(uuids.uuid4().hex, 0, None, publishing.now(), (salt[0], salt[1]), 0)
+            try:
+                return cls.create(system, folder, manifest, True)
+            except FileExistsError:  # perhaps of another process that was faster
+                if not holds_vocabulary(system, folder):
+                    raise
+        return cls.open_to_write(system, folder, True)
 
     @classmethod
-    def open(cls, system: System, folder: str, write: bool) -> StringFiles:
-        """Open the last commit of a vocabulary, as its only writer or as a reader."""
+    def open(cls, system: System, folder: str) -> StringFiles:
+        """Open the last commit of a vocabulary for reading. Open files stay readable after the writer removes them."""
         if not holds_vocabulary(system, folder):
             held = what_is_at(system, folder)
             make = "Make one, where there is nothing yet: er.Vocabulary(path), or look for a typing error"
             expected = "there is no vocabulary here: a folder with vocabulary/*.json was expected"
             raise TableFileError(errno.ENOENT, f"{expected}. {held or make}", folder)
-        if not write:
-            return cls._open_to_read(system, folder)
-        return cls.open_to_write(system, folder, True)
-
-    @classmethod
-    def _open_to_read(cls, system: System, folder: str) -> StringFiles:
-        """Open all files of the last commit. Open files stay readable after the writer removes them."""
         while True:
             newest = KIND.numbers(system, folder)[-1]
             try:

@@ -272,16 +272,10 @@ def _merged(sources: Sequence[Iterator[HashEntries]]) -> Iterator[HashEntries]:
         for number, entries in enumerate(waiting):
             if entries is None:
                 continue
-            count = int(np.searchsorted(entries.keys, limit, "right"))
-            taken.append(_first(entries, count))
-            rest = entries.since(count)
+            first, rest = entries.split(int(np.searchsorted(entries.keys, limit, "right")))
+            taken.append(first)
             waiting[number] = rest if len(rest.keys) else next(sources[number], None)
         yield _sorted(pages_of.joined(taken))
-
-
-def _first(entries: HashEntries, count: int) -> HashEntries:
-    nbytes = int(entries.columns[:count, -1].sum(dtype=np.int64))
-    return HashEntries(entries.keys[:count], entries.columns[:count], entries.texts[:nbytes])
 
 
 def _sorted(entries: HashEntries) -> HashEntries:

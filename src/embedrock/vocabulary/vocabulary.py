@@ -26,7 +26,6 @@ from embedrock.errors import (
     check_choice,
 )
 from embedrock.io.vfs import OS_SYSTEM, System
-from embedrock.store.reading import holds_vocabulary
 from embedrock.system import forks
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller_level
@@ -103,7 +102,8 @@ class Vocabulary:
             return
         self._memory = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
         system.check_usable(self.subject)
-        self._files = self._opened_files(system, self.path)
+        open_it = functools.partial(StringFiles.open_or_make if self._writes else StringFiles.open, system, self.path)
+        self._files = open_alone(self.path, open_it) if self._writes else open_it()
         self._salt = self._files.manifest.salt
         with on_failure(self._close):
             if step is not None:
@@ -112,12 +112,6 @@ class Vocabulary:
         self._files.recent = Recent(self._memory // RECENT_SHARE)
         if self._writes:
             note_writer(self, self.path)
-
-    def _opened_files(self, system: System, path: str) -> StringFiles:
-        if not self._writes:
-            return StringFiles.open(system, path, False)
-        verb = functools.partial(StringFiles.open, write=True) if holds_vocabulary(system, path) else StringFiles.make
-        return open_alone(path, lambda: verb(system, path))
 
     def _strings_at(self, files: StringFiles, step: int) -> int:
         known = dict(files.manifest.steps)
@@ -339,7 +333,7 @@ class Vocabulary:
                 raise UnsupportedError(
                     f'refresh() is for readers, er.Vocabulary(path, mode="r"): {self.subject} has all strings already.'
                 )
-            newest = StringFiles.open(before.system, self.path, False)
+            newest = StringFiles.open(before.system, self.path)
             with on_failure(lambda: newest.close(in_child=False)):
                 as_of = MOST_STRINGS if step is None else self._strings_at(newest, step)
             newest.keep_resident(self._resident_bytes(newest))

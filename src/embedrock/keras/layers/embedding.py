@@ -97,6 +97,3 @@ class Embedding(KerasRowLayer, keras.layers.Embedding):  # pyright: ignore[repor
 
     def answer_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return (*shape, self.output_dim)
-
-    def answer_ragged_rank(self, ids: keras.KerasTensor) -> int | None:
-        return ragged_rank(ids)

@@ -383,9 +383,9 @@ class KerasRowLayer(keras.layers.Layer):
     def answer_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         """Return the shape of the output for an input of a shape."""
 
-    @abstractmethod
     def answer_ragged_rank(self, ids: keras.KerasTensor) -> int | None:
         """Return the number of ragged dimensions of the output: 0 for a dense one, None if it is unknown."""
+        return ragged_rank(ids)
 
     def ask_all(self, inputs: Any, weights: Any = None) -> list[LookupRequest]:
         """Return the requests for all inputs."""

@@ -26,10 +26,11 @@ from embedrock.frontend.checkpoints import (
 )
 from embedrock.frontend.references import go_to
 from embedrock.keras import callers
-from embedrock.keras.saving.references import is_accumulating, with_commits
+from embedrock.keras.saving.references import begun_commits, is_accumulating
 from embedrock.keras.training.handle import handles_of
 from embedrock.keras.workers.cluster import WorkerGroup
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import set_within
 from embedrock.table.table import Table
 
 POSITION = "embedrock_epoch_and_batch"
@@ -175,7 +176,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         self._finish()  # the one before: a table has one commit at a time
         variables = *self._trained.variables, *self._trained.optimizer.variables
         with made.explained_if_full(lambda: bytes_of(variables)):
-            with with_commits(commits):
+            with set_within(begun_commits, commits):
                 self._trained.save_weights(made.draft)
             with h5py.File(made.draft, "a") as file:
                 file.attrs[POSITION] = self._position

@@ -15,7 +15,7 @@ from embedrock.keras.saving import loading
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.workers.shards import check_whole
 from embedrock.optimizers import Rule, describe_rule
-from embedrock.spec.description import POLICIES, policies_of, read_initializer, rule_of
+from embedrock.spec.description import POLICIES, describe_spec, policies_of, read_initializer, rule_of
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opened import opened
 from embedrock.table.options import LayerOptions, checked_every, declared
@@ -124,16 +124,11 @@ def read_initializer_of(description: Mapping[str, Any]) -> Any:
 def describe_table(table: Table, label: str) -> dict[str, Any]:
     """Return a ready-made table as plain data."""
     check_whole(table, label, "described by a config, as the second layer on a table")
-    spec = table.spec
     described = {
-        "rows": spec.rows,
-        "dim": spec.dim,
-        "dtype": spec.dtype,
-        "seed": int(spec.seed),
-        "init": describe_initializer(spec.init, label),
+        **describe_spec(table.spec),
+        "init": describe_initializer(table.spec.init, label),
         "rule": describe_rule_of_layer(rows_of(table).given_rule),
         **table.options,
-        **{name: policy.describe() for name, policy in spec.policies.items() if policy is not None},
     }
     if table.group is not None:
         own = {name: described[name] for name in OF_MEMBER if name in described}

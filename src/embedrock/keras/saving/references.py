@@ -33,7 +33,6 @@ from embedrock.io.vfs import full_disk
 from embedrock.keras import callers
 from embedrock.keras.training.steps import rebind
 from embedrock.system import platform
-from embedrock.system.scopes import set_within
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 
@@ -52,7 +51,8 @@ GO_BACK = (
     "another process, to go on from there; or take the open model back by model.load_weights(file)."
 )
 
-_made: ContextVar[Mapping[Table, int] | None] = ContextVar("_made", default=None)
+# Numbers of commits that were begun already, to which layers refer. The caller waits for their end.
+begun_commits: ContextVar[Mapping[Table, int] | None] = ContextVar("begun_commits", default=None)
 
 # For each table or group that rolled back: the target commit, and the number of the commit that this made.
 _origins: weakref.WeakKeyDictionary[Table | Group, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -158,14 +158,9 @@ def destination_of_checkpoint() -> SaveDestination | None:
 # ---------------------------------------------------------------- saving
 
 
-def with_commits(made: Mapping[Table, int]) -> contextlib.AbstractContextManager[None]:
-    """Make layers refer to commits that were begun already. The caller waits for their end."""
-    return set_within(_made, made)
-
-
 def reference_of(layer: Any, destination: SaveDestination | None) -> dict[str, Any]:
     """Return the reference to a table on disk as it is now. The commit is kept for as long as needed."""
-    table, made = layer.table, _made.get()
+    table, made = layer.table, begun_commits.get()
     if destination is not None:
         destination.check_outside(table)
     if made is not None and table in made:

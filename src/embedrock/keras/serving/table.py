@@ -6,7 +6,6 @@ A SavedModel with these needs no Embedrock, and no Python. While `serving` is ac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +17,6 @@ from embedrock.initializers import Constant, Initializer, Normal, TruncatedNorma
 from embedrock.kernels import constants
 from embedrock.spec.spec import Spec
 from embedrock.system.ram import memory_limit
-from embedrock.system.scopes import set_within
 from embedrock.system.sizes import format_bytes, parse_bytes
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table, rows_of
@@ -124,7 +122,8 @@ WHOLE_BYTES = 256 * 2**20
 ID_BYTES = 16  # index bytes of a row: its id and its position
 MAX_FOUND_ROWS = 2**31 - 2  # the limit of TensorFlow's LowerBound
 
-_serving: ContextVar[Mapping[Table, ServingTable] | None] = ContextVar("_serving", default=None)
+# The tables that layers read while models are traced for an export; None: their own.
+serving: ContextVar[Mapping[Table, ServingTable] | None] = ContextVar("serving", default=None)
 
 
 class ServingTable(tf.Module):
@@ -232,23 +231,13 @@ class ServingTable(tf.Module):
             )
 
 
-def serving(tables: Mapping[Table, ServingTable]) -> AbstractContextManager[None]:
-    """Make layers read from `tables` while models are traced."""
-    return set_within(_serving, tables)
-
-
-def is_serving() -> bool:
-    """Return whether layers read from serving tables now."""
-    return _serving.get() is not None
-
-
 def serving_table(table: Table) -> ServingTable:
     """Return the serving table of a table.
 
     Raises:
         ArgumentError: the table has none.
     """
-    found = (_serving.get() or {}).get(table)
+    found = (serving.get() or {}).get(table)
     if found is None:
         raise ArgumentError(
             f"{table!r} is looked up by the model that is exported, but by none of its layers. Assign the layer to an "

@@ -13,7 +13,7 @@ import tensorflow as tf
 from embedrock.batch.wrong_ids import OF_STRINGS, told
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.keras import callers
-from embedrock.keras.serving.table import is_serving, pooled, serving_table
+from embedrock.keras.serving.table import pooled, serving, serving_table
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.training.pending import SLOTS
@@ -172,7 +172,7 @@ def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> 
     Returns:
         The result of each request: rows, float32 ``ids.shape + (dim,)``, or bags, (bags, dim).
     """
-    if is_serving():
+    if serving.get() is not None:
         return [_served(request) for request in requests]
     for request in requests:
         request.handle.check_strategy()
