@@ -164,7 +164,7 @@ def plan_whole(module, ids, memory, seed=0):
     return Plan(ids.shape, unique[:count].copy(), inverse, starts, order)
 
 
-def plan_by_partitions(call, ids, memory, chunks, partitions, workers):
+def plan_by_partitions(call, ids, memory, chunks, partitions, workers, index=NO_INDEX):
     """The steps of the plan of a large batch, with any number of chunks, partitions and workers."""
     n, copied = ids.size, memory.copy(ids)
     sources = sources_of(np.split(copied, [n // 3, n // 3, n // 2]))  # of a table of several features
@@ -178,18 +178,21 @@ def plan_by_partitions(call, ids, memory, chunks, partitions, workers):
     size = planning.table_size(int(np.diff(bounds).max()))
     tables = memory.array(workers * size, np.int32).reshape(workers, size)
     local, starts = memory.array(n, np.int32), memory.array(n + partitions, np.int32)
-    order, uniques = memory.array(n, np.int32), memory.array(partitions, np.int64)
+    order, uniques = memory.array(n, np.int32), memory.array(2 * partitions, np.int64).reshape(2, partitions)
+    slots = memory.array(n if index is not NO_INDEX else 0, np.int64)
     parts = np.array([[p, p + 1, INT64.min, INT64.max, 0] for p in range(partitions)])
-    sources = sources_of(np.split(keys, bounds[1:-1]))
-    call("group", workers, sources, parts, positions, bounds, 7, tables, keys, local, starts, order, uniques)
+    sources, found = sources_of(np.split(keys, bounds[1:-1])), (local, starts, order, uniques)
+    call("group", workers, sources, parts, positions, bounds, *index, 7, tables, keys, slots, *found)
 
-    bases = np.append(0, np.cumsum(uniques))
+    bases = np.append(0, np.cumsum(uniques[0]))
     unique, inverse = memory.array(bases[-1], np.int64), memory.array(n, np.int32)
+    all_slots = memory.array(bases[-1] if index is not NO_INDEX else 0, np.int64)
     all_starts = memory.array(bases[-1] + 1, np.int32)
     all_starts[-1] = n
-    call("collect", partitions, keys, positions, bounds, uniques, bases, local, starts, unique, inverse, all_starts)
+    made = inverse, unique, all_slots, all_starts
+    call("collect", n, keys, slots, positions, bounds, bases, local, starts, *made)
     memory.check()
-    return Plan(ids.shape, unique, inverse, all_starts, order)
+    return Plan(ids.shape, unique, inverse, all_starts, order, all_slots, int(uniques[1].sum()))
 
 
 @given(batches, st.integers(0, INT64.max), st.integers(0, 2**32))
@@ -231,12 +234,16 @@ def test_plans_by_owner_are_plans_of_small_and_large_batches():
         assert plan.split.counts == np.bincount(owners(plan.ids, 3), minlength=3).tolist()
 
 
-@given(batches, st.integers(1, 5), st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**32))
-def test_partition_kernels_equal_their_reference(ids, chunks, log_partitions, workers, poison):
-    fast = plan_by_partitions(cpu_call, ids, Memory(poison), chunks, 2**log_partitions, workers)
+@given(batches, st.integers(1, 5), st.integers(1, 6), st.integers(1, 9), st.booleans(), st.integers(0, 2**32))
+def test_partition_kernels_equal_their_reference(ids, chunks, log_partitions, workers, is_indexed, poison):
+    index = index_of(np.arange(-20, 31)) if is_indexed else NO_INDEX
+    fast = plan_by_partitions(cpu_call, ids, Memory(poison), chunks, 2**log_partitions, workers, index)
     assert_plan_of(fast, ids)
-    plain = plan_by_partitions(reference_call, ids, Memory(poison + 1), 1, 2**log_partitions, 1)
+    plain = plan_by_partitions(reference_call, ids, Memory(poison + 1), 1, 2**log_partitions, 1, index)
     assert_same(fast, plain)
+    expected = [reference.directory.slot_of(*index, key) for key in fast.ids.tolist()] if is_indexed else []
+    assert fast.slots.tolist() == plain.slots.tolist() == expected
+    assert fast.missing == plain.missing == np.count_nonzero(fast.slots < 0)
 
 
 def planned_at_once(module, ids, tables, index, poison, seed=3):
@@ -274,21 +281,6 @@ def test_batches_of_tables_planned_at_once_equal_their_reference(ids, kind, are_
     fast = planned_at_once(kernels.cpu.plan, ids, tables, index, poison)
     assert fast == planned_at_once(reference.plan, ids, tables, index, poison + 1, seed=4)
     assert (fast[0] < 0) == any(((each < low) | (each > high)).any() for each in ids)
-
-
-def test_slots_are_found_by_parts():
-    rng, tables = np.random.default_rng(0), np.array([[0, 1, 0, 99, 0], [1, 2, 0, 99, 0], [2, 3, 0, 99, 1000]])
-    keys, entries = np.array([*range(0, 100, 3), *range(1000, 1100, 7)]), np.zeros((128, 2), np.int64)
-    reference.directory.set_values(NO_DIRECT, entries, keys, keys + 5)
-    ids, rows, grain = rng.integers(0, 100, 9000), np.array([0, 5000, 5000, 9000]), kernels.cpu.plan.FIND_GRAIN
-    slots, fast = np.full(9000, -9), np.full(9000, -9)
-    missing, counted = np.zeros(3, np.int64), np.zeros(3, np.int64)
-    reference.plan.find(tables, rows, ids, NO_DIRECT, entries, slots, missing)
-    for lo, hi in ((grain, 9000), (0, grain)):
-        kernels.cpu.plan.find(tables, rows, ids, NO_DIRECT, entries, fast, counted, lo, hi)
-    np.testing.assert_array_equal(fast, slots)
-    assert counted.sum() == missing.sum() == np.count_nonzero(slots < 0)
-    assert counted[:2].min() > 0
 
 
 def test_dedupe_in_place():

@@ -132,7 +132,7 @@ def plan_tables(
     n, begin = len(ids_of(sources)), len(tables) + 1
     rows, ids, slots, words = np.split(block, [begin, begin + n, begin + 2 * n])
     inverse, order, starts = np.split(words.view(np.int32), [n, 2 * n])
-    rows[0] = starts[0] = position = 0
+    rows[0] = starts[0] = position = missing = 0
     for t, table in enumerate(tables):
         own = sources[table[0] : table[1]]
         if are_outside(own, table):
@@ -140,36 +140,20 @@ def plan_tables(
         first, mine = rows[t], slice(position, position + len(ids_of(own)))
         count = dedupe(own, seed, hashes, ids[first:], inverse[mine])
         segments(inverse[mine], count, starts[first:], order[mine])
+        missing += find(int(table[4]), ids[first : first + count], (direct, entries), slots[first:])
         starts[first : first + count + 1] += position
         inverse[mine] += first
         order[mine] += position
         position, rows[t + 1] = mine.stop, first + count
-    missing = np.zeros(1, np.int64)
-    if direct.size or entries.size:
-        find(tables, rows, ids[: rows[-1]], direct, entries, slots[: rows[-1]], missing)
-    return int(rows[-1]), int(missing[0])
+    return int(rows[-1]), missing
 
 
-def find(
-    tables: Int64Array,
-    rows: Int64Array,
-    ids: Int64Array,
-    direct: Int64Array,
-    entries: Int64Array,
-    slots: Int64Array,
-    missing: Int64Array,
-) -> None:
-    """Write the slots of unique rows, and how many have none, all of them to ``missing[0]``.
-
-    Args:
-        tables, direct, entries: as in `plan_tables`.
-        rows: int64 (tables + 1,), where the rows of each table begin.
-        ids, slots: int64 (rows,).
-        missing: int64, at least one entry for every 4,096 rows.
-    """
-    keys = ids + np.repeat(tables[:, 4], np.diff(rows))
-    directory.find(direct, entries, keys, slots)
-    missing[0] = np.count_nonzero(slots < 0)
+def find(base: int, ids: Int64Array, index: tuple[Int64Array, Int64Array], slots: Int64Array) -> int:
+    """Write the slots of a table's unique ids, if there is an index; return how many have none."""
+    if not any(each.size for each in index):
+        return 0
+    directory.find(*index, ids + base, slots[: len(ids)])
+    return int(np.count_nonzero(slots[: len(ids)] < 0))
 
 
 def _partition_of(ids: Int64Array, partitions: int) -> Int64Array:
@@ -217,62 +201,71 @@ def group(
     parts: Int64Array,
     positions: Int32Array,
     bounds: Int64Array,
+    direct: Int64Array,
+    entries: Int64Array,
     seed: int,
     hashes: Int32Array,
     keys: Int64Array,
+    slots: Int64Array,
     local: Int32Array,
     starts: Int32Array,
     order: Int32Array,
     counts: Int64Array,
 ) -> None:
-    """Dedupe each part of the ids, and group its positions.
+    """Dedupe each part of the ids, find their slots, and group its positions.
 
     Args:
         sources, parts: as `sources` and `tables` in `plan_tables`. The source of a part may be its place in `keys`.
         positions: int32 (n,), of the ids of one part after the other; (0,) if they are in order.
         bounds: int64 (parts + 1,), where the ids of each part begin.
+        direct, entries: as in `plan_tables`.
         seed, hashes: as in `dedupe`; each worker of the fast kernel has a row of `hashes`.
         keys: int64 (n,); on return part p's unique ids lead ``keys[bounds[p] : bounds[p + 1]]``.
+        slots: int64 (n,), those of the ids in `keys`; (0,) without an index.
         local: int32 (n,), each id's index among its part's unique ids.
         starts: int32 (n + parts,); part p's lie from ``bounds[p] + p``, counted from its bound.
         order: int32 (n,).
-        counts: int64 (parts,), unique ids in each; -1 if an id lies outside its table.
+        counts: int64 (2, parts), unique ids in each, -1 if an id lies outside its table; and those without a slot.
     """
     positions = positions if positions.size else np.arange(len(keys), dtype=np.int32)
     for p, part in enumerate(parts):
         own, mine = sources[part[0] : part[1]], slice(bounds[p], bounds[p + 1])
         if are_outside(own, part):
-            counts[p] = -1
+            counts[0, p] = -1
             continue
-        counts[p] = dedupe(own, seed, hashes[0], keys[mine], local[mine])
-        segments(local[mine], int(counts[p]), starts[mine.start + p : mine.stop + p + 1], order[mine])
+        count = counts[0, p] = dedupe(own, seed, hashes[0], keys[mine], local[mine])
+        counts[1, p] = find(int(part[4]), keys[mine][:count], (direct, entries), slots[mine])
+        segments(local[mine], count, starts[mine.start + p : mine.stop + p + 1], order[mine])
         order[mine] = positions[mine][order[mine]]
 
 
 def collect(
     keys: Int64Array,
+    slots: Int64Array,
     positions: Int32Array,
     bounds: Int64Array,
-    counts: Int64Array,
     bases: Int64Array,
     local: Int32Array,
     starts: Int32Array,
-    unique: Int64Array,
     inverse: Int32Array,
+    unique: Int64Array,
+    all_slots: Int64Array,
     all_starts: Int32Array,
 ) -> None:
     """Join what `group` found into the arrays of the plan.
 
     Args:
-        keys, positions, bounds, counts, local, starts: as `group` left them.
-        bases: int64 (at least partitions,), the index of each part's first unique id.
-        unique: int64 (count,).
+        keys, slots, positions, bounds, local, starts: as `group` left them.
+        bases: int64 (parts + 1,), the index of each part's first unique id, and their number.
         inverse: int32 (n,).
+        unique, all_slots: int64 (count,); no slots without an index.
         all_starts: int32 (count + 1,); the last is left alone.
     """
     positions = positions if positions.size else np.arange(len(keys), dtype=np.int32)
-    for p in range(counts.size):
-        first, last, base, count = bounds[p], bounds[p + 1], bases[p], counts[p]
+    for p in range(len(bounds) - 1):
+        first, last, base, count = bounds[p], bounds[p + 1], bases[p], bases[p + 1] - bases[p]
         unique[base : base + count] = keys[first : first + count]
+        if all_slots.size:
+            all_slots[base : base + count] = slots[first : first + count]
         all_starts[base : base + count] = first + starts[first + p : first + p + count]
         inverse[positions[first:last]] = base + local[first:last]

@@ -19,7 +19,7 @@ from embedrock.system.buffers import address_of, buffers
 from embedrock.system.spans import spanned
 
 MAX_IDS = 2**31 - 1
-WORKER_IDS = 1 << 13  # fewest ids of several tables that are worth a thread
+WORKER_IDS = 1 << 14  # fewest ids of several tables that are worth a thread, whose call takes 0.1 ms
 # Up to this size one table stays in a core's cache, and partitions, even on two threads, gain nothing.
 SMALL_BATCH = 1 << 16
 # Ids in a partition of a larger batch, at most, on average: its table, ids and segments stay in a core's L2.
@@ -332,24 +332,20 @@ def _planned_at_once(
 ) -> Plan | None:
     """Do `plan_tables` by one call, on this thread, into one block of memory."""
     n, begin, cpu = int(positions[-1]), len(tables) + 1, kernels.cpu
-    # Many rows are found on all threads.
-    here = index if n < 2 * WORKER_IDS or cpu.threads.get_threads() == 1 else NO_INDEX
     block = buffers.empty((begin + 2 * n + (3 * n + 2) // 2,), np.int64)
     hashes = _scratch.take("hashes", table_size(n), np.int32)
-    count, missing = cpu.launch(cpu.plan.plan_tables, sources, tables, *here, SEED, hashes, block)
+    count, missing = cpu.launch(cpu.plan.plan_tables, sources, tables, *index, SEED, hashes, block)
     if count < 0:
         return None
-    known = None if here is index else find_slots(tables, block[:begin], block[begin : begin + count], index)
     block.setflags(write=False)
     small = block[begin + 2 * n :].view(np.int32)
-    slots, missing = known or (block[begin + n : begin + n + count], missing)
     return Plan.made(
         shape=shape,
         ids=block[begin : begin + count],
         inverse=small[:n],
         starts=small[2 * n : 2 * n + count + 1],
         order=small[n : 2 * n],
-        slots=_NONE if index is NO_INDEX else slots,
+        slots=_NONE if index is NO_INDEX else block[begin + n : begin + n + count],
         missing=missing,
         epoch=epoch,
         rows=block[:begin],
@@ -374,30 +370,20 @@ def _planned_by_parts(
     shares = min(len(parts), workers * SHARES) if workers > 1 else 1
     hashes = _scratch.take("hashes", shares * size, np.int32).reshape(shares, size)
     local, all_starts = _scratch.take("local", n, np.int32), _scratch.take("starts", n + len(parts), np.int32)
-    counts, order = np.empty(len(parts), np.int64), buffers.empty((n,), np.int32)
-    launch(cpu.group, sources, parts, moved, bounds, SEED, hashes, keys, local, all_starts, order, counts)
-    if np.minimum.reduce(counts) < 0:
+    found = _scratch.take("slots", 0 if index is NO_INDEX else n, np.int64)
+    counts, order = np.zeros((2, len(parts)), np.int64), buffers.empty((n,), np.int32)
+    args = sources, parts, moved, bounds, *index, SEED, hashes, keys, found, local, all_starts, order, counts
+    launch(cpu.group, *args)
+    if np.minimum.reduce(counts[0]) < 0:
         return None
 
-    bases = bounds_of(counts)
+    bases = bounds_of(counts[0])
     ids, inverse = buffers.empty((int(bases[-1]),), np.int64), buffers.empty((n,), np.int32)
-    starts = buffers.empty((len(ids) + 1,), np.int32)
+    starts, slots = buffers.empty((len(ids) + 1,), np.int32), buffers.empty((min(len(ids), len(found)),), np.int64)
     starts[-1] = n
-    launch(cpu.collect, keys, moved, bounds, counts, bases, local, all_starts, ids, inverse, starts)
-    rows = bases[bounds.searchsorted(positions)]
-    slots, missing = find_slots(tables, rows, ids, index)
+    launch(cpu.collect, keys, found, moved, bounds, bases, local, all_starts, inverse, ids, slots, starts)
+    rows, missing = bases[bounds.searchsorted(positions)], int(np.add.reduce(counts[1]))
     return Plan(shape, ids, inverse, starts, order, slots, missing, epoch, (), rows, positions)
-
-
-def find_slots(tables: Int64Array, rows: Int64Array, ids: Int64Array, index: SlotIndex) -> tuple[Int64Array, int]:
-    """Return the slots of ids, and how many are -1: see `plan_tables` and `Plan`."""
-    if index is NO_INDEX:
-        return _NONE, 0
-    grain, slots = kernels.cpu.plan.FIND_GRAIN, buffers.empty((len(ids),), np.int64)
-    missing = np.zeros(len(ids) // grain + 1, np.int64)
-    kernels.cpu.launch(kernels.cpu.plan.find, tables, rows, ids, *index, slots, missing)
-    slots.setflags(write=False)
-    return slots, int(np.add.reduce(missing))
 
 
 def _cut(

@@ -8,7 +8,7 @@ No result depends on the number of chunks, workers or parts. The reference docum
 import numpy as np
 
 from embedrock.kernels.cpu.addresses import address_of, int32s, int64s
-from embedrock.kernels.cpu.directory import find as find_keys
+from embedrock.kernels.cpu.directory import find
 from embedrock.kernels.cpu.runtime import kernel
 
 # Columns of `sources`, arrays of ids by address and length, are not named. These are of `tables`, and of `parts`: the
@@ -19,7 +19,7 @@ FIRST, LAST, LOWEST, HIGHEST, BASE = range(5)
 # ids. Growing with the unique ids only keeps a partition in cache that one hot id made huge.
 FIRST_TABLE = 1 << 17
 LEAST, MOST = np.int64(-(2**63)), np.int64(2**63 - 1)
-FIND_GRAIN = 4096
+COLLECT_GRAIN = 1 << 16  # positions: a call of another thread takes as long as to join 100,000
 
 _MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
@@ -190,7 +190,7 @@ def plan_tables(sources, tables, direct, entries, seed, hashes, block):
     """
     n = _count(sources)
     rows, ids, slots, inverse, order, starts = _parts_of(block, tables.shape[0], n)
-    count = start = starts[0] = 0
+    count = start = missing = starts[0] = 0
     for t in range(tables.shape[0]):
         own = sources[tables[t, FIRST] : tables[t, LAST]]
         stop = start + _count(own)
@@ -200,6 +200,7 @@ def plan_tables(sources, tables, direct, entries, seed, hashes, block):
         mine, grouped = inverse[start:stop], order[start:stop]
         unique = dedupe(own, seed, hashes, ids[count:], mine)
         segments(mine, unique, starts[count:], grouped)
+        missing += _find(tables[t, BASE], ids, direct, entries, slots, count, count + unique)
         if t > 0:
             for k in range(count, count + unique + 1):
                 starts[k] += start
@@ -208,8 +209,7 @@ def plan_tables(sources, tables, direct, entries, seed, hashes, block):
                 grouped[i] += start
         count, start = count + unique, stop
     rows[tables.shape[0]] = count
-    # Bounds from memory: Numba would compile the search once more for each that it knows.
-    return count, _find(tables, rows, ids, direct, entries, slots, rows[0], rows[tables.shape[0]])
+    return count, missing
 
 
 @kernel()
@@ -222,25 +222,17 @@ def _parts_of(block, tables, n):
 
 
 @kernel()
-def _find(tables, rows, ids, direct, entries, slots, lo, hi):
-    """Write the slots of ids, which may be those of several tables; return how many have none."""
+def _find(base, ids, direct, entries, slots, lo, hi):
+    """Write the slots of a table's ids; return how many have none."""
     if direct.shape[0] + entries.shape[0] == 0:
         return 0
-    for t in range(tables.shape[0]):
-        base = tables[t, BASE]
-        for k in range(max(lo, rows[t]), min(hi, rows[t + 1])):
-            slots[k] = ids[k] + base
-    find_keys(direct, entries, slots, slots, lo, hi)
+    for k in range(lo, hi):
+        slots[k] = ids[k] + base
+    find(direct, entries, slots, slots, lo, hi)
     missing = 0
     for k in range(lo, hi):
         missing += slots[k] < 0
     return missing
-
-
-@kernel(over="ids", grain=FIND_GRAIN)
-def find(tables, rows, ids, direct, entries, slots, missing, lo, hi):
-    """Write the slots of ids, and to a part's place in `missing` how many have none."""
-    missing[lo // FIND_GRAIN] = _find(tables, rows, ids, direct, entries, slots, lo, hi)
 
 
 @kernel(over="counts", grain=1)
@@ -278,8 +270,12 @@ def partition(sources, cursors, keys, positions, lo, hi):
 
 
 @kernel(over="hashes", reads=("positions", "bounds"), grain=1, cuts=CUTS)
-def group(sources, parts, positions, bounds, seed, hashes, keys, local, starts, order, counts, lo, hi):
-    """Dedupe each part of the ids, and group its positions. The count of a part with ids outside its table is -1.
+def group(
+    sources, parts, positions, bounds, direct, entries, seed, hashes, keys, slots, local, starts, order, counts, lo, hi
+):
+    """Dedupe each part of the ids, find the slots, and group the positions.
+
+    Writes the number of rows of each part, -1 if it has ids outside its table, and the number of those without a slot.
 
     A worker takes the parts that begin in its range of ids.
     """
@@ -291,24 +287,29 @@ def group(sources, parts, positions, bounds, seed, hashes, keys, local, starts, 
                 continue
             own = sources[parts[p, FIRST] : parts[p, LAST]]
             if _are_outside(own, parts[p, LOWEST], parts[p, HIGHEST]):
-                counts[p] = -1
+                counts[0, p] = -1
                 continue
             inverse, grouped = local[first:last], order[first:last]
-            counts[p] = dedupe(own, seed, hashes[worker], keys[first:last], inverse)
-            segments(inverse, counts[p], starts[first + p : last + p + 1], grouped)
+            count = counts[0, p] = dedupe(own, seed, hashes[worker], keys[first:last], inverse)
+            counts[1, p] = _find(parts[p, BASE], keys, direct, entries, slots, first, first + count)
+            segments(inverse, count, starts[first + p : last + p + 1], grouped)
             for i in range(last - first):
                 grouped[i] = positions[first + grouped[i]] if moved else first + grouped[i]
 
 
-@kernel(over="counts", reads=("positions", "bounds"), grain=1, cuts=CUTS)
-def collect(keys, positions, bounds, counts, bases, local, starts, unique, inverse, all_starts, lo, hi):
-    """Join the results of `group` in parts ``[lo, hi)`` into the arrays of the plan."""
+@kernel(over="inverse", reads=("positions", "bounds"), grain=COLLECT_GRAIN, cuts=CUTS)
+def collect(keys, slots, positions, bounds, bases, local, starts, inverse, unique, all_slots, all_starts, lo, hi):
+    """Join the results of `group` in the parts that begin in ``[lo, hi)`` into the arrays of the plan."""
     # Filling the inverse in its own order, with a cursor for each partition, was slower: 5.3 against 3.9 ms.
     moved = positions.shape[0] > 0
-    for p in range(lo, hi):
+    for p in range(bounds.shape[0] - 1):
         first, base = bounds[p], bases[p]
-        for k in range(counts[p]):
+        if first < lo or first >= hi:
+            continue
+        for k in range(bases[p + 1] - base):
             unique[base + k] = keys[first + k]
             all_starts[base + k] = first + starts[first + p + k]
+        for k in range(min(all_slots.shape[0], bases[p + 1]) - base):
+            all_slots[base + k] = slots[first + k]
         for i in range(first, bounds[p + 1]):
             inverse[positions[i] if moved else i] = base + local[i]

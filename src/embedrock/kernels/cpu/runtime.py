@@ -51,7 +51,7 @@ def kernel(
         reads: parameters whose arrays it only reads; callers may pass read-only arrays. Numba would compile a kernel
             once more for read-only arrays, and arrays of a plan are read-only. So `launch` always passes these as
             read-only.
-        grain: fewest items worth a part of their own (a hand-over to a thread costs 20 to 30 microseconds).
+        grain: fewest items worth a part of their own (a hand-over to a thread costs 20 to 100 microseconds).
         cuts: most parts for each thread: more than 1 if threads may join later.
     """
 
