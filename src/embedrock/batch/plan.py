@@ -207,10 +207,12 @@ def plan_tables(
     shape = (n,) if shape is None else shape
     if n > MAX_IDS:
         check_count(n, shape)
-    if n < 2 * WORKER_IDS and n <= SMALL_BATCH:
-        return _planned_at_once(sources, tables, positions, index, epoch, shape)
-    fits = n <= SMALL_BATCH or int((positions[1:] - positions[:-1]).max()) <= SMALL_BATCH
-    if fits and (len(tables) == 1 or kernels.cpu.threads.get_threads() == 1):
+    threads = kernels.cpu.threads.get_threads()
+    if n <= SMALL_BATCH:
+        alone = n < 2 * WORKER_IDS or threads <= 2 or len(tables) == 1  # a thread may still be at the step before
+    else:
+        alone = threads == 1 and int((positions[1:] - positions[:-1]).max()) <= SMALL_BATCH
+    if alone:
         return _planned_at_once(sources, tables, positions, index, epoch, shape)
     return _planned_by_parts(sources, tables, positions, index, epoch, shape)
 

@@ -13,14 +13,15 @@ CACHE_LINE = 64
 
 
 def emit_prefetch(builder: Any, start: Any, nbytes: Any, for_writing: int = 0) -> None:
-    """Emit LLVM code that prefetches the cache lines of `nbytes` bytes from address `start` on."""
+    """Emit LLVM code that prefetches all cache lines of `nbytes` bytes from address `start` on."""
     word, i32 = ir.IntType(64), ir.IntType(32)
     pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
     line = ir.Constant(word, CACHE_LINE)
-    with cgutils.for_range_slice(builder, ir.Constant(word, 0), nbytes, line, word) as (offset, _):
-        address = builder.inttoptr(builder.add(start, offset), pointer)
+    first, end = builder.and_(start, ir.Constant(word, -CACHE_LINE)), builder.add(start, nbytes)
+    with cgutils.for_range_slice(builder, first, end, line, word) as (place, _):
+        address = builder.inttoptr(place, pointer)
         builder.call(function, [address, i32(for_writing), i32(3), i32(1)])
 
 
