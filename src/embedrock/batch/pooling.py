@@ -16,6 +16,7 @@ from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 
 ONES = np.empty(0, np.float32)  # factors of 1, in the form that kernels take
+_EACH = np.empty(0, np.int64)  # an array for each feature
 ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)  # sums of bags begin with 0, and those of rows with their first bits
 
 
@@ -55,13 +56,16 @@ def bag_of_position(offsets: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
 
 
-def places_of(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def places_of(arrays: Sequence[np.ndarray], begins: np.ndarray = _EACH) -> np.ndarray:
     """Return where the rows of each feature are: address and stride in bytes, int64 (features, 2).
 
-    The arrays are float32 (bags, dim), with rows that lie anywhere. The caller keeps them alive.
+    Args:
+        arrays: float32 (bags, dim) of each feature, with rows that lie anywhere. The caller keeps them alive.
+        begins: of features that share one array, the bytes from its start to the first row of each: int64 (features,).
     """
-    # `address_of`, without a call for each
-    return np.array([(each.__array_interface__["data"][0], each.strides[0]) for each in arrays])
+    found = np.empty((begins.size or len(arrays), 2), np.int64)
+    kernels.cpu.addresses.read_places(np.fromiter(map(id, arrays), np.int64, len(arrays)), begins, found)
+    return found
 
 
 class PooledSource(NamedTuple):

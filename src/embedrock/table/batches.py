@@ -20,7 +20,7 @@ from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
-from embedrock.system.buffers import address_of, buffers
+from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table import reading
 from embedrock.table.rows import TableState, check_owned
@@ -114,7 +114,7 @@ class FeatureLayout:
             is_whole=numbers == list(range(len(self.tables))),
             own=own,
             modes=modes,
-            columns=columns[numbers],
+            columns=4 * columns[numbers],
             width=int(columns[-1]),
         )
 
@@ -135,7 +135,7 @@ class PoolLayout:
         is_whole: these are all features, in their order.
         own: int64 (tables + 1,), bounds of each table's features in `numbers`.
         modes: consecutive features of the same mode: the mode, and the bounds of the features.
-        columns: int64 (features,), where those of each feature begin if all outputs of a batch are side by side.
+        columns: int64 (features,), bytes to those of each feature if all outputs of a batch are side by side.
         width: number of all of these columns.
         goes_on: an earlier part of the same batch has some of the tables, too.
     """
@@ -170,7 +170,8 @@ class PoolLayout:
         items = bags if len(bags) else positions
         are_alone = offsets is None and np.array_equal(items, positions)
         of_tables = positions[self.own]
-        made = PositionLayout(shapes if offsets is None else [], positions, of_tables, bags, bounds, items, are_alone)
+        begins, known_by = items[:-1] * (4 * self.dim), shapes if offsets is None else []
+        made = PositionLayout(known_by, positions, of_tables, bags, bounds, items, are_alone, begins)
         if offsets is None:
             self._positions = made
         return made
@@ -200,7 +201,7 @@ class PositionLayout:
         offsets: int64 (bags + 1,), bounds of each bag's positions.
         items: `bags`; without bags, `positions`.
         are_alone: each item is one position.
-        places: of its rows in an array at address 0: see `PoolBatch.places`.
+        begins: int64 (features,), bytes from the start of the array of its outputs to the first row of each feature.
     """
 
     shapes: list[tuple[int, ...]]
@@ -210,7 +211,7 @@ class PositionLayout:
     offsets: np.ndarray
     items: np.ndarray
     are_alone: bool
-    places: dict[tuple[bool, int], np.ndarray] = field(default_factory=dict)
+    begins: np.ndarray
 
     @forks.cached_property
     def bags_of_each(self) -> int | None:
@@ -262,20 +263,6 @@ class PoolBatch:
     trace: np.ndarray
     values: np.ndarray | None = None
     unstepped: list[np.ndarray] = field(default_factory=list)
-
-    def places(self, array: np.ndarray, side_by_side: bool) -> np.ndarray:
-        """Return where the rows of its features are: see `pooling.places_of`.
-
-        Args:
-            array: float32, of its features one after the other, or of all features of the batch side by side.
-            side_by_side: says which.
-        """
-        stride, at = array.strides[0], self.positions
-        known = at.places.get((side_by_side, stride))
-        if known is None:
-            begins = self.layout.columns * array.itemsize if side_by_side else at.items[:-1] * stride
-            known = at.places[side_by_side, stride] = np.stack([begins, np.full_like(begins, stride)], axis=1)
-        return known + np.array([address_of(array), 0])
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number and the bounds of each feature."""
@@ -341,7 +328,7 @@ class Batch:
         for k, part in enumerate(self.parts):
             layout = part.layout
             if self.side_by_side:
-                for number, column in zip(layout.numbers, layout.columns.tolist(), strict=True):
+                for number, column in zip(layout.numbers, (layout.columns // 4).tolist(), strict=True):
                     found[number] = self.arrays[0][:, column : column + layout.dim]
                 continue
             for number, start, stop in part.spans(part.positions.items):
@@ -548,7 +535,8 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
             source = PooledSource.of(known)
         if not side_by_side:
             arrays.append(buffers.empty((int(part.positions.items[-1]), layout.dim), np.float32))
-        _pool(part, source, part.places(arrays[-1], side_by_side))
+        begins = layout.columns if side_by_side else part.positions.begins
+        _pool(part, source, pooling.places_of(arrays[-1:], begins))
         if for_weights:
             part.values = source.words
         goes_on |= layout.goes_on
@@ -608,7 +596,7 @@ def sum_array(batch: Batch, grads: np.ndarray) -> list[Block]:
     """Return the result of `sum_blocks` from that of an output side by side, float32."""
     if grads.strides[1] != grads.itemsize:
         grads = np.ascontiguousarray(grads)
-    return _summed(batch, [part.places(grads, side_by_side=True) for part in batch.parts])
+    return _summed(batch, [pooling.places_of((grads,), part.layout.columns) for part in batch.parts])
 
 
 def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None) -> list[Block]:
