@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from embedrock.batch.gradients import RowGradients
@@ -44,6 +46,7 @@ def step_all(due: Sequence[stepping.StepRequest], is_awaited: bool = False) -> N
 
 
 Part = tuple[RowGradients, Rule, int, TableState]  # joint gradients, rule, and the number and the state of a table
+_TOGETHER, _NUMBERED = itemgetter(0, 1), itemgetter(2, 3)  # many parts are read by one call of `map`
 
 
 def of_joint(parts: Sequence[Part]) -> list[stepping.StepRequest]:
@@ -51,17 +54,11 @@ def of_joint(parts: Sequence[Part]) -> list[stepping.StepRequest]:
 
     Parts with the same gradients and rule follow each other.
     """
-    runs, last, by = list[tuple[RowGradients, Rule, dict[int, TableState]]](), None, None
-    tables: dict[int, TableState] = {}
-    for joint, rule, number, rows in parts:
-        if joint is not last or rule is not by:
-            last, by, tables = joint, rule, {}
-            runs.append((joint, rule, tables))
-        tables[number] = rows
     found: list[stepping.StepRequest] = []
-    for joint, rule, tables in runs:
+    for (joint, rule), run in groupby(parts, _TOGETHER):
+        tables = dict(map(_NUMBERED, run))
         if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
-            found += (stepping.StepRequest([tables[k] for k in range(len(tables))], rule, joint),)
+            found += (stepping.StepRequest(list(map(tables.__getitem__, range(len(tables)))), rule, joint),)
         else:
             found += [stepping.StepRequest((own,), rule, joint.of(k)) for k, own in tables.items()]
     return found

@@ -9,6 +9,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,6 +30,8 @@ from embedrock.table.rows import TableState, check_owned
 EXPORT_BATCH_ROWS = 65_536
 
 Tables = Sequence[TableState]
+# Many tables are read by one call of `map`.
+BACKEND, _HISTORY = attrgetter("backend"), attrgetter("history")
 
 
 # -------------------------------------------------------------------- rows and their slots
@@ -37,10 +40,15 @@ Tables = Sequence[TableState]
 def pool_of(tables: Tables) -> Backend:
     """Return the pool of open tables."""
     pool = tables[0].tier.pool
-    for rows in tables:
-        if rows.backend is None:
+    if not all(map(BACKEND, tables)):
+        for rows in tables:
             rows.check_open()
     return pool
+
+
+def have_history(tables: Tables) -> bool:
+    """Return whether the rule of a table has a memory of past steps."""
+    return list(map(_HISTORY, tables)).count(None) < len(tables)
 
 
 def keys_of(tables: Tables, plan: Plan) -> np.ndarray:
@@ -53,7 +61,8 @@ def keys_of(tables: Tables, plan: Plan) -> np.ndarray:
 
 def own_parts(tables: Tables, plan: Plan) -> Iterator[tuple[TableState, slice]]:
     """Iterate over tables, each with its rows of the plan."""
-    return zip(tables, itertools.starmap(slice, itertools.pairwise(plan.rows.tolist())), strict=True)
+    bounds = plan.rows.tolist()
+    return zip(tables, map(slice, bounds[:-1], bounds[1:]), strict=True)
 
 
 def is_reading(tables: Tables, plan: Plan) -> bool:
@@ -83,9 +92,9 @@ def located(tables: Tables, plan: Plan) -> Plan:
     """
     pool = pool_of(tables)
     if not is_reading(tables, plan):
-        ids, bounds = weakref.ref(plan.ids), plan.rows.tolist()
-        for rows, start, stop in zip(tables, bounds, bounds[1:], strict=False):
-            rows.last_read = ((ids, slice(start, stop)),)
+        ids = weakref.ref(plan.ids)
+        for rows, own in own_parts(tables, plan):
+            rows.last_read = ((ids, own),)
         pool.begin_batch()  # may begin an epoch
     if plan.epoch == pool.epoch and not plan.missing and not pool.evicts:
         return plan  # as nearly always
@@ -117,9 +126,7 @@ def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[Pooled
     except CacheTooSmallError:  # reads may have any size
         parts = [weights_of(rows, plan.ids[own]) for rows, own in own_parts(tables, plan)]
         return PooledSource.of(np.concatenate(parts)), plan
-    for rows in tables:
-        is_copy |= rows.history is not None and rows.lags
-    if is_copy:
+    if is_copy or (have_history(tables) and any(rows.lags for rows in tables)):
         return PooledSource.of(_values(tables, here, plan.epoch >= 0)), here
     return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here)), here
 

@@ -44,13 +44,17 @@ class ChangeCounter:
     """
 
     def __init__(self) -> None:
-        self.now = self.of_rows = self.committed = 0
+        self.now = self.committed = self._kept = 0
         self._begun = -1
+
+    @property
+    def of_rows(self) -> int:
+        return self.now - self._kept
 
     def advance(self, keeps_rows: bool = False) -> None:
         """Count a change; `keeps_rows`: it changes no row."""
         self.now += 1
-        self.of_rows += not keeps_rows
+        self._kept += keeps_rows
 
     def commit(self) -> None:
         self.committed = self.now
@@ -480,7 +484,6 @@ class TableState:
         """Count a drafted step, and return its kernel's arguments."""
         self.steps += 1
         self.version.now += 1
-        self.version.of_rows += 1
         if self.history is None:
             return draft
         self.history.append()

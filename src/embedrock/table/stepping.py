@@ -9,8 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, ge
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.table import checks
-from embedrock.table.reading import is_reading, keys_of, missing_ids, present_slots
+from embedrock.table.reading import BACKEND, have_history, is_reading, keys_of, missing_ids, present_slots
 from embedrock.table.rows import NOBODY, TableState, rounded
 
 STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than handing it to a thread
@@ -39,7 +38,8 @@ STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than ha
 Change = Callable[[np.ndarray], np.ndarray]
 NO_RULE = SGD(lr=0.0)
 # Many tables are read by one call of `map`.
-_BACKEND, _EXECUTOR, _RULE = attrgetter("backend"), attrgetter("executor"), attrgetter("spec.rule")
+_EXECUTOR, _LIFECYCLE, _RULE = attrgetter("executor"), attrgetter("lifecycle"), attrgetter("spec.rule")
+_POOL, _STEPS, _DUE, _VERSION = attrgetter("pool"), attrgetter("steps"), attrgetter("due"), attrgetter("version.now")
 
 
 class StepRequest(NamedTuple):
@@ -65,7 +65,7 @@ class StepRequest(NamedTuple):
         first.check_commit()
         if not self.grads.has_width(first.spec.dim):
             raise checks.wrong_width(self.grads, first.spec.dim, first.subject)
-        if not all(map(_BACKEND, self.tables)) or any(map(_EXECUTOR, self.tables)):
+        if not all(map(BACKEND, self.tables)) or any(map(_EXECUTOR, self.tables)):
             for rows in self.tables:
                 rows.check_open()
                 rows.check()
@@ -226,11 +226,12 @@ def step_judged(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest] 
     look([rows for step in steps for rows in step.rows])
 
 
-def look(tables: Iterable[TableState]) -> None:
+def look(tables: Sequence[TableState]) -> None:
     """Start automatic commits that are due."""
-    for rows in tables:
-        if rows.steps >= rows.due:
-            rows.location.look()
+    if any(map(ge, map(_STEPS, tables), map(_DUE, tables))):
+        for rows in tables:
+            if rows.steps >= rows.due:
+                rows.location.look()
 
 
 def _find_together(steps: Sequence[CheckedStep]) -> None:
@@ -274,10 +275,7 @@ def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) ->
 
 def tell(tables: Sequence[TableState]) -> None:
     """Report the evicted rows of all tables. An error in one report is raised after all of them."""
-    for rows in tables:
-        if rows.lifecycle is not None:
-            break
-    else:  # the usual case, checked because making a stack takes longer
+    if list(map(_LIFECYCLE, tables)).count(None) == len(tables):  # as usual: making a stack takes longer
         return
     with ExitStack() as told:
         for rows in reversed(tables):
@@ -365,7 +363,7 @@ class HostStep(CheckedStep):
         return bool(self.pools) and self._is_current()
 
     def _is_current(self) -> bool:
-        if self._versions != [rows.version.now for rows in self.rows]:
+        if self._versions != list(map(_VERSION, self.rows)):
             return False
         is_found = all(pool.is_current for pool in self.pools)
         return is_found and self.rows[0].location.pools.has_room(_more(self.pools))
@@ -389,13 +387,14 @@ class HostStep(CheckedStep):
                     self._make_room(pools)
                     break
             self.pools = pools
-            self._versions = [rows.version.now for rows in self.rows]
+            self._versions = list(map(_VERSION, self.rows))
         for pool in self.pools:
             if pool.pool.evicts:
                 pool.copy_before_write()
-        for rows in self.rows:
-            if rows.history is not None:
-                rows.history.make_room()
+        if have_history(self.rows):
+            for rows in self.rows:
+                if rows.history is not None:
+                    rows.history.make_room()
 
     def goes_on_as(self, other: HostStep) -> bool:
         """Give another step of the same batch what was found for this one, if that is still valid."""
@@ -515,15 +514,11 @@ def _by_pool(requests: Sequence[StepRequest]) -> Iterable[tuple[Backend, Sequenc
         return ((requests[0].tables[0].tier.pool, requests),)
     found: dict[Backend, list[StepRequest]] = {}
     for each in requests:
-        pool = each.tables[0].tier.pool
-        for rows in each.tables:
-            if rows.backend is None or rows.backend.pool is not pool:
-                break
-        else:
-            found.setdefault(pool, []).append(each)
-            continue
-        for own in each.split():
-            found.setdefault(own.tables[0].tier.pool, []).append(own)
+        backends = list(map(BACKEND, each.tables))
+        pools = [] if None in backends else list(map(_POOL, backends))
+        are_one = pools.count(pool := each.tables[0].tier.pool) == len(backends)
+        for own in (each,) if are_one else each.split():
+            found.setdefault(pool if are_one else own.tables[0].tier.pool, []).append(own)
     return found.items()
 
 
@@ -620,35 +615,12 @@ def _admit(pools: Sequence[PoolStep]) -> None:
         raise
 
 
-@dataclass(slots=True)
-class StepRun:
-    """Consecutive tables of a pool with equal step constants, which one call steps.
-
-    Attributes:
-        first, end: bounds of their numbers among the pool's tables.
-        start, stop: bounds of their rows.
-        draft: from `TableState.draft`.
-        scratch: from `Records.scratch`.
-    """
-
-    first: int
-    end: int
-    start: int
-    stop: int
-    draft: Any
-    scratch: Any
-
-    def takes(self, draft: Any) -> bool:
-        """Return whether a table with such constants may be the next one."""
-        return draft is self.draft or (type(draft) is type(self.draft) and draft == self.draft)
-
-
 def _drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
     """Return the step constants of consecutive tables that share them, with the number of these tables."""
     tables = request.tables
     if len(tables) > 1:
-        steps = [rows.steps for rows in tables]
-        if steps.count(steps[0]) < len(tables) or [rows.history for rows in tables].count(None) < len(tables):
+        steps = list(map(_STEPS, tables))
+        if steps.count(steps[0]) < len(tables) or have_history(tables):
             return _each_drafts(request)
     return ((len(tables), tables[0].draft(request.rule)),)
 
@@ -661,6 +633,11 @@ def _each_drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
         known[rows.steps] = draft = rows.draft(request.rule) if draft is None else draft
         found.append((1, draft))
     return found
+
+
+def _are_equal(draft: Any, other: Any) -> bool:
+    """Return whether tables with these step constants may be stepped by one call."""
+    return draft is other or (type(draft) is type(other) and draft == other)
 
 
 class PoolStep:
@@ -831,19 +808,19 @@ class PoolStep:
 
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
-        bounds, number = self.plan.rows.tolist(), 0
-        self._runs: list[StepRun] = []
+        self._runs: list[tuple[int, Any, Any]] = []  # one past the last table of each, constants and buffers
+        start = 0
         is_exact = self.pool.spec.dtype == "float32"  # or rounding is per table
         for each in self.requests:
             for count, draft in _drafts(each) if is_exact else _each_drafts(each):
-                last, end = self._runs[-1] if self._runs else None, number + count
-                if last is not None and is_exact and last.takes(draft):
-                    last.end, last.stop = end, bounds[end]
-                else:
-                    start, stop = bounds[number], bounds[end]
-                    scratch = None if is_exact else each.tables[0].tier.records.scratch(stop - start)
-                    self._runs.append(StepRun(number, end, start, stop, draft, scratch))
-                number = end
+                scratch = None
+                if not is_exact:
+                    own = self.plan.of(start)
+                    scratch = each.tables[0].tier.records.scratch(own.stop - own.start)
+                elif self._runs and _are_equal(draft, self._runs[-1][1]):
+                    self._runs.pop()
+                start += count
+                self._runs.append((start, draft, scratch))
         self._of_others = None if self.decision is None else self._gradient_of_others()
 
     def admit(self) -> None:
@@ -872,24 +849,27 @@ class PoolStep:
 
         A call is a function and its arguments.
         """
-        made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
+        made, start, numbers = [], 0, None
+        values = self._grads.values if self.decision is None else self._values()
         ids, slots, is_whole = self.plan.ids, self._slots, len(self._runs) == 1
-        for run in self._runs:
-            rows, own = self.tables[run.first], slice(run.start, run.stop)
-            refreshed: list[Any] = []
+        for end, draft, scratch in self._runs:
+            rows, *others = self.tables[start:end]
+            refreshed: Sequence[Any] = ()
             if rows.history is not None:
-                refreshed = [part for each in self.tables[run.first : run.end] for part in self._taken(each)]
+                refreshed = [part for each in (rows, *others) for part in self._taken(each)]
                 self.catches_up |= not refreshed
-            numbers = rows.count(run.draft)
-            for each in self.tables[run.first + 1 : run.end]:  # see `TableState.count`
+            numbers = rows.count(draft)
+            for each in others:  # see `TableState.count`
                 each.steps += 1
-                version = each.version
-                version.now += 1
-                version.of_rows += 1
+                each.version.now += 1
                 if each.history is not None:
                     each.history.append()
-            of_rows = (ids, slots, values) if is_whole else (ids[own], slots[own], values[own])
-            made.append((rows.tier.records.step, *of_rows, numbers, rows.steps, run.scratch, refreshed))
+            of_rows = ids, slots, values
+            if not is_whole:
+                own = slice(*self.plan.rows[[start, end]].tolist())
+                of_rows = ids[own], slots[own], values[own]
+            made.append((rows.tier.records.step, *of_rows, numbers, rows.steps, scratch, refreshed))
+            start = end
         rows = self.tables[0]
         if self._of_others is not None and (shared := rows.shared) is not None:
             shared.step(self._of_others, numbers, rows.steps)
