@@ -23,7 +23,7 @@ from embedrock.system import forks
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table import reading
-from embedrock.table.rows import TableState, check_owned
+from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
 _ARRAYS, _NOTHING = {np.ndarray}, type(None)
@@ -163,17 +163,18 @@ class PoolLayout:
         shapes, known = list(map(_SHAPE, ids)), self._positions
         if offsets is None and known is not None and known.shapes == shapes:
             return known
-        positions, bags, bounds = bounds_of([own.size for own in ids]), _NONE, _NONE
-        if self.kind != "rows":
+        positions, mode = bounds_of([own.size for own in ids]), None if self.kind == "rows" else self.kind
+        ends, bounds = _NONE, positions
+        if mode is not None:
             each = offsets or [None] * len(ids)
             begins = [_begins(own) if at is None else at[:-1] for own, at in zip(ids, each, strict=True)]
-            bags = bounds_of([len(own) for own in begins])
-            bounds = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
-        items = bags if len(bags) else positions
-        are_alone = offsets is None and np.array_equal(items, positions)
-        of_tables = positions[self.own]
-        begins, known_by = items[:-1] * (4 * self.dim), shapes if offsets is None else []
-        made = PositionLayout(known_by, positions, of_tables, bags, bounds, items, are_alone, begins)
+            bounds = bounds_of([len(own) for own in begins])
+            ends = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
+        are_alone = offsets is None and np.array_equal(bounds, positions)
+        of_positions = pooling.NO_BAGS if are_alone else pooling.bag_of_position(ends)
+        bags = Bags(ends, mode, bounds, self.own, of_positions, are_alone)
+        known_by, begins = shapes if offsets is None else [], bounds[:-1] * (4 * self.dim)
+        made = PositionLayout(known_by, positions, positions[self.own], bags, begins)
         if offsets is None:
             self._positions = made
         return made
@@ -199,33 +200,27 @@ class PositionLayout:
         shapes: of the ids, if they determine the layout; else empty.
         positions: int64 (features + 1,), bounds of each feature's positions.
         tables: int64 (tables + 1,), bounds of each table's positions.
-        bags: int64 (features + 1,), bounds of each feature's bags; empty without bags.
-        offsets: int64 (bags + 1,), bounds of each bag's positions.
-        items: `bags`; without bags, `positions`.
-        are_alone: each item is one position.
+        bags: all of them; without bags, each position alone.
         begins: int64 (features,), bytes from the start of the array of its outputs to the first row of each feature.
     """
 
     shapes: list[tuple[int, ...]]
     positions: np.ndarray
     tables: np.ndarray
-    bags: np.ndarray
-    offsets: np.ndarray
-    items: np.ndarray
-    are_alone: bool
+    bags: Bags
     begins: np.ndarray
 
     @forks.cached_property
     def bags_of_each(self) -> int | None:
         """Number of bags of each feature; None if numbers differ, and without bags."""
-        counts = set(np.diff(self.bags).tolist())
-        return counts.pop() if len(counts) == 1 else None
+        counts = set(np.diff(self.bags.bounds).tolist())
+        return counts.pop() if len(counts) == 1 and self.bags.mode is not None else None
 
     @forks.cached_property
     def lines(self) -> Lines | None:
         """The lines of the outputs, feature after feature; None if rows of ids have several forms."""
-        if len(self.bags):
-            counts = np.diff(self.bags).tolist()
+        if self.bags.mode is not None:
+            counts = np.diff(self.bags.bounds).tolist()
             return Lines(counts, (sum(counts),))
         rests = {shape[1:] if shape else None for shape in self.shapes}
         rest = rests.pop()
@@ -233,11 +228,6 @@ class PositionLayout:
             return None
         counts = [shape[0] for shape in self.shapes]
         return Lines(counts, (sum(counts), *rest))
-
-    @forks.cached_property
-    def of_positions(self) -> np.ndarray:
-        """The item of each position: int32 (n,); empty if each item is one position."""
-        return pooling.NO_BAGS if self.are_alone else pooling.bag_of_position(self.offsets)
 
 
 @dataclass(eq=False)
@@ -248,7 +238,6 @@ class PoolBatch:
         layout: of the pool's features.
         positions: of their ids.
         plan: of all their ids.
-        bags: all items, as `pooling.sum_bags` takes them.
         weights: float32 (n,) of the positions; None for ones.
         kept: of bags with padding, the positions of a feature that are in the plan, bool; None: all.
         trace: see `pooling.sum_bags`.
@@ -259,7 +248,6 @@ class PoolBatch:
     layout: PoolLayout
     positions: PositionLayout
     plan: Plan
-    bags: Bags
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
     trace: np.ndarray
@@ -333,7 +321,7 @@ class Batch:
                 for number, column in zip(layout.numbers, (layout.columns // 4).tolist(), strict=True):
                     found[number] = self.arrays[0][:, column : column + layout.dim]
                 continue
-            for number, start, stop in part.spans(part.positions.items):
+            for number, start, stop in part.spans(part.positions.bags.bounds):
                 own = self.arrays[k][start:stop]
                 found[number] = own.reshape(*self.ids[number].shape, layout.dim) if layout.kind == "rows" else own
         return [found[number] for number in range(len(found))]
@@ -409,14 +397,12 @@ def _part(
         ids, offsets, weights, kept = _without_paddings(pool.skips, ids, offsets, weights)
     at = pool.positions(ids, offsets)
     made = _plan_of(pool, at, ids) if planner is None else planner(ids[0])
-    mode = None if pool.kind == "rows" else pool.kind
-    bags = Bags(made, at.offsets, mode, at.items, pool.own, at.of_positions, at.are_alone)
-    return PoolBatch(pool, at, made, bags, None if weights is None else _joined_weights(ids, weights), kept, ONES)
+    return PoolBatch(pool, at, made, None if weights is None else _joined_weights(ids, weights), kept, ONES)
 
 
 def _plan_of(pool: PoolLayout, at: PositionLayout, ids: Sequence[np.ndarray]) -> Plan:
     if any(map(_OWNS, pool.rows)):
-        _check_owned(pool, ids)
+        reading.check_owned(_rows_of_features(pool), ids)
     backend = pool.rows[0].tier.pool
     made = plan_tables(sources_of(ids), pool.described, at.tables, backend.index, backend.epoch)
     return reading.refuse(_rows_of_features(pool), ids) if made is None else made
@@ -424,12 +410,6 @@ def _plan_of(pool: PoolLayout, at: PositionLayout, ids: Sequence[np.ndarray]) ->
 
 def _rows_of_features(pool: PoolLayout) -> list[TableState]:
     return [rows for rows, count in zip(pool.rows, np.diff(pool.own).tolist(), strict=True) for _ in range(count)]
-
-
-def _check_owned(pool: PoolLayout, ids: Sequence[np.ndarray]) -> None:
-    for rows, own in zip(_rows_of_features(pool), ids, strict=True):
-        if rows.owns is not None:
-            check_owned(own, rows.owns, rows.subject)
 
 
 def _begins(ids: np.ndarray) -> np.ndarray:
@@ -527,7 +507,7 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
     goes_on, arrays, side_by_side = False, batch.arrays, batch.side_by_side
     if side_by_side:
         first = batch.parts[0]
-        arrays.append(buffers.empty((int(first.positions.bags[1]), first.layout.width), np.float32))
+        arrays.append(buffers.empty((int(first.positions.bags.bounds[1]), first.layout.width), np.float32))
     for part in batch.parts:
         layout = part.layout
         if known is None:
@@ -535,7 +515,7 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
         else:
             source = PooledSource.of(known)
         if not side_by_side:
-            arrays.append(buffers.empty((int(part.positions.items[-1]), layout.dim), np.float32))
+            arrays.append(buffers.empty((int(part.positions.bags.bounds[-1]), layout.dim), np.float32))
         begins = layout.columns if side_by_side else part.positions.begins
         _pool(part, source, pooling.places_of(arrays[-1:], begins))
         if for_weights:
@@ -549,16 +529,16 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
 @spanned("gather")
 def _pool(part: PoolBatch, source: PooledSource, places: np.ndarray) -> None:
     """Write the rows and bags of a part to their places, and keep their trace."""
-    at, modes = part.positions, part.layout.modes
-    if at.are_alone and part.weights is None and part.layout.kind != "max":
-        pooling.pool_into(source, None, part.bags, places, ONES)
+    of_all, modes = part.positions.bags, part.layout.modes
+    if of_all.are_alone and part.weights is None and of_all.mode != "max":
+        pooling.pool_into(part.plan, source, None, of_all, places, ONES)
         return
-    part.trace = pooling.trace_of(int(at.items[-1]), part.layout.dim, {mode for mode, _, _ in modes})
+    part.trace = pooling.trace_of(int(of_all.bounds[-1]), part.layout.dim, {mode for mode, _, _ in modes})
     for mode, first, last in modes:
-        bounds = at.bags[first : last + 1]
+        bounds = of_all.bounds[first : last + 1]
         start, stop = bounds[[0, -1]].tolist()
-        bags = Bags(part.plan, at.offsets[start : stop + 1], mode, bounds - start, part.layout.own, _NONE)
-        pooling.pool_into(source, part.weights, bags, places[first:last], part.trace[start:stop])
+        bags = Bags(of_all.offsets[start : stop + 1], mode, bounds - start, of_all.own, _NONE)
+        pooling.pool_into(part.plan, source, part.weights, bags, places[first:last], part.trace[start:stop])
 
 
 # -------------------------------------------------------------------- gradients
@@ -608,7 +588,8 @@ def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.nda
     found: list[Block] = []
     for number, part in enumerate(batch.parts):
         layout = part.layout
-        values, squares = pooling.sum_bags(places[number], layout.dim, part.weights, part.bags, part.trace)
+        about = places[number], layout.dim, part.weights, part.positions.bags, part.trace
+        values, squares = pooling.sum_bags(part.plan, *about)
         norms = squares.tolist()
         whole = RowGradients(part.plan, values, sum(norms), norms)
         if batch.by_frequency:
@@ -642,8 +623,8 @@ def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.nd
     """Return the id of each position of a batch of one feature, and its gradient, float32 (n, dim), without padding."""
     (part,), (places, _kept) = batch.parts, _places(batch, grads)
     ids = part.plan.ids[part.plan.inverse]
-    alone = part.bags._replace(plan=plan_of_rows(ids, ids, -1))
-    values, _squares = pooling.sum_bags(places, part.layout.dim, part.weights, alone, part.trace)
+    about = places, part.layout.dim, part.weights, part.positions.bags, part.trace
+    values, _squares = pooling.sum_bags(plan_of_rows(ids, ids, -1), *about)
     counts = ids != part.layout.paddings[0] if part.layout.paddings else slice(None)
     return ids[counts], values[counts]
 
@@ -672,7 +653,7 @@ def weight_gradients(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[n
         if part.weights is None or batch.weights is None:
             continue
         assert part.values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(places[part.layout.numbers], part.values, part.bags)
+        of_all = pooling.weight_grads(part.plan, places[part.layout.numbers], part.values, part.positions.bags)
         masks = part.kept or [None] * len(part.layout.numbers)
         for (number, start, stop), kept in zip(part.spans(part.positions.positions), masks, strict=True):
             weights = batch.weights[number]

@@ -25,13 +25,13 @@ from embedrock.storage.records import Records
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table.caught_up import CaughtUpRows
-from embedrock.table.rows import TableState, check_owned
+from embedrock.table.rows import TableState
 
 EXPORT_BATCH_ROWS = 65_536
 
 Tables = Sequence[TableState]
 # Many tables are read by one call of `map`.
-BACKEND, _HISTORY = attrgetter("backend"), attrgetter("history")
+BACKEND, _HISTORY, _OWNS = attrgetter("backend"), attrgetter("history"), attrgetter("owns")
 
 
 # -------------------------------------------------------------------- rows and their slots
@@ -234,12 +234,18 @@ def planned(tables: Tables, ids: Sequence[np.ndarray]) -> Plan:
         IdError: an id lies outside its table.
     """
     pool, n = pool_of(tables), [0]
-    for rows, own in zip(tables, ids, strict=True):
-        if rows.owns is not None:
-            check_owned(own, rows.owns, rows.subject)
+    check_owned(tables, ids)
+    for own in ids:
         n.append(n[-1] + own.size)
     shape, about = (ids[0].shape, _alone(tables[0])) if len(ids) == 1 else (None, described(tables, range(len(n))))
     return plan_tables(sources_of(ids), about, np.array(n), pool.index, pool.epoch, shape) or refuse(tables, ids)
+
+
+def check_owned(tables: Tables, ids: Sequence[np.ndarray]) -> None:
+    """Raise `ArgumentError` for rows of other processes, which would otherwise read as initial values."""
+    if any(map(_OWNS, tables)):
+        for rows, own in zip(tables, ids, strict=True):
+            rows.check_owned(own)
 
 
 def _alone(rows: TableState) -> np.ndarray:
@@ -269,9 +275,8 @@ def refuse(tables: Tables, ids: Sequence[np.ndarray]) -> NoReturn:
 def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
     """Write the weights of the ids (n,) of each table, one table after the other, to `out`: float32 (n, dim)."""
     pool, keys = pool_of(tables), []
+    check_owned(tables, ids)
     for rows, own in zip(tables, ids, strict=True):
-        if rows.owns is not None:
-            check_owned(own, rows.owns, rows.subject)
         if rows.history is not None and rows.lags:
             return _look_up_all(tables, ids, out)
         base = 0 if rows.backend is None else rows.backend.base

@@ -378,6 +378,15 @@ class TableState:
                 'multiprocessing.get_context("spawn").'
             )
 
+    def check_owned(self, ids: np.ndarray) -> None:
+        """Raise `ArgumentError` for rows of other processes."""
+        flat = ids.reshape(-1)
+        if self.owns is not None and not (here := self.owns(flat)).all():
+            raise ArgumentError(
+                f"rows of {self.subject} that other processes have cannot be reached here: got ids "
+                f"{flat[~here][:4].tolist()}. Look them up by the layer, on all processes at once."
+            )
+
     def check(self) -> None:
         """Raise the error of the executor's earlier calls, if any."""
         if self.executor is not None:
@@ -544,14 +553,3 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
     return values
-
-
-def check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subject: str) -> None:
-    """Raise `ArgumentError` for rows of other processes, which would otherwise read as initial values."""
-    flat = ids.reshape(-1)
-    here = owns(flat)
-    if not here.all():
-        raise ArgumentError(
-            f"rows of {subject} that other processes have cannot be reached here: got ids {flat[~here][:4].tolist()}. "
-            "Look them up by the layer, on all processes at once."
-        )

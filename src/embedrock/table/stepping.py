@@ -9,7 +9,8 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from operator import attrgetter, ge
+from itertools import groupby
+from operator import attrgetter, ge, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from embedrock.storage.table_lock import TableLock, together
 from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
+from embedrock.system.spans import spanned
 from embedrock.table import checks
 from embedrock.table.reading import BACKEND, have_history, is_reading, keys_of, missing_ids, present_slots
 from embedrock.table.rows import NOBODY, TableState, rounded
@@ -37,6 +39,8 @@ STEP_HERE_BYTES = 64 << 10  # of records: a smaller step takes less time than ha
 # Returns new weights from the stepped weights, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
 NO_RULE = SGD(lr=0.0)
+Part = tuple[RowGradients, Rule, int, TableState]  # joint gradients, rule, and the number and the state of a table
+_TOGETHER, _NUMBERED = itemgetter(0, 1), itemgetter(2, 3)
 # Many tables are read by one call of `map`.
 _EXECUTOR, _LIFECYCLE, _RULE = attrgetter("executor"), attrgetter("lifecycle"), attrgetter("spec.rule")
 _POOL, _STEPS, _DUE, _VERSION = attrgetter("pool"), attrgetter("steps"), attrgetter("due"), attrgetter("version.now")
@@ -76,13 +80,19 @@ class StepRequest(NamedTuple):
                     raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
 
     @staticmethod
-    def by_rule(tables: Sequence[TableState], rules: Sequence[Rule], grads: RowGradients) -> list[StepRequest]:
-        """Return the requests of tables that were summed together: one, if their rules are equal."""
-        for rule in rules:
-            if rule is not rules[0] and rule != rules[0]:
-                parts = enumerate(zip(tables, rules, strict=True))
-                return [StepRequest((rows,), rule, grads.of(number)) for number, (rows, rule) in parts]
-        return [StepRequest(tables, rules[0], grads)]
+    def of_joint(parts: Sequence[Part]) -> list[StepRequest]:
+        """Return the steps of tables whose gradients were summed together: one step, if it is of all of them.
+
+        Parts with the same gradients and rule follow each other.
+        """
+        found: list[StepRequest] = []
+        for (joint, rule), run in groupby(parts, _TOGETHER):
+            tables = dict(map(_NUMBERED, run))
+            if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
+                found += (StepRequest(list(map(tables.__getitem__, range(len(tables)))), rule, joint),)
+            else:
+                found += [StepRequest((own,), rule, joint.of(k)) for k, own in tables.items()]
+        return found
 
     def split(self) -> list[StepRequest]:
         """Return a request for each table."""
@@ -148,19 +158,38 @@ class CheckedStep(ABC):
 # -------------------------------------------------------------------- steps of any tables
 
 
-def step_all(requests: Sequence[StepRequest]) -> None:
-    """Step tables, each once. Errors of `judge` and of changes are raised before any step."""
+@spanned("step")
+def step_all(requests: Sequence[StepRequest], is_awaited: bool = False) -> None:
+    """Step tables by their gradients. Errors are raised before any table is stepped.
+
+    Args:
+        requests: the steps of all tables. Those without an executor are the CPU's.
+        is_awaited: the caller waits until all checks have passed. (This waits for a GPU.)
+
+    Raises:
+        NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
+        MemoryBudgetError: the new rows of a table do not fit its memory.
+        ClosedTableError: a table was closed.
+    """
     if _share_a_lock(requests):  # nothing happens between the checks and the step
         with requests[0].tables[0].table_lock.whole():
             return _step_at_once(requests)
-    with held_back():
-        step_judged(judge(requests), [each for each in requests if each.change is not None and each.grads.is_finite])
+    kinds: dict[Any, list[StepRequest]] = {}
+    for each in requests:
+        kinds.setdefault(None if each.executor is None else each.executor.judge, []).append(each)
+    with held_back():  # or Ctrl-C could interrupt between two tables
+        alone = len(kinds) == 1 and not is_awaited
+        # First those of the CPU: a GPU step waits for a CPU step that has the same table lock.
+        judged = judge(kinds.pop(None)) if None in kinds else []
+        judged += [step for judge_kind, own in kinds.items() for step in judge_kind(own, alone)]
+        step_judged(judged, [each for each in requests if each.change is not None and each.grads.is_finite])
 
 
 def _share_a_lock(requests: Sequence[StepRequest]) -> bool:
-    """Return whether all tables have one lock, each occurs once, and nothing changes the stepped weights."""
+    """Return whether the CPU steps tables with one lock, each once, and nothing changes the stepped weights."""
     for each in requests:
-        if each.change is not None or each.tables[0].table_lock is not requests[0].tables[0].table_lock:
+        is_plain = each.change is None and each.executor is None
+        if not is_plain or each.tables[0].table_lock is not requests[0].tables[0].table_lock:
             return False
     return len(requests) == 1 or len(set(tables := tables_of(requests))) == len(tables) > 0
 
@@ -460,7 +489,7 @@ class HostStep(CheckedStep):
         ]
         if (more := len(counts) - MOST_NAMED) > 0:
             named.append(f"others of {counted(more, 'table')}")
-        least = sum(pool.least_memory for pool in pools)
+        least = sum(memory_for(own.pool.spec, len(own.plan.ids)) for own in pools)
         return CacheTooSmallError(
             f"{error} In all this batch of the group has rows of {counted(len(counts), 'table')}: {', '.join(named)}. "
             f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
@@ -784,10 +813,6 @@ class PoolStep:
         # On disk, evicted rows may not have had a slot.
         leaving = 0 if self.decision is None or self.pool.evicts else self.decision.excess
         return [NewRows(part, max(0, count - leaving)) for part, count in self.new]
-
-    @property
-    def least_memory(self) -> int:
-        return memory_for(self.pool.spec, len(self.plan.ids))
 
     def copy_before_write(self) -> None:
         if self.pool.evicts:

@@ -59,11 +59,6 @@ _FORM, _AS_READ = attrgetter("dtype", "is_cpu"), {(torch.float32, True)}
 _AS_ARRAY: Callable[[Any], np.ndarray] = Tensor.numpy
 
 
-def host_floats(grads: Tensor) -> np.ndarray:
-    """Return the gradient of an output, of any dtype and on any device, as float32."""
-    return grads.to("cpu", torch.float32).contiguous().numpy()
-
-
 def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
     """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
     try:
@@ -76,4 +71,4 @@ def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
 
 def host_weights(weights: Tensor | None) -> np.ndarray | None:
     """Return the positions' weights, of any dtype and on any device, as float32; None means ones."""
-    return None if weights is None else host_floats(weights.detach())
+    return None if weights is None else weights.detach().to("cpu", torch.float32).contiguous().numpy()
