@@ -644,19 +644,16 @@ def _admit(pools: Sequence[PoolStep]) -> None:
         raise
 
 
-def _drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
-    """Return the step constants of consecutive tables that share them, with the number of these tables."""
-    tables = request.tables
-    if len(tables) > 1:
-        steps = list(map(_STEPS, tables))
-        if steps.count(steps[0]) < len(tables) or have_history(tables):
-            return _each_drafts(request)
-    return ((len(tables), tables[0].draft(request.rule)),)
+def _drafts(request: StepRequest, are_apart: bool) -> Sequence[tuple[int, Any]]:
+    """Return the step constants of consecutive tables that share them, with the number of these tables.
 
-
-def _each_drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
-    known, found = dict[int, Any](), list[tuple[int, Any]]()
-    for rows in request.tables:
+    With `are_apart`, each table has its own.
+    """
+    tables, known = request.tables, dict[int, Any]()
+    if len(tables) == 1 or not (are_apart or len(set(map(_STEPS, tables))) > 1 or have_history(tables)):
+        return ((len(tables), tables[0].draft(request.rule)),)
+    found: list[tuple[int, Any]] = []
+    for rows in tables:
         # Tables of one rule have the same constants in their n-th step.
         draft = known.get(rows.steps) if rows.history is None else None
         known[rows.steps] = draft = rows.draft(request.rule) if draft is None else draft
@@ -834,12 +831,11 @@ class PoolStep:
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
         self._runs: list[tuple[int, Any, Any]] = []  # one past the last table of each, constants and buffers
-        start = 0
-        is_exact = self.pool.spec.dtype == "float32"  # or rounding is per table
+        start, are_apart = 0, self.pool.spec.dtype != "float32"  # rounding is per table
         for each in self.requests:
-            for count, draft in _drafts(each) if is_exact else _each_drafts(each):
+            for count, draft in _drafts(each, are_apart):
                 scratch = None
-                if not is_exact:
+                if are_apart:
                     own = self.plan.of(start)
                     scratch = each.tables[0].tier.records.scratch(own.stop - own.start)
                 elif self._runs and _are_equal(draft, self._runs[-1][1]):

@@ -471,7 +471,7 @@ def looked_up(reading: LookupState) -> Sequence[Tensor]:
     """Return the outputs of a lookup, whose gradients come back."""
     trained, weights = reading.trained, reading.weights and [own for own in reading.weights if own is not None]
     if trained or any(map(needs_gradient, weights)):
-        return _apply(reading, trained, ANCHOR, *trained, *weights)
+        return _apply(reading, ANCHOR, *trained, *weights)
     return reading.read(for_weights=False)
 
 
@@ -479,16 +479,14 @@ class Lookup(torch.autograd.Function):
     """Autograd function that looks up features. Gradients go to the tables' handles and to the positions' weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any, reading: LookupState, handles: Sequence[Handle], anchor: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reading: LookupState, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
-        ctx.reading, ctx.handles = reading, handles
-        ctx.materialize_grads = False
+        ctx.reading, ctx.materialize_grads = reading, False
         weights_train = False
         if reading.weights:
-            ctx.save_for_backward(*tensors[len(handles) :])  # so that autograd detects writes before the backward
-            weights_train = any(ctx.needs_input_grad[3 + len(handles) :])
+            count = len(reading.trained)
+            ctx.save_for_backward(*tensors[count:])  # so that autograd detects writes before the backward
+            weights_train = any(ctx.needs_input_grad[2 + count :])
         outputs = reading.read(weights_train)
         if others := reading.without_gradients(outputs):
             ctx.mark_non_differentiable(*others)
@@ -502,14 +500,14 @@ class Lookup(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, needs = ctx.reading, ctx.needs_input_grad
         given = reading.taken(grad_outputs)
-        of_handles = reading.bring(given, ctx) if ctx.handles else []
+        of_handles = reading.bring(given, ctx) if reading.trained else []
         of_weights: Sequence[Tensor | None] = []
         if reading.weights:
-            of_weights = [None] * (len(needs) - 3 - len(of_handles))
-            if True in needs[3 + len(of_handles) :]:
+            of_weights = [None] * (len(needs) - 2 - len(of_handles))
+            if True in needs[2 + len(of_handles) :]:
                 of_weights = reading.weight_grads(given)
         of_anchor = ANCHOR.detach() if compiled_autograd.in_compiled_autograd_region else None  # which takes no None
-        return None, None, of_anchor, *of_handles, *of_weights
+        return None, of_anchor, *of_handles, *of_weights
 
 
 # `apply` without its slow checks: no transform of `torch.func` runs.
