@@ -483,3 +483,10 @@ def test_many_merges_do_not_keep_all_batches():
     for plan in draw_plans(3 * planning.MAX_PARTS):
         merged = planning.merge_plans([merged, plan])
     assert planning._count(merged) <= planning.MAX_PARTS
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0), (2, 3, 4)])
+def test_sources_are_addresses_and_numbers_of_ids(shape: tuple[int, ...]) -> None:
+    ids = [np.ones(shape, np.int64), np.broadcast_to(np.int64(7), (1,)), np.arange(9)[4:]]
+    assert sources_of(ids).tolist() == [[each.__array_interface__["data"][0], each.size] for each in ids]
+    assert sources_of([]).shape == (0, 2)

@@ -265,3 +265,11 @@ def test_a_maximum_after_nan_follows_torch():
     kernels.cpu.pooling.pool_max(*source, np.array([0, 2]), np.array([2, 5]), *about, 0, 2)
     np.testing.assert_array_equal(out, [[np.nan], [2.0]])
     assert argmax.tolist() == [[0], [4]]
+
+
+def test_places_are_addresses_and_strides_of_rows() -> None:
+    whole = np.zeros((6, 8), np.float32)
+    arrays = [whole, whole[2:, 3:5], whole[::-2], np.broadcast_to(whole[:1], (4, 8))]
+    first = whole.__array_interface__["data"][0]
+    assert places_of(arrays).tolist() == [[first, 32], [first + 76, 32], [first + 160, -64], [first, 0]]
+    assert places_of([whole], np.array([0, 64])).tolist() == [[first, 32], [first + 64, 32]]

@@ -22,9 +22,8 @@ import embedrock as er
 from disk_pair import BATCH, BESIDE, MEMBER, TOTAL, Case
 from embedrock.device import attach, memory_for
 from embedrock.device.requirements import indexed
-from embedrock.frontend.steps import step_all
 from embedrock.optimizers import RULES
-from embedrock.table.stepping import StepRequest
+from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from same_tables import LAZY
 from slow import slow

@@ -178,8 +178,8 @@ def test_bags_have_the_bits_of_the_kernels(mode):
         np.r_[0, 0, np.sort(rng.integers(0, 500, 60)), 500, 500],
     )
     weights = rng.normal(size=500).astype(np.float32) if mode == "weighted" else None
-    bags = bags_of(make_plan(np.arange(500)), offsets, "max" if mode == "max" else "sum")
-    want, _ = pooled_by_kernels(rows, weights, bags)
+    bags = bags_of(offsets, "max" if mode == "max" else "sum")
+    want, _ = pooled_by_kernels(make_plan(np.arange(500)), rows, weights, bags)
     given = None if weights is None else tf.constant(weights)
     for function in (pooled, tf.function(pooled, autograph=False)):
         assert same_bits(function(tf.constant(rows), tf.constant(offsets), given, mode == "max").numpy(), want)

@@ -271,12 +271,12 @@ def summed_alone(table: er.Table, features: list[BatchFeature], grads: list[np.n
         of_feature, weights = np.asarray(feature.ids), feature.weights
         kept = of_feature != padding if padding is not None else np.ones(len(of_feature), bool)
         plan, left = make_plan(of_feature[kept]), None if weights is None else weights[kept]
-        bags = bags_of(plan, np.append(0, np.cumsum(kept))[feature.offsets], str(feature.mode))
+        bags = bags_of(np.append(0, np.cumsum(kept))[feature.offsets], str(feature.mode))
         rows = table.read_rows(plan)
-        out, trace = pooled(rows, left, bags)
+        out, trace = pooled(plan, rows, left, bags)
         made.outputs.append(out)
         weighed = np.zeros(len(of_feature), np.float32)
-        weighed[kept] = pooling.weight_grads(pooling.places_of([own]), rows, bags)
+        weighed[kept] = pooling.weight_grads(plan, pooling.places_of([own]), rows, bags)
         made.weighed.append(None if weights is None else weighed)
         found.append(_of_positions(bags, left, trace, own))
         kept_ids.append(of_feature[kept])

@@ -45,7 +45,7 @@ class RowGradients:
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:
         """Sum gradients float32 (n, dim) of a batch's positions by id, in order of occurrence."""
         given = np.ascontiguousarray(grads, np.float32)
-        values, squares = sum_bags(places_of((given,)), given.shape[1], None, Bags.of_rows(plan), ONES)
+        values, squares = sum_bags(plan, places_of((given,)), given.shape[1], None, Bags.of_rows(plan), ONES)
         return RowGradients(plan, values, squares.item())
 
     @staticmethod
@@ -119,7 +119,7 @@ class RowGradients:
         bags = Bags.of_rows(plan)._replace(
             bounds=bounds_of([len(part) for part in parts]), own=np.array([0, len(parts)])
         )
-        values, squares = sum_bags(places_of(parts), parts[0].shape[1], None, bags, ONES)
+        values, squares = sum_bags(plan, places_of(parts), parts[0].shape[1], None, bags, ONES)
         return RowGradients(plan, values, squares.item())
 
     def merge(self, other: RowGradients) -> RowGradients:

@@ -260,7 +260,9 @@ def moved(plan: Plan, moves: Int32Array) -> dict[str, np.ndarray]:
 
 def sources_of(ids: Sequence[Int64Array]) -> Int64Array:
     """Return the addresses and numbers of ids, each int64, C-contiguous and aligned. The caller keeps them alive."""
-    return np.array([(each.__array_interface__["data"][0], each.size) for each in ids], np.int64).reshape(-1, 2)
+    found = np.empty((len(ids), 2), np.int64)
+    kernels.cpu.addresses.read_sources(np.fromiter(map(id, ids), np.int64, len(ids)), found)
+    return found
 
 
 def as_source(ids: Int64Array) -> Int64Array:

@@ -16,14 +16,14 @@ from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 
 ONES = np.empty(0, np.float32)  # factors of 1, in the form that kernels take
+_EACH = np.empty(0, np.int64)  # an array for each feature
 ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)  # sums of bags begin with 0, and those of rows with their first bits
 
 
 class Bags(NamedTuple):
-    """A batch of bags.
+    """The n positions of a batch, in bags.
 
     Attributes:
-        plan: plan of the n positions of all bags.
         offsets: int64 (bags + 1,); bag b holds the positions ``offsets[b]`` to ``offsets[b + 1]``.
         mode: "sum", "mean" or "max"; None: each position is alone, and its row is not pooled.
         bounds: int64 (features + 1,), where the bags of each feature begin.
@@ -32,7 +32,6 @@ class Bags(NamedTuple):
         are_alone: each bag is one position.
     """
 
-    plan: Plan
     offsets: np.ndarray
     mode: str | None
     bounds: np.ndarray
@@ -43,7 +42,7 @@ class Bags(NamedTuple):
     @staticmethod
     def of_rows(plan: Plan) -> Bags:
         """Return the positions of one feature, without bags."""
-        return Bags(plan, plan.positions, None, plan.positions, _ONE, NO_BAGS, are_alone=True)
+        return Bags(plan.positions, None, plan.positions, _ONE, NO_BAGS, are_alone=True)
 
 
 _ONE, NO_BAGS = np.array([0, 1]), np.empty(0, np.int32)
@@ -55,13 +54,16 @@ def bag_of_position(offsets: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
 
 
-def places_of(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def places_of(arrays: Sequence[np.ndarray], begins: np.ndarray = _EACH) -> np.ndarray:
     """Return where the rows of each feature are: address and stride in bytes, int64 (features, 2).
 
-    The arrays are float32 (bags, dim), with rows that lie anywhere. The caller keeps them alive.
+    Args:
+        arrays: float32 (bags, dim) of each feature, with rows that lie anywhere. The caller keeps them alive.
+        begins: of features that share one array, the bytes from its start to the first row of each: int64 (features,).
     """
-    # `address_of`, without a call for each
-    return np.array([(each.__array_interface__["data"][0], each.strides[0]) for each in arrays])
+    found = np.empty((begins.size or len(arrays), 2), np.int64)
+    kernels.cpu.addresses.read_places(np.fromiter(map(id, arrays), np.int64, len(arrays)), begins, found)
+    return found
 
 
 class PooledSource(NamedTuple):
@@ -91,11 +93,16 @@ def trace_of(count: int, dim: int, modes: Set[str | None]) -> np.ndarray:
 
 
 def pool_into(
-    source: PooledSource, weights: np.ndarray | None, bags: Bags, places: np.ndarray, trace: np.ndarray
+    plan: Plan,
+    source: PooledSource,
+    weights: np.ndarray | None,
+    bags: Bags,
+    places: np.ndarray,
+    trace: np.ndarray,
 ) -> None:
-    """Write bags to their places, see `places_of`, and their trace."""
+    """Write bags of a plan's positions to their places, see `places_of`, and their trace."""
     cpu, (words, slots, fresh) = kernels.cpu, source
-    rows, dim = (words, slots, bags.plan.inverse, fresh), fresh.shape[1]
+    rows, dim = (words, slots, plan.inverse, fresh), fresh.shape[1]
     if bags.are_alone and weights is None and bags.mode != "max":
         start = NOTHING if bags.mode is None else ZERO
         return cpu.launch(cpu.pooling.copy_rows, *rows, places, bags.bounds, start, dim)
@@ -109,14 +116,14 @@ def pool_into(
 
 @spanned("sum")
 def sum_bags(
-    places: np.ndarray, dim: int, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
+    plan: Plan, places: np.ndarray, dim: int, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of the rows from those of the bags, which lie in `places`: see `places_of`.
+    """Return the gradients of a plan's rows from those of the bags, which lie in `places`: see `places_of`.
 
     Returns:
         The gradients, float32 (unique, dim), and the sum of squares of each table, float64 (tables,).
     """
-    plan, cpu, rows = bags.plan, kernels.cpu, bags.plan.rows
+    cpu, rows = kernels.cpu, plan.rows
     values, squares = buffers.empty((plan.ids.size, dim), np.float32), np.empty(plan.ids.size)
     given = places, bags.bounds, bags.own, rows, bags.of_positions
     segments = *given, plan.starts, plan.order
@@ -131,16 +138,17 @@ def sum_bags(
     return values, sums
 
 
-def weight_grads(places: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
+def weight_grads(plan: Plan, places: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
     """Return the gradients of the positions' weights float32 (n,), in mode "sum".
 
     Args:
+        plan: of the positions.
         places: of the gradients of the bags: see `places_of`.
         rows: the pooled rows, float32 (unique, dim).
         bags: the bags.
     """
-    out = np.empty(len(bags.plan.inverse), np.float32)
-    args = places, bags.bounds, rows, bags.plan.inverse, bags.of_positions, out
+    out = np.empty(len(plan.inverse), np.float32)
+    args = places, bags.bounds, rows, plan.inverse, bags.of_positions, out
     kernels.cpu.launch(kernels.cpu.pooling.weight_grads, *args)
     return out
 

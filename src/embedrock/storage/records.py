@@ -156,7 +156,7 @@ class SharedRow:
         order = positions.astype(np.int32)
         plan = Plan(order.shape, np.zeros(1, np.int64), order, np.array([0, len(order)], np.int32), order)
         bags = Bags.of_rows(plan)._replace(bounds=np.array([0, len(values)]))
-        total, _ = sum_bags(places_of([values]), self._spec.dim, None, bags, ONES)
+        total, _ = sum_bags(plan, places_of([values]), self._spec.dim, None, bags, ONES)
         return np.nan_to_num(total, copy=False, posinf=_MOST, neginf=-_MOST)
 
     def step(self, gradient: np.ndarray, numbers: Any, step: int) -> None:

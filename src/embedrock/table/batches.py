@@ -20,14 +20,16 @@ from embedrock.errors import check_choice
 from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
-from embedrock.system.buffers import address_of, buffers
+from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table import reading
-from embedrock.table.rows import TableState, check_owned
+from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
-_ARRAYS = {np.ndarray}
-_FORM = attrgetter("dtype", "flags.c_contiguous", "flags.aligned")  # many arrays are read by one call of `map`
+_ARRAYS, _NOTHING = {np.ndarray}, type(None)
+# Many arrays are read by one call of `map`.
+_FORM, _SHAPE = attrgetter("dtype", "flags.c_contiguous", "flags.aligned"), attrgetter("shape")
+_STRIDES, _OWNS = attrgetter("strides"), attrgetter("owns")
 _IDS = {(np.dtype(np.int64), True, True)}
 _NONE = np.empty(0, np.int64)
 MODES = ("sum", "mean", "max")
@@ -114,7 +116,7 @@ class FeatureLayout:
             is_whole=numbers == list(range(len(self.tables))),
             own=own,
             modes=modes,
-            columns=columns[numbers],
+            columns=4 * columns[numbers],
             width=int(columns[-1]),
         )
 
@@ -135,7 +137,7 @@ class PoolLayout:
         is_whole: these are all features, in their order.
         own: int64 (tables + 1,), bounds of each table's features in `numbers`.
         modes: consecutive features of the same mode: the mode, and the bounds of the features.
-        columns: int64 (features,), where those of each feature begin if all outputs of a batch are side by side.
+        columns: int64 (features,), bytes to those of each feature if all outputs of a batch are side by side.
         width: number of all of these columns.
         goes_on: an earlier part of the same batch has some of the tables, too.
     """
@@ -158,19 +160,21 @@ class PoolLayout:
 
     def positions(self, ids: Sequence[np.ndarray], offsets: Arrays | None) -> PositionLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""
-        shapes, known = [own.shape for own in ids], self._positions
+        shapes, known = list(map(_SHAPE, ids)), self._positions
         if offsets is None and known is not None and known.shapes == shapes:
             return known
-        positions, bags, bounds = bounds_of([own.size for own in ids]), _NONE, _NONE
-        if self.kind != "rows":
+        positions, mode = bounds_of([own.size for own in ids]), None if self.kind == "rows" else self.kind
+        ends, bounds = _NONE, positions
+        if mode is not None:
             each = offsets or [None] * len(ids)
             begins = [_begins(own) if at is None else at[:-1] for own, at in zip(ids, each, strict=True)]
-            bags = bounds_of([len(own) for own in begins])
-            bounds = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
-        items = bags if len(bags) else positions
-        are_alone = offsets is None and np.array_equal(items, positions)
-        of_tables = positions[self.own]
-        made = PositionLayout(shapes if offsets is None else [], positions, of_tables, bags, bounds, items, are_alone)
+            bounds = bounds_of([len(own) for own in begins])
+            ends = np.concatenate([*map(np.add, begins, positions.tolist()), positions[-1:]])
+        are_alone = offsets is None and np.array_equal(bounds, positions)
+        of_positions = pooling.NO_BAGS if are_alone else pooling.bag_of_position(ends)
+        bags = Bags(ends, mode, bounds, self.own, of_positions, are_alone)
+        known_by, begins = shapes if offsets is None else [], bounds[:-1] * (4 * self.dim)
+        made = PositionLayout(known_by, positions, positions[self.own], bags, begins)
         if offsets is None:
             self._positions = made
         return made
@@ -196,33 +200,27 @@ class PositionLayout:
         shapes: of the ids, if they determine the layout; else empty.
         positions: int64 (features + 1,), bounds of each feature's positions.
         tables: int64 (tables + 1,), bounds of each table's positions.
-        bags: int64 (features + 1,), bounds of each feature's bags; empty without bags.
-        offsets: int64 (bags + 1,), bounds of each bag's positions.
-        items: `bags`; without bags, `positions`.
-        are_alone: each item is one position.
-        places: of its rows in an array at address 0: see `PoolBatch.places`.
+        bags: all of them; without bags, each position alone.
+        begins: int64 (features,), bytes from the start of the array of its outputs to the first row of each feature.
     """
 
     shapes: list[tuple[int, ...]]
     positions: np.ndarray
     tables: np.ndarray
-    bags: np.ndarray
-    offsets: np.ndarray
-    items: np.ndarray
-    are_alone: bool
-    places: dict[tuple[bool, int], np.ndarray] = field(default_factory=dict)
+    bags: Bags
+    begins: np.ndarray
 
     @forks.cached_property
     def bags_of_each(self) -> int | None:
         """Number of bags of each feature; None if numbers differ, and without bags."""
-        counts = set(np.diff(self.bags).tolist())
-        return counts.pop() if len(counts) == 1 else None
+        counts = set(np.diff(self.bags.bounds).tolist())
+        return counts.pop() if len(counts) == 1 and self.bags.mode is not None else None
 
     @forks.cached_property
     def lines(self) -> Lines | None:
         """The lines of the outputs, feature after feature; None if rows of ids have several forms."""
-        if len(self.bags):
-            counts = np.diff(self.bags).tolist()
+        if self.bags.mode is not None:
+            counts = np.diff(self.bags.bounds).tolist()
             return Lines(counts, (sum(counts),))
         rests = {shape[1:] if shape else None for shape in self.shapes}
         rest = rests.pop()
@@ -230,11 +228,6 @@ class PositionLayout:
             return None
         counts = [shape[0] for shape in self.shapes]
         return Lines(counts, (sum(counts), *rest))
-
-    @forks.cached_property
-    def of_positions(self) -> np.ndarray:
-        """The item of each position: int32 (n,); empty if each item is one position."""
-        return pooling.NO_BAGS if self.are_alone else pooling.bag_of_position(self.offsets)
 
 
 @dataclass(eq=False)
@@ -245,7 +238,6 @@ class PoolBatch:
         layout: of the pool's features.
         positions: of their ids.
         plan: of all their ids.
-        bags: all items, as `pooling.sum_bags` takes them.
         weights: float32 (n,) of the positions; None for ones.
         kept: of bags with padding, the positions of a feature that are in the plan, bool; None: all.
         trace: see `pooling.sum_bags`.
@@ -256,26 +248,11 @@ class PoolBatch:
     layout: PoolLayout
     positions: PositionLayout
     plan: Plan
-    bags: Bags
     weights: np.ndarray | None
     kept: list[np.ndarray | None]
     trace: np.ndarray
     values: np.ndarray | None = None
     unstepped: list[np.ndarray] = field(default_factory=list)
-
-    def places(self, array: np.ndarray, side_by_side: bool) -> np.ndarray:
-        """Return where the rows of its features are: see `pooling.places_of`.
-
-        Args:
-            array: float32, of its features one after the other, or of all features of the batch side by side.
-            side_by_side: says which.
-        """
-        stride, at = array.strides[0], self.positions
-        known = at.places.get((side_by_side, stride))
-        if known is None:
-            begins = self.layout.columns * array.itemsize if side_by_side else at.items[:-1] * stride
-            known = at.places[side_by_side, stride] = np.stack([begins, np.full_like(begins, stride)], axis=1)
-        return known + np.array([address_of(array), 0])
 
     def spans(self, bounds: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the number and the bounds of each feature."""
@@ -341,10 +318,10 @@ class Batch:
         for k, part in enumerate(self.parts):
             layout = part.layout
             if self.side_by_side:
-                for number, column in zip(layout.numbers, layout.columns.tolist(), strict=True):
+                for number, column in zip(layout.numbers, (layout.columns // 4).tolist(), strict=True):
                     found[number] = self.arrays[0][:, column : column + layout.dim]
                 continue
-            for number, start, stop in part.spans(part.positions.items):
+            for number, start, stop in part.spans(part.positions.bags.bounds):
                 own = self.arrays[k][start:stop]
                 found[number] = own.reshape(*self.ids[number].shape, layout.dim) if layout.kind == "rows" else own
         return [found[number] for number in range(len(found))]
@@ -420,15 +397,12 @@ def _part(
         ids, offsets, weights, kept = _without_paddings(pool.skips, ids, offsets, weights)
     at = pool.positions(ids, offsets)
     made = _plan_of(pool, at, ids) if planner is None else planner(ids[0])
-    mode = None if pool.kind == "rows" else pool.kind
-    bags = Bags(made, at.offsets, mode, at.items, pool.own, at.of_positions, at.are_alone)
-    return PoolBatch(pool, at, made, bags, None if weights is None else _joined_weights(ids, weights), kept, ONES)
+    return PoolBatch(pool, at, made, None if weights is None else _joined_weights(ids, weights), kept, ONES)
 
 
 def _plan_of(pool: PoolLayout, at: PositionLayout, ids: Sequence[np.ndarray]) -> Plan:
-    for rows in pool.rows:
-        if rows.owns is not None:
-            _check_owned(pool, ids)
+    if any(map(_OWNS, pool.rows)):
+        reading.check_owned(_rows_of_features(pool), ids)
     backend = pool.rows[0].tier.pool
     made = plan_tables(sources_of(ids), pool.described, at.tables, backend.index, backend.epoch)
     return reading.refuse(_rows_of_features(pool), ids) if made is None else made
@@ -436,12 +410,6 @@ def _plan_of(pool: PoolLayout, at: PositionLayout, ids: Sequence[np.ndarray]) ->
 
 def _rows_of_features(pool: PoolLayout) -> list[TableState]:
     return [rows for rows, count in zip(pool.rows, np.diff(pool.own).tolist(), strict=True) for _ in range(count)]
-
-
-def _check_owned(pool: PoolLayout, ids: Sequence[np.ndarray]) -> None:
-    for rows, own in zip(_rows_of_features(pool), ids, strict=True):
-        if rows.owns is not None:
-            check_owned(own, rows.owns, rows.subject)
 
 
 def _begins(ids: np.ndarray) -> np.ndarray:
@@ -539,7 +507,7 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
     goes_on, arrays, side_by_side = False, batch.arrays, batch.side_by_side
     if side_by_side:
         first = batch.parts[0]
-        arrays.append(buffers.empty((int(first.positions.bags[1]), first.layout.width), np.float32))
+        arrays.append(buffers.empty((int(first.positions.bags.bounds[1]), first.layout.width), np.float32))
     for part in batch.parts:
         layout = part.layout
         if known is None:
@@ -547,8 +515,9 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
         else:
             source = PooledSource.of(known)
         if not side_by_side:
-            arrays.append(buffers.empty((int(part.positions.items[-1]), layout.dim), np.float32))
-        _pool(part, source, part.places(arrays[-1], side_by_side))
+            arrays.append(buffers.empty((int(part.positions.bags.bounds[-1]), layout.dim), np.float32))
+        begins = layout.columns if side_by_side else part.positions.begins
+        _pool(part, source, pooling.places_of(arrays[-1:], begins))
         if for_weights:
             part.values = source.words
         goes_on |= layout.goes_on
@@ -560,16 +529,16 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
 @spanned("gather")
 def _pool(part: PoolBatch, source: PooledSource, places: np.ndarray) -> None:
     """Write the rows and bags of a part to their places, and keep their trace."""
-    at, modes = part.positions, part.layout.modes
-    if at.are_alone and part.weights is None and part.layout.kind != "max":
-        pooling.pool_into(source, None, part.bags, places, ONES)
+    of_all, modes = part.positions.bags, part.layout.modes
+    if of_all.are_alone and part.weights is None and of_all.mode != "max":
+        pooling.pool_into(part.plan, source, None, of_all, places, ONES)
         return
-    part.trace = pooling.trace_of(int(at.items[-1]), part.layout.dim, {mode for mode, _, _ in modes})
+    part.trace = pooling.trace_of(int(of_all.bounds[-1]), part.layout.dim, {mode for mode, _, _ in modes})
     for mode, first, last in modes:
-        bounds = at.bags[first : last + 1]
+        bounds = of_all.bounds[first : last + 1]
         start, stop = bounds[[0, -1]].tolist()
-        bags = Bags(part.plan, at.offsets[start : stop + 1], mode, bounds - start, part.layout.own, _NONE)
-        pooling.pool_into(source, part.weights, bags, places[first:last], part.trace[start:stop])
+        bags = Bags(of_all.offsets[start : stop + 1], mode, bounds - start, of_all.own, _NONE)
+        pooling.pool_into(part.plan, source, part.weights, bags, places[first:last], part.trace[start:stop])
 
 
 # -------------------------------------------------------------------- gradients
@@ -590,7 +559,7 @@ def sum_blocks(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[Block]:
     places, _kept = _places(batch, grads)
     parts = batch.parts
     of_parts = [places] if parts[0].layout.is_whole else [places[part.layout.numbers] for part in parts]
-    if type(None) not in set(map(type, grads)):
+    if _NOTHING not in map(type, grads):
         return _summed(batch, of_parts)
     return _summed(batch, of_parts, [_touched(part, grads) for part in parts])
 
@@ -608,7 +577,7 @@ def sum_array(batch: Batch, grads: np.ndarray) -> list[Block]:
     """Return the result of `sum_blocks` from that of an output side by side, float32."""
     if grads.strides[1] != grads.itemsize:
         grads = np.ascontiguousarray(grads)
-    return _summed(batch, [part.places(grads, side_by_side=True) for part in batch.parts])
+    return _summed(batch, [pooling.places_of((grads,), part.layout.columns) for part in batch.parts])
 
 
 def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None) -> list[Block]:
@@ -619,7 +588,8 @@ def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.nda
     found: list[Block] = []
     for number, part in enumerate(batch.parts):
         layout = part.layout
-        values, squares = pooling.sum_bags(places[number], layout.dim, part.weights, part.bags, part.trace)
+        about = places[number], layout.dim, part.weights, part.positions.bags, part.trace
+        values, squares = pooling.sum_bags(part.plan, *about)
         norms = squares.tolist()
         whole = RowGradients(part.plan, values, sum(norms), norms)
         if batch.by_frequency:
@@ -653,8 +623,8 @@ def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.nd
     """Return the id of each position of a batch of one feature, and its gradient, float32 (n, dim), without padding."""
     (part,), (places, _kept) = batch.parts, _places(batch, grads)
     ids = part.plan.ids[part.plan.inverse]
-    alone = part.bags._replace(plan=plan_of_rows(ids, ids, -1))
-    values, _squares = pooling.sum_bags(places, part.layout.dim, part.weights, alone, part.trace)
+    about = places, part.layout.dim, part.weights, part.positions.bags, part.trace
+    values, _squares = pooling.sum_bags(plan_of_rows(ids, ids, -1), *about)
     counts = ids != part.layout.paddings[0] if part.layout.paddings else slice(None)
     return ids[counts], values[counts]
 
@@ -662,6 +632,9 @@ def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.nd
 def _places(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
     kept: list[Any] = list(grads)
+    forms = () if _NOTHING in map(type, grads) else set(map(_STRIDES, kept))
+    if forms and all(len(strides) == 2 and strides[1] == 4 for strides in forms):  # as nearly always
+        return pooling.places_of(kept), kept
     for number, own in enumerate(kept):
         if own is None:
             dim = max(part.layout.dim for part in batch.parts)
@@ -680,7 +653,7 @@ def weight_gradients(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[n
         if part.weights is None or batch.weights is None:
             continue
         assert part.values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(places[part.layout.numbers], part.values, part.bags)
+        of_all = pooling.weight_grads(part.plan, places[part.layout.numbers], part.values, part.positions.bags)
         masks = part.kept or [None] * len(part.layout.numbers)
         for (number, start, stop), kept in zip(part.spans(part.positions.positions), masks, strict=True):
             weights = batch.weights[number]

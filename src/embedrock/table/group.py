@@ -58,7 +58,7 @@ from embedrock.table.options import (
 )
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
-from embedrock.table.stepping import StepRequest, step_checked
+from embedrock.table.stepping import Part, StepRequest, step_checked
 from embedrock.table.storage import StorageManager, open_or_make, open_volume
 from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import Table, rows_of
@@ -385,18 +385,17 @@ class Group(StoredVerbs):
             return
         with self.table_lock.lock:
             batch = batches.plan(layout, list(ids.values()))
-            given, rules = [], {}
+            given, rules = [], dict[Table, Rule]()
             for name, table, of_table in zip(ids, layout.tables, batch.ids, strict=True):
                 rows = rows_of(table)
                 given.append(checks.floats("grads", grads[name], (*of_table.shape, rows.spec.dim), rows.subject))
-                rules[rows] = checks.rule_of_step(rows.spec.rule, lr, {}, rows.subject)
-            requests: list[StepRequest] = []
+                rules[table] = checks.rule_of_step(rows.spec.rule, lr, {}, rows.subject)
+            parts: list[Part] = []
             for tables, summed in batches.sum_blocks(batch, given):
-                own = list(map(rows_of, tables))
                 if not summed.is_finite:
-                    _refuse_nonfinite(own, summed, zip(layout.tables, batch.ids, given, strict=True))
-                requests += StepRequest.by_rule(own, list(map(rules.__getitem__, own)), summed)
-            step_checked(requests)
+                    _refuse_nonfinite(tables, summed, zip(layout.tables, batch.ids, given, strict=True))
+                parts += [(summed, rules[table], number, rows_of(table)) for number, table in enumerate(tables)]
+            step_checked(StepRequest.of_joint(parts))
 
     def _layout(self, ids: Mapping[str, npt.ArrayLike]) -> FeatureLayout:
         _check_by_name("ids", ids)
@@ -588,14 +587,14 @@ def _described(member: TableState | ClosedMember) -> dict[str, Any]:
 
 
 def _refuse_nonfinite(
-    tables: Sequence[TableState], grads: RowGradients, given: Iterable[tuple[Table, np.ndarray, np.ndarray]]
+    tables: Sequence[Table], grads: RowGradients, given: Iterable[tuple[Table, np.ndarray, np.ndarray]]
 ) -> None:
     """Raise the error of the first table whose gradients have NaN or Inf, and which does not skip such steps."""
-    by_rows = {rows_of(table): (ids, own) for table, ids, own in given}
-    for number, rows in enumerate(tables):
-        summed = grads.of(number)
+    by_table = {table: (ids, own) for table, ids, own in given}
+    for number, table in enumerate(tables):
+        summed, rows = grads.of(number), rows_of(table)
         if not summed.is_finite and rows.on_nonfinite == "raise":
-            (ids, own), error = by_rows[rows], checks.nonfinite(summed, rows.subject)
+            (ids, own), error = by_table[table], checks.nonfinite(summed, rows.subject)
             raise checks.nonfinite_in(error, make_plan(ids), own.reshape(*ids.shape, -1))
 
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,11 +25,13 @@ from embedrock.storage.records import Records
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table.caught_up import CaughtUpRows
-from embedrock.table.rows import TableState, check_owned
+from embedrock.table.rows import TableState
 
 EXPORT_BATCH_ROWS = 65_536
 
 Tables = Sequence[TableState]
+# Many tables are read by one call of `map`.
+BACKEND, _HISTORY, _OWNS = attrgetter("backend"), attrgetter("history"), attrgetter("owns")
 
 
 # -------------------------------------------------------------------- rows and their slots
@@ -37,10 +40,15 @@ Tables = Sequence[TableState]
 def pool_of(tables: Tables) -> Backend:
     """Return the pool of open tables."""
     pool = tables[0].tier.pool
-    for rows in tables:
-        if rows.backend is None:
+    if not all(map(BACKEND, tables)):
+        for rows in tables:
             rows.check_open()
     return pool
+
+
+def have_history(tables: Tables) -> bool:
+    """Return whether the rule of a table has a memory of past steps."""
+    return list(map(_HISTORY, tables)).count(None) < len(tables)
 
 
 def keys_of(tables: Tables, plan: Plan) -> np.ndarray:
@@ -53,7 +61,8 @@ def keys_of(tables: Tables, plan: Plan) -> np.ndarray:
 
 def own_parts(tables: Tables, plan: Plan) -> Iterator[tuple[TableState, slice]]:
     """Iterate over tables, each with its rows of the plan."""
-    return zip(tables, itertools.starmap(slice, itertools.pairwise(plan.rows.tolist())), strict=True)
+    bounds = plan.rows.tolist()
+    return zip(tables, map(slice, bounds[:-1], bounds[1:]), strict=True)
 
 
 def is_reading(tables: Tables, plan: Plan) -> bool:
@@ -83,9 +92,9 @@ def located(tables: Tables, plan: Plan) -> Plan:
     """
     pool = pool_of(tables)
     if not is_reading(tables, plan):
-        ids, bounds = weakref.ref(plan.ids), plan.rows.tolist()
-        for rows, start, stop in zip(tables, bounds, bounds[1:], strict=False):
-            rows.last_read = ((ids, slice(start, stop)),)
+        ids = weakref.ref(plan.ids)
+        for rows, own in own_parts(tables, plan):
+            rows.last_read = ((ids, own),)
         pool.begin_batch()  # may begin an epoch
     if plan.epoch == pool.epoch and not plan.missing and not pool.evicts:
         return plan  # as nearly always
@@ -117,9 +126,7 @@ def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[Pooled
     except CacheTooSmallError:  # reads may have any size
         parts = [weights_of(rows, plan.ids[own]) for rows, own in own_parts(tables, plan)]
         return PooledSource.of(np.concatenate(parts)), plan
-    for rows in tables:
-        is_copy |= rows.history is not None and rows.lags
-    if is_copy:
+    if is_copy or (have_history(tables) and any(rows.lags for rows in tables)):
         return PooledSource.of(_values(tables, here, plan.epoch >= 0)), here
     return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here)), here
 
@@ -227,12 +234,18 @@ def planned(tables: Tables, ids: Sequence[np.ndarray]) -> Plan:
         IdError: an id lies outside its table.
     """
     pool, n = pool_of(tables), [0]
-    for rows, own in zip(tables, ids, strict=True):
-        if rows.owns is not None:
-            check_owned(own, rows.owns, rows.subject)
+    check_owned(tables, ids)
+    for own in ids:
         n.append(n[-1] + own.size)
     shape, about = (ids[0].shape, _alone(tables[0])) if len(ids) == 1 else (None, described(tables, range(len(n))))
     return plan_tables(sources_of(ids), about, np.array(n), pool.index, pool.epoch, shape) or refuse(tables, ids)
+
+
+def check_owned(tables: Tables, ids: Sequence[np.ndarray]) -> None:
+    """Raise `ArgumentError` for rows of other processes, which would otherwise read as initial values."""
+    if any(map(_OWNS, tables)):
+        for rows, own in zip(tables, ids, strict=True):
+            rows.check_owned(own)
 
 
 def _alone(rows: TableState) -> np.ndarray:
@@ -262,9 +275,8 @@ def refuse(tables: Tables, ids: Sequence[np.ndarray]) -> NoReturn:
 def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
     """Write the weights of the ids (n,) of each table, one table after the other, to `out`: float32 (n, dim)."""
     pool, keys = pool_of(tables), []
+    check_owned(tables, ids)
     for rows, own in zip(tables, ids, strict=True):
-        if rows.owns is not None:
-            check_owned(own, rows.owns, rows.subject)
         if rows.history is not None and rows.lags:
             return _look_up_all(tables, ids, out)
         base = 0 if rows.backend is None else rows.backend.base

@@ -44,13 +44,17 @@ class ChangeCounter:
     """
 
     def __init__(self) -> None:
-        self.now = self.of_rows = self.committed = 0
+        self.now = self.committed = self._kept = 0
         self._begun = -1
+
+    @property
+    def of_rows(self) -> int:
+        return self.now - self._kept
 
     def advance(self, keeps_rows: bool = False) -> None:
         """Count a change; `keeps_rows`: it changes no row."""
         self.now += 1
-        self.of_rows += not keeps_rows
+        self._kept += keeps_rows
 
     def commit(self) -> None:
         self.committed = self.now
@@ -374,6 +378,15 @@ class TableState:
                 'multiprocessing.get_context("spawn").'
             )
 
+    def check_owned(self, ids: np.ndarray) -> None:
+        """Raise `ArgumentError` for rows of other processes."""
+        flat = ids.reshape(-1)
+        if self.owns is not None and not (here := self.owns(flat)).all():
+            raise ArgumentError(
+                f"rows of {self.subject} that other processes have cannot be reached here: got ids "
+                f"{flat[~here][:4].tolist()}. Look them up by the layer, on all processes at once."
+            )
+
     def check(self) -> None:
         """Raise the error of the executor's earlier calls, if any."""
         if self.executor is not None:
@@ -480,7 +493,6 @@ class TableState:
         """Count a drafted step, and return its kernel's arguments."""
         self.steps += 1
         self.version.now += 1
-        self.version.of_rows += 1
         if self.history is None:
             return draft
         self.history.append()
@@ -541,14 +553,3 @@ def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
     cpu.launch(cpu.rows.scatter, words, slots, values)
     cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
     return values
-
-
-def check_owned(ids: np.ndarray, owns: Callable[[np.ndarray], np.ndarray], subject: str) -> None:
-    """Raise `ArgumentError` for rows of other processes, which would otherwise read as initial values."""
-    flat = ids.reshape(-1)
-    here = owns(flat)
-    if not here.all():
-        raise ArgumentError(
-            f"rows of {subject} that other processes have cannot be reached here: got ids {flat[~here][:4].tolist()}. "
-            "Look them up by the layer, on all processes at once."
-        )

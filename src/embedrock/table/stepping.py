@@ -9,8 +9,8 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, ge, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +29,9 @@ from embedrock.storage.table_lock import TableLock, together
 from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
+from embedrock.system.spans import spanned
 from embedrock.table import checks
-from embedrock.table.reading import is_reading, keys_of, missing_ids, present_slots
+from embedrock.table.reading import BACKEND, have_history, is_reading, keys_of, missing_ids, present_slots
 from embedrock.table.rows import NOBODY, TableState, rounded
 
 STEP_HERE_BYTES = 1 << 20  # of records: handing a smaller step to a thread takes as long as the step, 0.1 ms
@@ -38,8 +39,11 @@ STEP_HERE_BYTES = 1 << 20  # of records: handing a smaller step to a thread take
 # Returns new weights from the stepped weights, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
 NO_RULE = SGD(lr=0.0)
+Part = tuple[RowGradients, Rule, int, TableState]  # joint gradients, rule, and the number and the state of a table
+_TOGETHER, _NUMBERED = itemgetter(0, 1), itemgetter(2, 3)
 # Many tables are read by one call of `map`.
-_BACKEND, _EXECUTOR, _RULE = attrgetter("backend"), attrgetter("executor"), attrgetter("spec.rule")
+_EXECUTOR, _LIFECYCLE, _RULE = attrgetter("executor"), attrgetter("lifecycle"), attrgetter("spec.rule")
+_POOL, _STEPS, _DUE, _VERSION = attrgetter("pool"), attrgetter("steps"), attrgetter("due"), attrgetter("version.now")
 
 
 class StepRequest(NamedTuple):
@@ -65,7 +69,7 @@ class StepRequest(NamedTuple):
         first.check_commit()
         if not self.grads.has_width(first.spec.dim):
             raise checks.wrong_width(self.grads, first.spec.dim, first.subject)
-        if not all(map(_BACKEND, self.tables)) or any(map(_EXECUTOR, self.tables)):
+        if not all(map(BACKEND, self.tables)) or any(map(_EXECUTOR, self.tables)):
             for rows in self.tables:
                 rows.check_open()
                 rows.check()
@@ -76,13 +80,19 @@ class StepRequest(NamedTuple):
                     raise ArgumentError(f"`rule` must be laid out as the rule of {rows.subject}, {own}: got {rule}.")
 
     @staticmethod
-    def by_rule(tables: Sequence[TableState], rules: Sequence[Rule], grads: RowGradients) -> list[StepRequest]:
-        """Return the requests of tables that were summed together: one, if their rules are equal."""
-        for rule in rules:
-            if rule is not rules[0] and rule != rules[0]:
-                parts = enumerate(zip(tables, rules, strict=True))
-                return [StepRequest((rows,), rule, grads.of(number)) for number, (rows, rule) in parts]
-        return [StepRequest(tables, rules[0], grads)]
+    def of_joint(parts: Sequence[Part]) -> list[StepRequest]:
+        """Return the steps of tables whose gradients were summed together: one step, if it is of all of them.
+
+        Parts with the same gradients and rule follow each other.
+        """
+        found: list[StepRequest] = []
+        for (joint, rule), run in groupby(parts, _TOGETHER):
+            tables = dict(map(_NUMBERED, run))
+            if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
+                found += (StepRequest(list(map(tables.__getitem__, range(len(tables)))), rule, joint),)
+            else:
+                found += [StepRequest((own,), rule, joint.of(k)) for k, own in tables.items()]
+        return found
 
     def split(self) -> list[StepRequest]:
         """Return a request for each table."""
@@ -148,19 +158,38 @@ class CheckedStep(ABC):
 # -------------------------------------------------------------------- steps of any tables
 
 
-def step_all(requests: Sequence[StepRequest]) -> None:
-    """Step tables, each once. Errors of `judge` and of changes are raised before any step."""
+@spanned("step")
+def step_all(requests: Sequence[StepRequest], is_awaited: bool = False) -> None:
+    """Step tables by their gradients. Errors are raised before any table is stepped.
+
+    Args:
+        requests: the steps of all tables. Those without an executor are the CPU's.
+        is_awaited: the caller waits until all checks have passed. (This waits for a GPU.)
+
+    Raises:
+        NonFiniteGradientError: gradients with NaN or Inf (unless the table has ``on_nonfinite="skip"``).
+        MemoryBudgetError: the new rows of a table do not fit its memory.
+        ClosedTableError: a table was closed.
+    """
     if _share_a_lock(requests):  # nothing happens between the checks and the step
         with requests[0].tables[0].table_lock.whole():
             return _step_at_once(requests)
-    with held_back():
-        step_judged(judge(requests), [each for each in requests if each.change is not None and each.grads.is_finite])
+    kinds: dict[Any, list[StepRequest]] = {}
+    for each in requests:
+        kinds.setdefault(None if each.executor is None else each.executor.judge, []).append(each)
+    with held_back():  # or Ctrl-C could interrupt between two tables
+        alone = len(kinds) == 1 and not is_awaited
+        # First those of the CPU: a GPU step waits for a CPU step that has the same table lock.
+        judged = judge(kinds.pop(None)) if None in kinds else []
+        judged += [step for judge_kind, own in kinds.items() for step in judge_kind(own, alone)]
+        step_judged(judged, [each for each in requests if each.change is not None and each.grads.is_finite])
 
 
 def _share_a_lock(requests: Sequence[StepRequest]) -> bool:
-    """Return whether all tables have one lock, each occurs once, and nothing changes the stepped weights."""
+    """Return whether the CPU steps tables with one lock, each once, and nothing changes the stepped weights."""
     for each in requests:
-        if each.change is not None or each.tables[0].table_lock is not requests[0].tables[0].table_lock:
+        is_plain = each.change is None and each.executor is None
+        if not is_plain or each.tables[0].table_lock is not requests[0].tables[0].table_lock:
             return False
     return len(requests) == 1 or len(set(tables := tables_of(requests))) == len(tables) > 0
 
@@ -226,11 +255,12 @@ def step_judged(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest] 
     look([rows for step in steps for rows in step.rows])
 
 
-def look(tables: Iterable[TableState]) -> None:
+def look(tables: Sequence[TableState]) -> None:
     """Start automatic commits that are due."""
-    for rows in tables:
-        if rows.steps >= rows.due:
-            rows.location.look()
+    if any(map(ge, map(_STEPS, tables), map(_DUE, tables))):
+        for rows in tables:
+            if rows.steps >= rows.due:
+                rows.location.look()
 
 
 def _find_together(steps: Sequence[CheckedStep]) -> None:
@@ -274,10 +304,7 @@ def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) ->
 
 def tell(tables: Sequence[TableState]) -> None:
     """Report the evicted rows of all tables. An error in one report is raised after all of them."""
-    for rows in tables:
-        if rows.lifecycle is not None:
-            break
-    else:  # the usual case, checked because making a stack takes longer
+    if list(map(_LIFECYCLE, tables)).count(None) == len(tables):  # as usual: making a stack takes longer
         return
     with ExitStack() as told:
         for rows in reversed(tables):
@@ -365,7 +392,7 @@ class HostStep(CheckedStep):
         return bool(self.pools) and self._is_current()
 
     def _is_current(self) -> bool:
-        if self._versions != [rows.version.now for rows in self.rows]:
+        if self._versions != list(map(_VERSION, self.rows)):
             return False
         is_found = all(pool.is_current for pool in self.pools)
         return is_found and self.rows[0].location.pools.has_room(_more(self.pools))
@@ -389,13 +416,14 @@ class HostStep(CheckedStep):
                     self._make_room(pools)
                     break
             self.pools = pools
-            self._versions = [rows.version.now for rows in self.rows]
+            self._versions = list(map(_VERSION, self.rows))
         for pool in self.pools:
             if pool.pool.evicts:
                 pool.copy_before_write()
-        for rows in self.rows:
-            if rows.history is not None:
-                rows.history.make_room()
+        if have_history(self.rows):
+            for rows in self.rows:
+                if rows.history is not None:
+                    rows.history.make_room()
 
     def goes_on_as(self, other: HostStep) -> bool:
         """Give another step of the same batch what was found for this one, if that is still valid."""
@@ -461,7 +489,7 @@ class HostStep(CheckedStep):
         ]
         if (more := len(counts) - MOST_NAMED) > 0:
             named.append(f"others of {counted(more, 'table')}")
-        least = sum(pool.least_memory for pool in pools)
+        least = sum(memory_for(own.pool.spec, len(own.plan.ids)) for own in pools)
         return CacheTooSmallError(
             f"{error} In all this batch of the group has rows of {counted(len(counts), 'table')}: {', '.join(named)}. "
             f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
@@ -515,15 +543,11 @@ def _by_pool(requests: Sequence[StepRequest]) -> Iterable[tuple[Backend, Sequenc
         return ((requests[0].tables[0].tier.pool, requests),)
     found: dict[Backend, list[StepRequest]] = {}
     for each in requests:
-        pool = each.tables[0].tier.pool
-        for rows in each.tables:
-            if rows.backend is None or rows.backend.pool is not pool:
-                break
-        else:
-            found.setdefault(pool, []).append(each)
-            continue
-        for own in each.split():
-            found.setdefault(own.tables[0].tier.pool, []).append(own)
+        backends = list(map(BACKEND, each.tables))
+        pools = [] if None in backends else list(map(_POOL, backends))
+        are_one = pools.count(pool := each.tables[0].tier.pool) == len(backends)
+        for own in (each,) if are_one else each.split():
+            found.setdefault(pool if are_one else own.tables[0].tier.pool, []).append(own)
     return found.items()
 
 
@@ -620,47 +644,26 @@ def _admit(pools: Sequence[PoolStep]) -> None:
         raise
 
 
-@dataclass(slots=True)
-class StepRun:
-    """Consecutive tables of a pool with equal step constants, which one call steps.
+def _drafts(request: StepRequest, are_apart: bool) -> Sequence[tuple[int, Any]]:
+    """Return the step constants of consecutive tables that share them, with the number of these tables.
 
-    Attributes:
-        first, end: bounds of their numbers among the pool's tables.
-        start, stop: bounds of their rows.
-        draft: from `TableState.draft`.
-        scratch: from `Records.scratch`.
+    With `are_apart`, each table has its own.
     """
-
-    first: int
-    end: int
-    start: int
-    stop: int
-    draft: Any
-    scratch: Any
-
-    def takes(self, draft: Any) -> bool:
-        """Return whether a table with such constants may be the next one."""
-        return draft is self.draft or (type(draft) is type(self.draft) and draft == self.draft)
-
-
-def _drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
-    """Return the step constants of consecutive tables that share them, with the number of these tables."""
-    tables = request.tables
-    if len(tables) > 1:
-        steps = [rows.steps for rows in tables]
-        if steps.count(steps[0]) < len(tables) or [rows.history for rows in tables].count(None) < len(tables):
-            return _each_drafts(request)
-    return ((len(tables), tables[0].draft(request.rule)),)
-
-
-def _each_drafts(request: StepRequest) -> Sequence[tuple[int, Any]]:
-    known, found = dict[int, Any](), list[tuple[int, Any]]()
-    for rows in request.tables:
+    tables, known = request.tables, dict[int, Any]()
+    if len(tables) == 1 or not (are_apart or len(set(map(_STEPS, tables))) > 1 or have_history(tables)):
+        return ((len(tables), tables[0].draft(request.rule)),)
+    found: list[tuple[int, Any]] = []
+    for rows in tables:
         # Tables of one rule have the same constants in their n-th step.
         draft = known.get(rows.steps) if rows.history is None else None
         known[rows.steps] = draft = rows.draft(request.rule) if draft is None else draft
         found.append((1, draft))
     return found
+
+
+def _are_equal(draft: Any, other: Any) -> bool:
+    """Return whether tables with these step constants may be stepped by one call."""
+    return draft is other or (type(draft) is type(other) and draft == other)
 
 
 class PoolStep:
@@ -808,10 +811,6 @@ class PoolStep:
         leaving = 0 if self.decision is None or self.pool.evicts else self.decision.excess
         return [NewRows(part, max(0, count - leaving)) for part, count in self.new]
 
-    @property
-    def least_memory(self) -> int:
-        return memory_for(self.pool.spec, len(self.plan.ids))
-
     def copy_before_write(self) -> None:
         if self.pool.evicts:
             slots = self.plan.slots
@@ -831,19 +830,18 @@ class PoolStep:
 
     def draft(self) -> None:
         """Do all work of counting a step that can fail: step constants and buffers of each run of tables."""
-        bounds, number = self.plan.rows.tolist(), 0
-        self._runs: list[StepRun] = []
-        is_exact = self.pool.spec.dtype == "float32"  # or rounding is per table
+        self._runs: list[tuple[int, Any, Any]] = []  # one past the last table of each, constants and buffers
+        start, are_apart = 0, self.pool.spec.dtype != "float32"  # rounding is per table
         for each in self.requests:
-            for count, draft in _drafts(each) if is_exact else _each_drafts(each):
-                last, end = self._runs[-1] if self._runs else None, number + count
-                if last is not None and is_exact and last.takes(draft):
-                    last.end, last.stop = end, bounds[end]
-                else:
-                    start, stop = bounds[number], bounds[end]
-                    scratch = None if is_exact else each.tables[0].tier.records.scratch(stop - start)
-                    self._runs.append(StepRun(number, end, start, stop, draft, scratch))
-                number = end
+            for count, draft in _drafts(each, are_apart):
+                scratch = None
+                if are_apart:
+                    own = self.plan.of(start)
+                    scratch = each.tables[0].tier.records.scratch(own.stop - own.start)
+                elif self._runs and _are_equal(draft, self._runs[-1][1]):
+                    self._runs.pop()
+                start += count
+                self._runs.append((start, draft, scratch))
         self._of_others = None if self.decision is None else self._gradient_of_others()
 
     def admit(self) -> None:
@@ -872,24 +870,27 @@ class PoolStep:
 
         A call is a function and its arguments.
         """
-        made, numbers, values = [], None, self._grads.values if self.decision is None else self._values()
+        made, start, numbers = [], 0, None
+        values = self._grads.values if self.decision is None else self._values()
         ids, slots, is_whole = self.plan.ids, self._slots, len(self._runs) == 1
-        for run in self._runs:
-            rows, own = self.tables[run.first], slice(run.start, run.stop)
-            refreshed: list[Any] = []
+        for end, draft, scratch in self._runs:
+            rows, *others = self.tables[start:end]
+            refreshed: Sequence[Any] = ()
             if rows.history is not None:
-                refreshed = [part for each in self.tables[run.first : run.end] for part in self._taken(each)]
+                refreshed = [part for each in (rows, *others) for part in self._taken(each)]
                 self.catches_up |= not refreshed
-            numbers = rows.count(run.draft)
-            for each in self.tables[run.first + 1 : run.end]:  # see `TableState.count`
+            numbers = rows.count(draft)
+            for each in others:  # see `TableState.count`
                 each.steps += 1
-                version = each.version
-                version.now += 1
-                version.of_rows += 1
+                each.version.now += 1
                 if each.history is not None:
                     each.history.append()
-            of_rows = (ids, slots, values) if is_whole else (ids[own], slots[own], values[own])
-            made.append((rows.tier.records.step, *of_rows, numbers, rows.steps, run.scratch, refreshed))
+            of_rows = ids, slots, values
+            if not is_whole:
+                own = slice(*self.plan.rows[[start, end]].tolist())
+                of_rows = ids[own], slots[own], values[own]
+            made.append((rows.tier.records.step, *of_rows, numbers, rows.steps, scratch, refreshed))
+            start = end
         rows = self.tables[0]
         if self._of_others is not None and (shared := rows.shared) is not None:
             shared.step(self._of_others, numbers, rows.steps)

@@ -17,12 +17,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from embedrock import optimizers as rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.arguments import is_number, may_bind
-from embedrock.frontend.steps import Part, of_joint, step_all
 from embedrock.optimizers import Rule
 from embedrock.table.changes import RuleTaker, bind_rule, check_may_bind
 from embedrock.table.checks import of_step
 from embedrock.table.rows import TableState
-from embedrock.table.stepping import StepRequest
+from embedrock.table.stepping import Part, StepRequest, step_all
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.backward import as_it_is
@@ -282,7 +281,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     follower.note(grads)
                 executor: Any = handle.executor_of_gradients()
                 due.append(StepRequest((rows,), rule, grads.clipped(clip), None, executor if executor.judge else None))
-        due += of_joint(together)
+        due += StepRequest.of_joint(together)
 
     def bound(self) -> list[OptimizedRows]:
         """Return the rows that a step may change, each with its rule and clip value.

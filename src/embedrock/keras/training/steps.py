@@ -17,14 +17,13 @@ from embedrock.distributed.messages import MessageReader, as_sent, pack_all
 from embedrock.distributed.stages import GradientBlock, fold
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.references import keep_rule
-from embedrock.frontend.steps import Part, of_joint, step_all
 from embedrock.keras.training.following import follow
 from embedrock.keras.training.handle import TableHandle
 from embedrock.keras.training.regularization import constraint_on
 from embedrock.keras.workers.shards import own_part, wire_of
 from embedrock.optimizers import Rule
 from embedrock.table.checks import of_step
-from embedrock.table.stepping import StepRequest
+from embedrock.table.stepping import Part, StepRequest, step_all
 
 
 def _summed(handles: Sequence[TableHandle], sizes: Sequence[Sequence[int]], arrays: Sequence[np.ndarray]) -> list[Any]:
@@ -109,7 +108,7 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
             together.append((grads.whole, rule, grads.number, handle.state))
         else:
             due.append(StepRequest((handle.state,), rule, own_part(handle.shard, grads), change, executor))
-    due += of_joint(sorted(together, key=lambda part: (id(part[0]), id(part[1]))))
+    due += StepRequest.of_joint(sorted(together, key=lambda part: (id(part[0]), id(part[1]))))
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
     for handle in handles:
         handle.pending.end_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from embedrock.kernels.cpu import addresses as addresses
 from embedrock.kernels.cpu import aio as aio
 from embedrock.kernels.cpu import cache as cache
 from embedrock.kernels.cpu import codec as codec

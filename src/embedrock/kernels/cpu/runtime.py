@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from numba import njit
@@ -22,6 +23,7 @@ _FLAGS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
 # call in the generator's loop over blocks, which then runs 6 times slower.
 INLINED: Any = {**_FLAGS, "forceinline": True}
 inlined = njit(**INLINED)
+_IS_WRITEABLE = attrgetter("flags.writeable")  # some arrays are read by one call of `map`
 
 
 class Launch(NamedTuple):
@@ -30,12 +32,14 @@ class Launch(NamedTuple):
     Attributes:
         over: position of the argument whose items ``lo`` to ``hi`` the kernel processes; None: no range.
         reads: positions of the arguments that become read-only views.
+        pick: returns these arguments, maybe twice.
         grain: fewest items worth a part of their own.
         cuts: most parts for each thread.
     """
 
     over: int | None
     reads: tuple[int, ...]
+    pick: Callable[[Any], Any]
     grain: int
     cuts: int
 
@@ -59,7 +63,9 @@ def kernel(
         compiled = _compiled(function)
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         position = None if over is None else names.index(over)
-        compiled.launch = Launch(position, tuple(map(names.index, reads)), grain, cuts)
+        positions = tuple(map(names.index, reads))
+        pick = itemgetter(*positions, positions[0]) if reads else itemgetter(slice(0))
+        compiled.launch = Launch(position, positions, pick, grain, cuts)
         return compiled
 
     return make
@@ -98,13 +104,14 @@ def launch(kernel: Any, *args: Any) -> Any:
         kernel: made by `kernel`.
         args: its arguments, without ``lo, hi``.
     """
-    over, reads, grain, cuts = kernel.launch
+    over, reads, pick, grain, cuts = kernel.launch
     given: Any = args
-    for position in reads:
-        if args[position].flags.writeable:
-            given = list(args) if given is args else given
-            given[position] = view = args[position].view()
-            view.setflags(False)  # not writable; by position, which takes half the time
+    if True in map(_IS_WRITEABLE, pick(args)):
+        given = list(args)
+        for position in reads:
+            if args[position].flags.writeable:
+                given[position] = view = args[position].view()
+                view.setflags(False)  # not writable; by position, which takes half the time
     if over is None:
         return kernel(*given)
     count = args[over].shape[0]

@@ -304,9 +304,9 @@ class Collection(nn.Module):
                     f"{type(features).__name__}."
                 )
         check_names(list(features), inputs, self.kind)
-        given = {name: features[name] for name in inputs}
-        others = [name for name, value in given.items() if type(value) is not Tensor]
-        if others:
+        given = dict(zip(inputs, map(features.__getitem__, inputs), strict=True))
+        if set(map(type, given.values())) != {Tensor}:
+            others = [name for name, value in given.items() if type(value) is not Tensor]
             found = self._call_for_each(lambda name: layer_type.feature_input(given[name]), others)
             given |= zip(others, found, strict=True)
         return given if self._places is None else self._of_outputs(list(given.values()))
@@ -339,7 +339,7 @@ class Collection(nn.Module):
             raise
 
     def _read(self, share: Share, given: Mapping[str, Any], side_by_side: bool) -> Sequence[Tensor]:
-        layout, layers, values = share.layout, share.layers, [given[feature] for feature in share.layers]
+        layout, layers, values = share.layout, share.layers, list(map(given.__getitem__, share.layers))
         trained, is_on_host = layout.trained(share.each), layout.features is not None
         if is_on_host and (arrays := layout.plain(values)) is not None:
             return looked_up(HostLookup(layout, trained, arrays, side_by_side))

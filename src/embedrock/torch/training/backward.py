@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -134,8 +135,9 @@ def _taken(grads: RowGradients, handles: Sequence[Any]) -> list[tuple[Any, int]]
                 continue
             pending.joint, pending.number, pending.seen = grads, number, None
             handle.is_applied = False
-            if not (check.is_settled and check.holder is not None and check.holder() is not None):
-                check.received_unseen(handle)
+            is_settled = check.is_settled and check.holder is not None and check.holder() is not None
+            if not is_settled and math.isfinite(pending.shown):
+                check.received()
     return others
 
 

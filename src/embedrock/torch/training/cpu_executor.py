@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -54,24 +55,20 @@ class CpuExecutor:
         self.table.check_step(grads)
 
 
-def host_floats(grads: Tensor) -> np.ndarray:
-    """Return the gradient of an output, of any dtype and on any device, as float32."""
-    return grads.to("cpu", torch.float32).contiguous().numpy()
+_FORM, _AS_READ = attrgetter("dtype", "is_cpu"), {(torch.float32, True)}
+_AS_ARRAY: Callable[[Any], np.ndarray] = Tensor.numpy
 
 
 def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
     """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
-    for own in grads:
-        if own is not None and not (own.dtype is torch.float32 and own.is_cpu):
-            break
-    else:
-        try:
-            return [None if own is None else own.numpy() for own in grads]
-        except RuntimeError:  # a negating view
-            pass
-    return [None if own is None else host_floats(own.resolve_neg()) for own in grads]
+    try:
+        if set(map(_FORM, grads)) == _AS_READ:
+            return list(map(_AS_ARRAY, grads))
+    except (AttributeError, RuntimeError):  # None, or a negating view
+        pass
+    return [None if own is None else own.resolve_neg().to("cpu", torch.float32).numpy() for own in grads]
 
 
 def host_weights(weights: Tensor | None) -> np.ndarray | None:
     """Return the positions' weights, of any dtype and on any device, as float32; None means ones."""
-    return None if weights is None else host_floats(weights.detach())
+    return None if weights is None else weights.detach().to("cpu", torch.float32).contiguous().numpy()

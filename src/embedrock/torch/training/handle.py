@@ -572,7 +572,8 @@ def check_untouched(handles: Sequence[Handle]) -> None:
 def drop_gradients(handles: Iterable[Handle], set_to_none: bool) -> None:
     """Drop the pending gradients of the rows; with `set_to_none` also ``.grad``."""
     for handle in handles:
-        handle.pending.joint = handle.pending.seen = None
+        pending = handle.pending
+        pending.joint = pending.seen = None
         if set_to_none and number_of(handle) is not None:
             set_number(handle, None)
 

@@ -6,7 +6,7 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -117,7 +117,8 @@ class LayerLayout:
 
     Attributes:
         handles: of the features.
-        owners: parameters of each layer, with its handle.
+        parameters: of each layer.
+        owned: the identities of their handles.
         distinct: each handle once.
         by_table: these, by their table.
         features: their tables, modes and paddings, if the CPU has the rows; else None.
@@ -132,7 +133,9 @@ class LayerLayout:
     def __init__(self, now: int, layers: Sequence[Any]) -> None:
         self.generation = now
         self.handles: list[Handle] = [layer.handle for layer in layers]
-        self.owners = [(layer._parameters, layer.handle) for layer in dict.fromkeys(layers)]
+        each = dict.fromkeys(layers)
+        self.parameters: list[dict[str, Any]] = [layer._parameters for layer in each]
+        self.owned = [id(layer.handle) for layer in each]
         self.distinct: list[Handle] = list({id(handle): handle for handle in self.handles}.values())
         self.by_table = {handle.table: handle for handle in self.distinct}
         tables, modes = [layer.table for layer in layers], [getattr(layer, "mode", None) for layer in layers]
@@ -156,7 +159,7 @@ class LayerLayout:
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
-        if self.generation != generation.now or self.owners[0][0] is not parameters or not self.has_its_handles():
+        if self.generation != generation.now or self.parameters[0] is not parameters or not self.has_its_handles():
             return False
         handle, own = self.handles[0], self.executor
         if own is handle._host and not are_there_groups():
@@ -167,12 +170,9 @@ class LayerLayout:
     def has_its_handles(self) -> bool:
         """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
         try:
-            for parameters, handle in self.owners:
-                if parameters["handle"] is not handle:
-                    return False
+            return list(map(id, map(_HANDLE, self.parameters))) == self.owned
         except KeyError:
             return False
-        return True
 
     def trained(self, layers: Sequence[Any]) -> list[Handle]:
         """Return each handle whose rows train, after the checks of a forward."""
@@ -201,15 +201,14 @@ class LayerLayout:
         except (RuntimeError, TypeError):  # a negating view, or not dense, or on another device
             return None
         most = self.most_dims
-        for array in arrays:
-            if array.dtype is not _INT64 or not 0 < array.ndim <= most:
-                return None
-        return arrays
+        fit = [dtype is _INT64 and 0 < ndim <= most for dtype, ndim in set(map(_FORM, arrays))]
+        return None if False in fit else arrays
 
 
 _PASSED_BY, _TRAINS = attrgetter("unapplied.passed_by"), attrgetter("requires_grad")
 _INT64, _TENSORS = np.dtype(np.int64), {Tensor}
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
+_FORM, _WATCHED, _HANDLE = attrgetter("dtype", "ndim"), attrgetter("is_watched"), itemgetter("handle")
 
 
 class HostInput(NamedTuple):
@@ -403,13 +402,13 @@ class HostLookup(LookupState):
         if found.side_by_side:
             whole = torch.from_numpy(found.arrays.pop())  # the lookup does not keep outputs
             return (whole.to(layout.handles[0].device, layout.dtypes[0]),)
-        outputs: list[Any] = [None] * len(layout.handles)
+        parted = dict[int, Tensor]()
         for numbers, array, sizes in found.take_blocks():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
             whole = torch.from_numpy(array)
             parts = torch.unsafe_split_with_sizes(whole, sizes) if len(sizes) > 1 else (whole,)
-            for number, part in zip(numbers, parts, strict=True):
-                outputs[number] = part
+            parted |= zip(numbers, parts, strict=True)
+        outputs = list(map(parted.__getitem__, range(len(parted))))
         if layout.are_as_read:
             return outputs
         forms = zip(outputs, layout.dtypes, layout.handles, strict=True)
@@ -437,6 +436,8 @@ class HostLookup(LookupState):
         is_plain = torch._C._will_engine_execute_node(NODE_OF_ANCHOR) and not run.gradients
         is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region
         found: list[Tensor | None] = [None] * len(self.trained)
+        if is_plain and not any(map(_WATCHED, self.trained)):
+            return found
         for number, handle in enumerate(self.trained):
             if not is_plain or handle.is_watched:
                 summed = run.take(handle)
@@ -470,7 +471,7 @@ def looked_up(reading: LookupState) -> Sequence[Tensor]:
     """Return the outputs of a lookup, whose gradients come back."""
     trained, weights = reading.trained, reading.weights and [own for own in reading.weights if own is not None]
     if trained or any(map(needs_gradient, weights)):
-        return _apply(reading, trained, ANCHOR, *trained, *weights)
+        return _apply(reading, ANCHOR, *trained, *weights)
     return reading.read(for_weights=False)
 
 
@@ -478,16 +479,14 @@ class Lookup(torch.autograd.Function):
     """Autograd function that looks up features. Gradients go to the tables' handles and to the positions' weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any, reading: LookupState, handles: Sequence[Handle], anchor: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reading: LookupState, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each feature, or one output of all. `tensors` are the handles, then the weights."""
-        ctx.reading, ctx.handles = reading, handles
-        ctx.materialize_grads = False
+        ctx.reading, ctx.materialize_grads = reading, False
         weights_train = False
         if reading.weights:
-            ctx.save_for_backward(*tensors[len(handles) :])  # so that autograd detects writes before the backward
-            weights_train = any(ctx.needs_input_grad[3 + len(handles) :])
+            count = len(reading.trained)
+            ctx.save_for_backward(*tensors[count:])  # so that autograd detects writes before the backward
+            weights_train = any(ctx.needs_input_grad[2 + count :])
         outputs = reading.read(weights_train)
         if others := reading.without_gradients(outputs):
             ctx.mark_non_differentiable(*others)
@@ -501,14 +500,14 @@ class Lookup(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018  # for PyTorch's errors
         reading, needs = ctx.reading, ctx.needs_input_grad
         given = reading.taken(grad_outputs)
-        of_handles = reading.bring(given, ctx) if ctx.handles else []
+        of_handles = reading.bring(given, ctx) if reading.trained else []
         of_weights: Sequence[Tensor | None] = []
         if reading.weights:
-            of_weights = [None] * (len(needs) - 3 - len(of_handles))
-            if True in needs[3 + len(of_handles) :]:
+            of_weights = [None] * (len(needs) - 2 - len(of_handles))
+            if True in needs[2 + len(of_handles) :]:
                 of_weights = reading.weight_grads(given)
         of_anchor = ANCHOR.detach() if compiled_autograd.in_compiled_autograd_region else None  # which takes no None
-        return None, None, of_anchor, *of_handles, *of_weights
+        return None, of_anchor, *of_handles, *of_weights
 
 
 # `apply` without its slow checks: no transform of `torch.func` runs.

@@ -28,10 +28,9 @@ from embedrock.distributed.owners import Placement, Replica, Shard, SharedPlan
 from embedrock.distributed.stages import GradientBlock
 from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.frontend.steps import step_all
 from embedrock.optimizers import Rule
 from embedrock.table.rows import TableState
-from embedrock.table.stepping import StepRequest
+from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
 from embedrock.torch.training.cpu_executor import CpuExecutor
@@ -174,11 +173,6 @@ class RankGroup:
         if self._ahead is None:
             self._ahead = Ranks(self._group, is_near=False)
         return self._ahead
-
-    @property
-    def carriers(self) -> list[Ranks]:
-        """Transports made so far."""
-        return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
 
     def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
         """Take a table's gradients of a backward. One exchange sends all gradients to their owners when the backward

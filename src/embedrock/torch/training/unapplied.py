@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import warnings
 import weakref
 from collections import OrderedDict
@@ -79,11 +78,6 @@ class UnappliedGradientsCheck:
             global _hook
             if _hook is None:
                 _hook = register_optimizer_step_post_hook(_after_any_step)
-
-    def received_unseen(self, handle: Any) -> None:
-        """Record that gradients of the handle are pending, if they are finite. No code has seen them."""
-        if math.isfinite(handle.pending.shown):
-            self.received()
 
     def stepped(self) -> None:
         """Record a step of the handle's optimizer."""
