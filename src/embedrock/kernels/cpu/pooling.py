@@ -71,7 +71,7 @@ def _in_lanes(columns, rest, start, dim, lo, hi, first, second):
         columns(narrow(start), min(column, dim - NARROW), lo, hi, first, second)
 
 
-@kernel(over="inverse", reads=("slots", "inverse"), grain=2048)
+@kernel(over="inverse", reads=("slots", "inverse"), grain=2048, work=("inverse", "fresh"))
 def copy_rows(words, slots, inverse, fresh, places, bounds, start, dim, lo, hi):
     """Write bags of one id each, plus `start`, to their places."""
     nbytes = dim * words.itemsize
@@ -159,7 +159,7 @@ def _sum_rest(start, dim, lo, hi, bags, rows):
                     total[d] = start
 
 
-@kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS)
+@kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS, work=("inverse", "fresh"))
 def pool_sum(words, slots, inverse, fresh, begins, ends, weights, mean, places, bounds, dim, scale, lo, hi):
     _sum_bags(dim, lo, hi, (places, bounds, begins, ends), (words, slots, inverse, fresh, weights))
     for f in range(places.shape[0] if scale.shape[0] > 0 else 0):
@@ -172,7 +172,7 @@ def pool_sum(words, slots, inverse, fresh, begins, ends, weights, mean, places, 
                     out[d] *= scale[bag]
 
 
-@kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS)
+@kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS, work=("inverse", "fresh"))
 def pool_max(words, slots, inverse, fresh, begins, ends, places, bounds, argmax, lo, hi):
     dim, last = argmax.shape[1], ends[hi - 1] if hi > lo else 0
     for f in range(places.shape[0]):
@@ -247,7 +247,7 @@ def _gather_rest(start, dim, lo, hi, segments, given):
                 total[d] += factor * row[d]
 
 
-@kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS)
+@kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS, work=("order", "values"))
 def pool_sum_backward(places, bounds, own, rows, bags, starts, order, weights, scale, start, values, squares, lo, hi):
     dim, given = values.shape[1], (places, bounds, bags, weights, scale)
     for t in range(own.shape[0] - 1):
@@ -260,7 +260,7 @@ def pool_sum_backward(places, bounds, own, rows, bags, starts, order, weights, s
                 squares[k] = square_sum(values[k])
 
 
-@kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS)
+@kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS, work=("order", "values"))
 def pool_max_backward(places, bounds, own, rows, bags, starts, order, argmax, values, squares, lo, hi):
     dim = values.shape[1]
     for t in range(own.shape[0] - 1):
@@ -319,7 +319,7 @@ def _pairwise(numbers):
     return total
 
 
-@kernel(over="out", reads=("inverse", "bags"))
+@kernel(over="out", reads=("inverse", "bags"), work=("out", "rows"))
 def weight_grads(places, bounds, rows, inverse, bags, out, lo, hi):
     dim, f = rows.shape[1], 0
     for j in range(lo, hi):

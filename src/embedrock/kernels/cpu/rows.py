@@ -14,7 +14,7 @@ AHEAD = 16
 BLOCK = 512  # ids found before their rows are read: slots stay in the core's first cache
 
 
-@kernel(over="out", reads=("slots", "positions"), grain=2048)
+@kernel(over="out", reads=("slots", "positions"), grain=2048, work=("out", "out"))
 def gather(weights, slots, positions, fresh, out, lo, hi):
     dim = out.shape[1]
     nbytes = dim * weights.itemsize
@@ -32,7 +32,7 @@ def gather(weights, slots, positions, fresh, out, lo, hi):
                 out[i, d] = row[d]
 
 
-@kernel(over="ids", reads=("ids", "positions"), grain=2048)
+@kernel(over="ids", reads=("ids", "positions"), grain=2048, work=("out", "out"))
 def look_up(direct, entries, ids, slots, weights, positions, fresh, out, lo, hi):
     for start in range(lo, hi, BLOCK):
         end = min(start + BLOCK, hi)
@@ -40,7 +40,7 @@ def look_up(direct, entries, ids, slots, weights, positions, fresh, out, lo, hi)
         gather(weights, slots, positions, fresh, out, start, end)
 
 
-@kernel(over="slots", reads=("slots",))
+@kernel(over="slots", reads=("slots",), work=("slots", "values"))
 def scatter(weights, slots, values, lo, hi):
     dim = values.shape[1]
     for i in range(lo, hi):
@@ -61,7 +61,7 @@ def reset_state(records, slots, state_start, first_state, lo, hi):
             records[slots[i], state_start + d] = first_state[d]
 
 
-@kernel(over="slots", reads=("slots",), grain=512)
+@kernel(over="slots", reads=("slots",), grain=512, work=("slots", "values"))
 def put(records, slots, start, values, lo, hi):
     nbytes = records.shape[1] * records.itemsize
     for i in range(lo, hi):
@@ -78,7 +78,7 @@ def row_squares(values, squares, lo, hi):
         squares[k] = square_sum(values[k])
 
 
-@kernel(over="slots", reads=("rows", "slots"), grain=512, cuts=4)
+@kernel(over="slots", reads=("rows", "slots"), grain=512, cuts=4, work=("slots", "records"))
 def step(weights, rows, records, slots, state_start, state_width, values, numbers, lo, hi):
     dim = values.shape[1]
     nbytes = records.shape[1] * 4

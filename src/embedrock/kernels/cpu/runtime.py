@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from numba import njit
 
 from embedrock.kernels.cpu.machine_code import KernelCache
-from embedrock.kernels.cpu.threads import run
+from embedrock.kernels.cpu.threads import LEAST_WORK, run
 from embedrock.system.interrupts import held_back
 
 # No fastmath: results must not depend on the machine's vector width. error_model="numpy": ZeroDivisionError branches
@@ -26,6 +26,9 @@ inlined = njit(**INLINED)
 _IS_WRITEABLE = attrgetter("flags.writeable")  # some arrays are read by one call of `map`
 
 
+ROW_WORK = 32  # columns that take as long as the miss of a row
+
+
 class Launch(NamedTuple):
     """Launch parameters of a kernel.
 
@@ -35,6 +38,7 @@ class Launch(NamedTuple):
         pick: returns these arguments, maybe twice.
         grain: fewest items worth a part of their own.
         cuts: most parts for each thread.
+        work: positions of two arguments: one with an item for each row, and one with their columns.
     """
 
     over: int | None
@@ -42,10 +46,15 @@ class Launch(NamedTuple):
     pick: Callable[[Any], Any]
     grain: int
     cuts: int
+    work: tuple[int, ...]
 
 
 def kernel(
-    over: str | None = None, reads: tuple[str, ...] = (), grain: int = 1024, cuts: int = 1
+    over: str | None = None,
+    reads: tuple[str, ...] = (),
+    grain: int = 1024,
+    cuts: int = 1,
+    work: tuple[str, str] | tuple[()] = (),
 ) -> Callable[..., Any]:
     """Make a kernel: compiled at its first call, with the machine code kept on disk for other processes.
 
@@ -55,8 +64,10 @@ def kernel(
         reads: parameters whose arrays it only reads; callers may pass read-only arrays. Numba would compile a kernel
             once more for read-only arrays, and arrays of a plan are read-only. So `launch` always passes these as
             read-only.
-        grain: fewest items worth a part of their own (a hand-over to a thread costs 20 to 100 microseconds).
+        grain: fewest items worth a part of their own.
         cuts: most parts for each thread: more than 1 if threads may join later.
+        work: of kernels whose items are rows: the parameters with an item for each row, and with columns of the rows.
+            One thread makes a call of little work: see `run`.
     """
 
     def make(function: Callable[..., Any]) -> Any:
@@ -65,7 +76,7 @@ def kernel(
         position = None if over is None else names.index(over)
         positions = tuple(map(names.index, reads))
         pick = itemgetter(*positions, positions[0]) if reads else itemgetter(slice(0))
-        compiled.launch = Launch(position, positions, pick, grain, cuts)
+        compiled.launch = Launch(position, positions, pick, grain, cuts, tuple(map(names.index, work)))
         return compiled
 
     return make
@@ -104,7 +115,7 @@ def launch(kernel: Any, *args: Any) -> Any:
         kernel: made by `kernel`.
         args: its arguments, without ``lo, hi``.
     """
-    over, reads, pick, grain, cuts = kernel.launch
+    over, reads, pick, grain, cuts, work = kernel.launch
     given: Any = args
     if True in map(_IS_WRITEABLE, pick(args)):
         given = list(args)
@@ -115,4 +126,7 @@ def launch(kernel: Any, *args: Any) -> Any:
     if over is None:
         return kernel(*given)
     count = args[over].shape[0]
-    return kernel(*given, 0, count) if count < 2 * grain else run(kernel, count, given, grain, cuts)
+    if count < 2 * grain:
+        return kernel(*given, 0, count)
+    about = len(args[work[0]]) * (args[work[1]].shape[1] + ROW_WORK) if work else LEAST_WORK
+    return run(kernel, count, given, grain, cuts, about)
