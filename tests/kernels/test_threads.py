@@ -37,6 +37,16 @@ def test_parts_cover_the_range_once(count: int, threads: int) -> None:
     assert (seen == 1).all()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_one_thread_makes_a_call_of_little_work(threads: int) -> None:
+    er.set_threads(threads)
+    for work in (pool.LEAST_WORK // 4 - 1, pool.LEAST_WORK // 4, pool.LEAST_WORK):
+        parts: list[tuple[int, int]] = []
+        pool.run(lambda lo, hi, parts=parts: parts.append((lo, hi)), 100, (), grain=10, work=work)
+        assert sorted(parts)[-1][1] == 100
+        assert len(parts) == (threads if work * (threads - 1) >= pool.LEAST_WORK else 1)
+
+
 def test_errors_of_any_part_arrive_after_all_parts_ended() -> None:
     er.set_threads(4)
     ended = []
