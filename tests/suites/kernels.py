@@ -213,7 +213,8 @@ class KernelSuite:
     def test_direct_directory(self, bits: int) -> None:
         rng = np.random.default_rng(bits)
         memories = [Guarded((13,), np.uint8) if bits == 1 else Guarded((100,), np.int32) for _ in range(2)]
-        keys, number = rng.permutation(104)[:40], 2 if bits > 1 else 0  # the last 4 ones are hashed
+        number, count = (2, 104) if bits > 1 else (0, 100)  # the last 4 ones are hashed
+        keys = rng.permutation(count)[:40]
         keys += number << PART_BITS
         entries, other = np.zeros((32, 2), np.int64), np.zeros((32, 2), np.int64)
         results = []
@@ -233,10 +234,10 @@ class KernelSuite:
             memory.check()
         for expected, got in zip(results[0][:5], results[1][:5], strict=True):
             np.testing.assert_array_equal(got, expected)
-        everything, found = np.arange(104) + (number << PART_BITS), Guarded((104,), np.int64)
-        expected = np.empty(104, np.int64)
+        everything, found = np.arange(count) + (number << PART_BITS), Guarded((count,), np.int64)
+        expected = np.empty(count, np.int64)
         reference.directory.find(results[0][5], entries, everything, expected)
-        self.call(self.backend.directory.find, 104, results[1][5], other, everything, found.inside)
+        self.call(self.backend.directory.find, count, results[1][5], other, everything, found.inside)
         np.testing.assert_array_equal(found.inside, expected)
         assert (expected >= 0).sum() == 33
         found.check()
