@@ -131,11 +131,6 @@ def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[Pooled
     return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here)), here
 
 
-def read_unique(tables: Tables, plan: Plan) -> np.ndarray:
-    """Return the weights of a plan's rows: float32 (unique, dim)."""
-    return source_of(tables, plan, is_copy=True)[0].words
-
-
 @spanned("gather")
 def gather(source: PooledSource, positions: np.ndarray, out: np.ndarray) -> None:
     """Write the weights of positions, int32 (n,), to `out`, float32 (n, dim)."""

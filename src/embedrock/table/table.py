@@ -295,7 +295,7 @@ class Table(StoredVerbs):
     @exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
         """Return the weights of a plan's unique rows: float32 (unique, dim)."""
-        return reading.read_unique((self._checked_rows(),), plan)
+        return reading.source_of((self._checked_rows(),), plan, is_copy=True)[0].words
 
     # ---------------------------------------------------------------- training
 

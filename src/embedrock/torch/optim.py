@@ -348,33 +348,30 @@ class _CheckedGroup(NamedTuple):
         values: its hyperparameters.
         bound: the rows.
         rows: states of the handles' tables.
-        rests: for each handle its identity, its table and rule, and the optimizer that holds it.
+        rests: for each handle its identity, its table and the optimizer that holds it, and its rule.
     """
 
     group: dict[str, Any]
     values: tuple[Any, ...]
     bound: list[OptimizedRows]
     rows: list[TableState]
-    rests: list[tuple[Any, ...]]
+    rests: tuple[list[Any], ...]
 
     @staticmethod
     def of(group: dict[str, Any], values: tuple[Any, ...], bound: list[OptimizedRows]) -> _CheckedGroup:
-        rows = [rows_of(handle.table) for handle in group["params"]]
+        rows = [part.rows for part in bound]
         return _CheckedGroup(group, values, bound, rows, _rests(group["params"], rows))
 
     def is_current(self, group: dict[str, Any], values: tuple[Any, ...]) -> bool:
-        handles = group["params"]
-        if group is not self.group or values != self.values or len(handles) != len(self.rows):
-            return False
-        return _rests(handles, self.rows) == self.rests
+        is_same = group is self.group and values == self.values
+        return is_same and _rests(group["params"], self.rows) == self.rests
 
 
-_TABLE, _HOLDER, _RULE = attrgetter("table"), attrgetter("unapplied.holder"), attrgetter("spec.rule")
+_HELD, _RULE = attrgetter("table", "unapplied.holder"), attrgetter("spec.rule")
 
 
-def _rests(handles: Sequence[Any], rows: Sequence[TableState]) -> list[tuple[Any, ...]]:
-    parts = map(id, handles), map(_TABLE, handles), map(_RULE, rows), map(_HOLDER, handles)
-    return list(zip(*parts, strict=True))
+def _rests(handles: Sequence[Any], rows: Sequence[TableState]) -> tuple[list[Any], ...]:
+    return list(map(id, handles)), list(map(_HELD, handles)), list(map(_RULE, rows))
 
 
 def _param_groups(layers: Layers) -> list[dict[str, Any]]:

@@ -135,8 +135,9 @@ def _taken(grads: RowGradients, handles: Sequence[Any]) -> list[tuple[Any, int]]
                 continue
             pending.joint, pending.number, pending.seen = grads, number, None
             handle.is_applied = False
-            is_settled = check.is_settled and check.holder is not None and check.holder() is not None
-            if not is_settled and math.isfinite(pending.shown):
+            if check.is_settled and check.holder is not None and check.holder() is not None:
+                continue
+            if math.isfinite(pending.shown):
                 check.received()
     return others
 
