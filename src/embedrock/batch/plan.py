@@ -260,8 +260,9 @@ def moved(plan: Plan, moves: Int32Array) -> dict[str, np.ndarray]:
 
 def sources_of(ids: Sequence[Int64Array]) -> Int64Array:
     """Return the addresses and numbers of ids, each int64, C-contiguous and aligned. The caller keeps them alive."""
-    found = np.empty((len(ids), 2), np.int64)
-    kernels.cpu.addresses.read_sources(np.fromiter(map(id, ids), np.int64, len(ids)), found)
+    objects = np.fromiter(map(id, ids), np.int64)
+    found = np.empty((objects.size, 2), np.int64)
+    kernels.cpu.addresses.read_sources(objects, found)
     return found
 
 

@@ -61,8 +61,9 @@ def places_of(arrays: Sequence[np.ndarray], begins: np.ndarray = _EACH) -> np.nd
         arrays: float32 (bags, dim) of each feature, with rows that lie anywhere. The caller keeps them alive.
         begins: of features that share one array, the bytes from its start to the first row of each: int64 (features,).
     """
-    found = np.empty((begins.size or len(arrays), 2), np.int64)
-    kernels.cpu.addresses.read_places(np.fromiter(map(id, arrays), np.int64, len(arrays)), begins, found)
+    objects = np.fromiter(map(id, arrays), np.int64)
+    found = np.empty((begins.size or objects.size, 2), np.int64)
+    kernels.cpu.addresses.read_places(objects, begins, found)
     return found
 
 

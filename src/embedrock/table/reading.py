@@ -31,7 +31,7 @@ EXPORT_BATCH_ROWS = 65_536
 
 Tables = Sequence[TableState]
 # Many tables are read by one call of `map`.
-BACKEND, _HISTORY, _OWNS = attrgetter("backend"), attrgetter("history"), attrgetter("owns")
+BACKEND, HISTORY, _OWNS = attrgetter("backend"), attrgetter("history"), attrgetter("owns")
 
 
 # -------------------------------------------------------------------- rows and their slots
@@ -44,11 +44,6 @@ def pool_of(tables: Tables) -> Backend:
         for rows in tables:
             rows.check_open()
     return pool
-
-
-def have_history(tables: Tables) -> bool:
-    """Return whether the rule of a table has a memory of past steps."""
-    return list(map(_HISTORY, tables)).count(None) < len(tables)
 
 
 def keys_of(tables: Tables, plan: Plan) -> np.ndarray:
@@ -126,7 +121,7 @@ def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[Pooled
     except CacheTooSmallError:  # reads may have any size
         parts = [weights_of(rows, plan.ids[own]) for rows, own in own_parts(tables, plan)]
         return PooledSource.of(np.concatenate(parts)), plan
-    if is_copy or (have_history(tables) and any(rows.lags for rows in tables)):
+    if is_copy or (any(map(HISTORY, tables)) and any(rows.lags for rows in tables)):
         return PooledSource.of(_values(tables, here, plan.epoch >= 0)), here
     return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here)), here
 
