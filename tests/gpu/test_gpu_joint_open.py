@@ -31,7 +31,7 @@ from slow import slow
 DIM, BATCH = 6, 10
 TABLES = 3
 NEW = {"_search_tables", "_enter_tables", "_tables", "_mark_tables"}
-OPEN = dict.fromkeys({*JOINT} - {"_join", "_mark", "_bounds"} | NEW, 1)
+OPEN = dict.fromkeys({*JOINT} - {"_join", "_mark"} | NEW, 1)
 PADDING = 5  # of the second table
 
 Batch = dict[str, Tensor]
@@ -390,20 +390,22 @@ class Directories:
         device.mark_tables(ids[first], first, second, ordered, order)
         got = [Poisoned((n,), torch.int64) for _ in range(2)]
         counts, of_positions = Poisoned((plan.blocks(n),), torch.int32).inside, tensor(of[second])
-        put = got[0].inside, got[1].inside, counts
+        tickets = Poisoned((1,), torch.int32)
+        put = got[0].inside, got[1].inside, counts, tickets.inside
         joint_directory.mark(tensor(ids[first]), tensor(first), tensor(second), of_positions, *put)
         for each, expected in zip(got, (ordered, order), strict=True):
             same(each.check(n), expected)
 
         unique, starts, inverse = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
-        count, tickets = np.empty(1, np.int32), np.empty(1, np.int32)
-        device.collect(ordered, 0, order, count, unique, starts, inverse, count, tickets, of[second])
-        sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32), (1, torch.int32)
+        count = np.empty(1, np.int32)
+        device.collect(ordered, 0, order, count, unique, starts, inverse, count, of[second])
+        sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32)
         made = [Poisoned((size,), dtype) for size, dtype in sizes]
         args = got[0].inside, 0, got[1].inside, counts, *(each.inside for each in made)
-        plan.collect(*args, tables=of_positions)
+        plan.collect(*args, tickets.inside, of=of_positions)
+        assert int(tickets.check(1)[0]) == 0
         rows = int(count[0])
-        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count, tickets), strict=True):
+        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count), strict=True):
             same(each.check(len(expected)), expected)
         begins = starts[:rows]
         arrays = made[0].inside, made[1].inside, of_positions, made[3].inside, tensor(cuts)

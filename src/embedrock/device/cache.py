@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
+from embedrock.kernels.gpu.addresses import AGES, BINS, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
@@ -34,9 +34,7 @@ def present(where: Tensor) -> Tensor:
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
-def load_rows(
-    tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, count: Tensor | int, moves: Tensor | None = None
-) -> None:
+def load_rows(tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, count: Tensor | int) -> None:
     """Load a batch's rows into the caches where they score higher than the rows they replace.
 
     Args:
@@ -44,12 +42,12 @@ def load_rows(
         search: of these rows, which `cache.touch` has marked.
         keys: of the batch; equal ones are adjacent and count once.
         count: number of keys.
-        moves: memory for them, int64 (victims, 3); None: new memory.
     """
     cache.offer(tables, search)
     cache.choose(tables, search)
     if len(search.victims) >= SORTED_FROM:
         search = search._replace(victims=search.victims.sort().values)
+    moves = search.moves
     if moves is None:
         moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
     cache.swap(tables, search, keys, count, moves)
@@ -159,8 +157,8 @@ class DeviceCache:
             kept = self._scratch = cache.VictimScratch(
                 torch.empty(blocks(n), dtype=torch.int32, device=device),
                 torch.empty(window, dtype=torch.uint8, device=device),
-                torch.empty(cache.BINS * blocks(window), dtype=torch.int32, device=device),
-                torch.empty(cache.BINS, dtype=torch.int32, device=device),
+                torch.empty(BINS * blocks(window), dtype=torch.int32, device=device),
+                torch.empty(BINS, dtype=torch.int32, device=device),
                 torch.empty(victims, dtype=torch.int64, device=device),
             )
         timeline.keep(*kept[:SCRATCH])

@@ -91,7 +91,8 @@ class DeviceLookup:
                 counts = [ahead is None for ahead in aheads]
                 plan = executors[0].batch_plan(batch, given, self._trains, counts).make()
                 placed = plan.placed
-            plan.write_bounds()
+            else:
+                plan.write_bounds()
             if all_bags is not None and placed is not None:
                 of = PlannedTables(executors[0], plan.plan, plan.tables, plan.paddings, plan.tickets_of_bags)
                 self._bags = DeviceBags(all_bags, self._sizes, of, placed)

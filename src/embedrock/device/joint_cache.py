@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import load_rows
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables
+from embedrock.kernels.gpu.addresses import BINS, SHARE_WORDS, BatchTime
 from embedrock.kernels.gpu.binding import TensorPart
 
 
@@ -53,17 +52,13 @@ def times_of(times: Sequence[BatchTime]) -> list[int]:
     return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
 
 
-def load_together(
-    plan: DeviceBatchPlan,
-    tables: DeviceTables,
-    search: tuple[VictimSearch, Tensor, BatchTime],
-    misses: Tensor | TensorPart,
-) -> None:
-    """Do the same as `load_rows` for the rows of a plan.
+def scratch_of(
+    plan: DeviceBatchPlan, search: tuple[VictimSearch, Tensor, BatchTime], misses: Tensor | TensorPart
+) -> cache.VictimScratch | None:
+    """Return scratch for the search of several tables; None without positions.
 
     Args:
         plan: of all tables.
-        tables: see `DeviceTables`.
         search: of the tables; its words on the device, int64, followed by `times_of` the batch; time of the batch, of
             the first table. Times in memory are adjacent, in the order of tables.
         misses: int32 (k,), zeros.
@@ -71,12 +66,11 @@ def load_together(
     (words, block, size), placed, first = search
     n, device = len(plan.keys), plan.keys.device
     if not size:
-        return
+        return None
     times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
-    sizes = cache.blocks(n), block * cache.BINS, tables.entries.shape[0] * cache.BINS
+    sizes = cache.blocks(n), block * BINS, len(words) // SHARE_WORDS * BINS
     room = carved(device, layout((2 * size, 6 * size), sizes))
     (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
     bins = torch.empty(block * cache.BLOCK, dtype=torch.uint8, device=device)
-    found = cache.VictimScratch(counts, bins, table, histogram, victims, placed[: len(words)], times, misses)
-    cache.touch(tables, found, plan.keys, plan.count)
-    load_rows(tables, found, plan.keys, plan.count, moves.view(size, 3))
+    of_tables = placed[: len(words)], times, misses
+    return cache.VictimScratch(counts, bins, table, histogram, victims, *of_tables, moves=moves.view(size, 3))

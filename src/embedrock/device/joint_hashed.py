@@ -45,10 +45,12 @@ class HashedJointPlan(JointBatchPlan):
 
     slots: PlanSlots | None = None
 
-    def _make(self) -> None:
+    def _make(self, is_ahead: bool) -> None:
         self.begins = self.placed[len(self.batch.words) :]
         args = self.begins, len(self.executors), self.stamps[0]
         self.plan, self.of_positions = _sorted(self.ids.to(torch.int64), *args)
+        if not is_ahead:
+            self.write_bounds()
 
     def write_bounds(self) -> None:
         """Write `bounds` and the keys of the rows. No open id is out of range."""
@@ -120,9 +122,8 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatc
     by_id, first = torch.sort(ids, stable=True)
     kernels.tables(first, begins, k, of_positions)
     of_positions, second = torch.sort(of_positions, stable=True)
-    kernels.mark(by_id, first, second, of_positions, ordered, order, counts)
-    arrays = unique, starts, inverse, count, tickets
-    plan_kernels.collect(ordered, 0, order, counts, *arrays, tables=of_positions)
+    kernels.mark(by_id, first, second, of_positions, ordered, order, counts, tickets)
+    plan_kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, tickets, of=of_positions)
     made = DeviceBatchPlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
     return made, of_positions
 

@@ -166,7 +166,6 @@ def make_plan(
     stamp: int,
     arrival: tuple[DeviceTables, VictimScratch] | None = None,
     merges: bool = False,
-    tickets: int = 0,
 ) -> DeviceBatchPlan:
     """Plan a batch by sorting. The host does not wait for the device.
 
@@ -177,6 +176,21 @@ def make_plan(
         stamp: number of the batch.
         arrival: the table, and scratch of the search for victims, if rows are marked as used; None without a cache.
         merges: keys may come from other plans, and the key of no row is valid.
+    """
+    plan, counts = sorted_plan(keys, rows + merges, fault, stamp)
+    collect(plan, counts, rows, *(arrival or ()))
+    return plan
+
+
+def sorted_plan(
+    keys: Tensor, limit: int | None, fault: Tensor | None, stamp: int, tickets: int = 0
+) -> tuple[DeviceBatchPlan, TensorPart]:
+    """Begin to plan a batch: sort its keys. Return the plan, and the `counts` for `collect`.
+
+    Args:
+        keys: see `make_plan`.
+        limit: keys outside ``[0, limit)`` are an error; None: no key is.
+        fault, stamp: see `make_plan`.
         tickets: number of counters beside those of sums.
     """
     n, device = keys.numel(), keys.device
@@ -190,10 +204,16 @@ def make_plan(
     else:
         positions = given
     ordered, order = torch.sort(positions, stable=True)
-    kernels.mark(ordered, rows + merges, counts, fault, stamp)
-    kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, drawn, arrival)
+    kernels.mark(ordered, limit, counts, fault, drawn, stamp)
     shape = tuple(keys.shape)
-    return DeviceBatchPlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
+    plan = DeviceBatchPlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
+    return plan, counts
+
+
+def collect(plan: DeviceBatchPlan, counts: TensorPart, nobody: int, *more: Any) -> None:
+    """Write a sorted plan; `nobody` is the key of no row. For `more` see `kernels.collect`."""
+    arrays = plan.order, counts, plan.keys, plan.starts, plan.inverse, plan.count, plan.tickets
+    kernels.collect(plan.ordered, nobody, *arrays, *more)
 
 
 def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DeviceBatchPlan:
@@ -211,7 +231,7 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     wide = ids.to(torch.int64)
     ordered, order = torch.sort(wide if wide.dim() == 1 else wide.reshape(-1), stable=True)
-    kernels.mark(ordered, rows, counts, fault, stamp)
+    kernels.mark(ordered, rows, counts, fault, drawn, stamp)
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
     return DeviceBatchPlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
 

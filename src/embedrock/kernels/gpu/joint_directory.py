@@ -10,8 +10,7 @@ import triton.language as tl
 from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu.addresses import WORDS
 from embedrock.kernels.gpu.directory import LANES, claim, seek
-from embedrock.kernels.gpu.joint import first_from
-from embedrock.kernels.gpu.plan import BLOCK, sum_before
+from embedrock.kernels.gpu.plan import BLOCK, clear, first_from, lanes_of, sum_before
 from embedrock.kernels.gpu.plan import blocks as blocks_of_positions
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
@@ -48,8 +47,8 @@ def _ids_at(ids, second, i, here):
     return tl.load(ids + place, mask=here, other=0), place
 
 
-@kernel("n")
-def _mark_tables(ids, first, second, tables, ordered, order, counts, n, LANES: tl.constexpr):
+@kernel("size", "n")
+def _mark_tables(ids, first, second, tables, ordered, order, counts, tickets, size, n, LANES: tl.constexpr):
     program = tl.program_id(0)
     i = program * LANES + tl.arange(0, LANES)
     here, after = i < n, (i < n) & (i > 0)
@@ -59,10 +58,11 @@ def _mark_tables(ids, first, second, tables, ordered, order, counts, n, LANES: t
     heads = here & ((i == 0) | (id != before) | (table != last))
     tl.store(ordered + i, id, mask=here)
     tl.store(order + i, tl.load(first + place, mask=here, other=0), mask=here)
-    tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0))
+    tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0), mask=n > 0)
+    clear(tickets, size, program, LANES)
 
 
-def mark(ids, first, second, tables, ordered, order, counts):
+def mark(ids, first, second, tables, ordered, order, counts, tickets):
     """Reorder positions that were sorted by id, and then by table; count the rows that begin in each block.
 
     Args:
@@ -70,10 +70,11 @@ def mark(ids, first, second, tables, ordered, order, counts):
         second: int64 (n,), places in `ids`, sorted by table.
         tables: (n,), the table of each, sorted.
         ordered, order: int64 (n,) receive the ids, and their positions.
-        counts: int32, see `plan.mark`.
+        counts, tickets: int32, see `plan.mark`.
     """
     n = ids.shape[0]
-    launch(_mark_tables, blocks_of_positions(n), ids, first, second, tables, ordered, order, counts, n, LANES=BLOCK)
+    args = ids, first, second, tables, ordered, order, counts, tickets, tickets.shape[0], n
+    launch(_mark_tables, blocks_of_positions(n) or 1, *args, LANES=BLOCK)
 
 
 @inlined
@@ -168,7 +169,7 @@ def search(plan, entries, keys, counts, news, bounds):
     ids, starts, tables, count, cuts = plan
     k = entries.shape[0]
     args = ids, starts, tables, count, entries, cuts, keys, counts, news, bounds, k
-    launch(_search_tables, counts.shape[0], *args, LANES=LANES, TABLES=max(2, 1 << (k - 1).bit_length()))
+    launch(_search_tables, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(k))
 
 
 @inlined
@@ -233,4 +234,4 @@ def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
     """
     ids, starts, tables, count, _ = plan
     args = ids, starts, tables, count, entries, keys, counts, news, ticket, verdicts, *which
-    launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=max(2, 1 << (entries.shape[0] - 1).bit_length()))
+    launch(_enter_tables, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(entries.shape[0]))
