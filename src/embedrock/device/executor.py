@@ -159,10 +159,15 @@ class GpuExecutor(ABC):
         """The table alone for kernels, with slots as keys. The caller holds `working`."""
         generation = self.cache.generation
         if self._tables is None or self._tables[0] != generation:
-            if self._tables is not None:
-                self.timeline.uses(self._tables[1].entries)
+            self._forget_words()
             self._tables = generation, self._tables_of(self.entry_words())
         return self._tables[1]
+
+    def _forget_words(self) -> None:
+        """Forget the words about the table, as some have changed."""
+        if self._tables is not None:
+            self.timeline.uses(self._tables[1].entries)
+        self._tables = None
 
     def _tables_of(self, words: TableEntryWords) -> DeviceTables:
         entries = uploaded(np.array([words.words], np.int64), self.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embedrock.device.joint_plan import JointBatchPlan, KernelRows, entries_of
 from embedrock.device.plan import DeviceBatchPlan, ScratchLayout, carved, layout
-from embedrock.kernels.gpu import joint_directory as kernels
+from embedrock.kernels.gpu import directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.directory import DROPPED, blocks
@@ -24,7 +24,7 @@ class PlanSlots(NamedTuple):
 
     Attributes:
         known: keys and tables for kernels.
-        counts, news: numbers of rows without a slot, see `joint_directory.search`.
+        counts, news: numbers of rows without a slot, see `directory.search`.
         states: of the hash indexes.
     """
 
@@ -55,7 +55,8 @@ class HashedJointPlan(JointBatchPlan):
     def write_bounds(self) -> None:
         """Write `bounds` and the keys of the rows. No open id is out of range."""
         assert self.plan.new is not None  # it is a plan of open ids
-        self.slots = self._searched(self.plan.keys, self.plan.new, self._tickets[1:])
+        counts, news = self.plan.new
+        self.slots = self._searched(self.plan.keys, counts, news)
 
     @property
     def known(self) -> KernelRows:
@@ -76,7 +77,7 @@ class HashedJointPlan(JointBatchPlan):
         """Give slots to the new rows of consecutive tables, starting with `first`, by their verdicts."""
         which = first, first + len(verdicts)
         known, counts, news, _ = ready
-        args = self._arrays, known.tables.entries, known.keys, counts, news, self._tickets[:1]
+        args = self._arrays, known.tables.entries, known.keys, counts, news, self.plan.tickets
         kernels.enter(*args, which, verdicts)
         for table in range(*which):
             executor: Any = self.executors[table]
@@ -97,13 +98,6 @@ class HashedJointPlan(JointBatchPlan):
         plan = self.plan
         return plan.ids, plan.starts, self.of_positions, plan.count, self.begins
 
-    @property
-    def _tickets(self) -> Tensor | TensorPart:
-        """Counters of `kernels.enter` and `kernels.search`: int32 (1 + k,)."""
-        k = len(self.executors)
-        begin = -JointBatchPlan.tickets(k) - 1 - k
-        return self.plan.tickets[begin : begin + 1 + k]
-
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # a later search finds the slots
 
@@ -115,7 +109,8 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatc
         The plan, without keys, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(device, _room_of(n, JointBatchPlan.tickets(k) + 1 + k))
+    more = JointBatchPlan.tickets(k)
+    room = carved(device, _room_of(n, more + k))
     *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
@@ -124,7 +119,8 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatc
     of_positions, second = torch.sort(of_positions, stable=True)
     kernels.mark(by_id, first, second, of_positions, ordered, order, counts, tickets)
     plan_kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, tickets, of=of_positions)
-    made = DeviceBatchPlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
+    news = new, tickets[-more - k : -more]
+    made = DeviceBatchPlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=news)
     return made, of_positions
 
 

@@ -77,7 +77,7 @@ class DeviceBatchPlan:
         stepped: the stepped rows of `host`; None: all of them.
         epoch: state of the hash index that `keys` come from; changes when ids get slots.
         found: weights that a lookup has read from RAM, for a step of the same rows.
-        new: numbers of `keys` without a slot, see `directory.search`; None if unknown.
+        new: numbers of `keys` without a slot; None if unknown.
     """
 
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class DeviceBatchPlan:
     stepped: SteppedRows | None = None
     epoch: int = 0
     found: FoundWeights | None = None
-    new: Tensor | None = None
+    new: SlotCounts | None = None
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +111,9 @@ class DeviceBatchPlan:
     def allocations(self) -> list[Tensor]:
         """One tensor of each allocation."""
         return [self.keys, self.order] if self.ordered is None else [self.keys, self.order, self.ordered]
+
+
+SlotCounts = tuple[Tensor, "Tensor | TensorPart"]  # numbers of rows without a slot: see `directory.search`
 
 
 class ReadyPlan(NamedTuple):
@@ -233,7 +236,9 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
     ordered, order = torch.sort(wide if wide.dim() == 1 else wide.reshape(-1), stable=True)
     kernels.mark(ordered, rows, counts, fault, drawn, stamp)
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
-    return DeviceBatchPlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
+    return DeviceBatchPlan(
+        tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=(new, drawn[-1:])
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -253,7 +258,7 @@ def _open_room_of(n: int) -> ScratchLayout:
     Tensors: keys, ids, inverse, count and new. Parts: starts, counts and tickets.
     """
     sizes = 2 * n, 2 * n, n, 1, directory.blocks(n)
-    return layout(sizes, (n + 1, kernels.blocks(n), 1 + partial_rows(n)))
+    return layout(sizes, (n + 1, kernels.blocks(n), 2 + partial_rows(n)))
 
 
 class ScratchLayout(NamedTuple):

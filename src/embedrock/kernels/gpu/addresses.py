@@ -162,7 +162,7 @@ class TableEntryWords(NamedTuple):
         padding: the id that gets no gradient, -2 for none.
         slots: addresses of `owner`, `worth`, `used`, `dirty` and `tallies`, see `CacheSlots`, and the number
             of device slots. Zeros without a cache.
-        directory: of a table of open ids, see `joint_directory`; else zeros.
+        directory: of a table of open ids, see `directory`; else zeros.
     """
 
     first: int
