@@ -24,6 +24,7 @@ HALF_LIFE = 30.0
 # Sorted victims are written back in ascending order, which is fast on a bus. A small batch of victims is written
 # quickly in any order, so a sort would cost more than it saves.
 SORTED_FROM = 1 << 14
+NO_TIME = BatchTime(0, 0, 0.0)  # of a batch without a cache
 SCRATCH = 5  # tensors of a search of one table
 
 _generations = itertools.count()
@@ -123,10 +124,11 @@ class DeviceCache:
     # ------------------------------------------------------------ insertion and eviction
 
     def begin_batch(self, n: int, clock: BatchCounter, trains: bool) -> BatchTime:
-        """Begin a batch of n positions; return its time. `trains`: a step may follow."""
+        """Begin a batch of n positions; return its time in a cache. `trains`: a step may follow."""
+        if not self.is_cache:
+            return NO_TIME
         hand = self._hand
-        if self.is_cache:
-            self._hand = (hand + self.window(n)) % len(self.slots.owner)
+        self._hand = (hand + self.window(n)) % len(self.slots.owner)
         stamp = clock.stamp
         return BatchTime(stamp & AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
 

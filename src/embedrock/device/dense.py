@@ -17,7 +17,7 @@ from embedrock.device.features import TableFamily, kind_of
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.joint_plan import JointBatchPlan
 from embedrock.device.pinned import PinnedRecords, staging
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, make_plan
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, make_plan
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache, rows
@@ -168,13 +168,9 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
         rows.read(*which, self.tables, out)
 
-    def begin_together(self) -> None:
+    def begin_step(self) -> None:
         self._begin()
         self.timeline.wait_for_copies()
-
-    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
-        self.begin_together()
-        return ReadyPlan(plan)
 
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]

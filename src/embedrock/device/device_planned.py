@@ -48,7 +48,7 @@ class DevicePlannedExecutor(GpuExecutor):
         """
         rows = self.rows
         rows.table_lock.settle_steps()
-        rows.check_open()
+        rows.tier  # noqa: B018  # it is open
 
     @property
     def _rows_at_a_time(self) -> int:
@@ -106,10 +106,6 @@ class DevicePlannedExecutor(GpuExecutor):
         return self.cache.begin_batch(n, self.clock, trains)
 
     # ------------------------------------------------------------ together with other tables
-
-    @abstractmethod
-    def begin_together(self) -> Any:
-        """Begin a step that may include other tables. No row changes."""
 
     @abstractmethod
     def take_ahead(self) -> PrefetchedPlan | None:

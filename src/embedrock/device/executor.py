@@ -16,7 +16,7 @@ from embedrock.device.copies import on_device, uploaded
 from embedrock.device.device_errors import DeviceErrors
 from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.plan import DeviceBatchPlan, FoundWeights, PrefetchedPlan, ReadyPlan
+from embedrock.device.plan import DeviceBatchPlan, FoundWeights, PrefetchedPlan, SteppedTables
 from embedrock.device.pooling import DeviceBags, PlannedTables
 from embedrock.device.step_constants import StepConstants
 from embedrock.device.stream_order import InStreamOrder, StreamOrder
@@ -368,9 +368,13 @@ class GpuExecutor(ABC):
     def prepare(self, grads: DeviceRowGradients) -> None:  # noqa: B027  # most need not
         ...
 
-    @abstractmethod
-    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
-        """Begin a step under a verdict, int32 (LINE,). No row changes."""
+    def begin_step(self) -> None:  # noqa: B027  # where the host plans, `ready` does so
+        """Begin a step. No row changes."""
+
+    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
+        """Return the table alone for a step that has begun, under a verdict, int32 (LINE,). No row changes."""
+        plan = grads.plan
+        return SteppedTables(self.tables, plan.keys, plan.ids, plan.count, None, grads.values, found=plan.found)
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
         """Do the host's part of a counted step; `numbers` are the rule's step constants."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from embedrock.device.hash_index import DeviceHashIndex
 from embedrock.device.host_planned import HostPlannedExecutor, are_dropped
 from embedrock.device.joint_hashed import HashedJointPlan
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, SteppedRows, make_open_plan
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, SteppedRows, SteppedTables, make_open_plan
 from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.kernels.gpu import cache, rows
@@ -352,23 +351,21 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         return super().plan_in_ram(grads) if self._directory is None else None
 
-    def begin_together(self) -> DeviceHashIndex | None:
-        """Begin a step that may include other tables; return the hash index, None: the host plans."""
+    def begin_step(self) -> None:
         directory = self._open()
         self.timeline.wait_for_copies()
         if directory is not None:
             directory.prepared = None
-        return directory
 
-    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
-        directory = self.begin_together()
+    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
+        directory, plan = self._directory, grads.plan
         if directory is None:
-            return super().ready(plan, verdict, grads)
+            return super().ready(verdict, grads)
         assert verdict is not None  # the step was checked before
         entries = self.tables.entries
         search = directory.search(plan, entries)
         enter = functools.partial(directory.enter, plan, entries, search, verdict)
-        return ReadyPlan(replace(plan, keys=search[0]), enter)
+        return GpuExecutor.ready(self, verdict, grads)._replace(keys=search[0], admit=enter)
 
     def _host(self, plan: DeviceBatchPlan) -> Plan:
         if plan.host is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.joint_plan import JointBatchPlan, KernelRows, entries_of
-from embedrock.device.plan import DeviceBatchPlan, ScratchLayout, carved, layout
+from embedrock.device.plan import DeviceBatchPlan, ScratchLayout, SteppedTables, carved, layout
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu.binding import TensorPart
@@ -61,9 +61,9 @@ class HashedJointPlan(JointBatchPlan):
     @property
     def known(self) -> KernelRows:
         """The current keys of the rows for kernels."""
-        return self.readied().known
+        return self._found().known
 
-    def readied(self) -> PlanSlots:
+    def _found(self) -> PlanSlots:
         """Return the current slots of the rows."""
         slots = self.slots
         if slots is None or slots.states != self._states():  # rows may have got slots since
@@ -73,10 +73,14 @@ class HashedJointPlan(JointBatchPlan):
             slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
         return slots
 
-    def enter(self, ready: PlanSlots, first: int, verdicts: Tensor) -> None:
+    def ready(self, first: int, values: Tensor, verdicts: Tensor) -> SteppedTables:
+        found = self._found()
+        return super().ready(first, values, verdicts)._replace(admit=lambda: self._enter(found, first, verdicts))
+
+    def _enter(self, found: PlanSlots, first: int, verdicts: Tensor) -> None:
         """Give slots to the new rows of consecutive tables, starting with `first`, by their verdicts."""
         which = first, first + len(verdicts)
-        known, counts, news, _ = ready
+        known, counts, news, _ = found
         args = self._arrays, known.tables.entries, known.keys, counts, news, self.plan.tickets
         kernels.enter(*args, which, verdicts)
         for table in range(*which):

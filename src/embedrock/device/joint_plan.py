@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.executor import NO_PADDING
 from embedrock.device.features import TableFamily
 from embedrock.device.joint_cache import scratch_of, shares_of, times_of
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, collect, sorted_plan, version_of
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, SteppedTables, collect, sorted_plan, version_of
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
@@ -182,12 +182,13 @@ class JointBatchPlan:
         """The current keys of the rows for kernels."""
         return KernelRows(self.tables, self.plan.keys, None)
 
-    def readied(self) -> Any:
-        """Return the argument of `enter` for a step that the tables have begun. It has a `known`."""
-        return self
+    def ready(self, first: int, values: Tensor, verdicts: Tensor) -> SteppedTables:
+        """Return consecutive tables that have begun a step, starting with `first`, for their verdicts.
 
-    def enter(self, ready: Any, first: int, verdicts: Tensor) -> None:
-        """Give slots to new rows of consecutive tables, starting with `first`, by their verdicts."""
+        `values`: gradients of the rows of all tables.
+        """
+        tables, keys, ids = self.known
+        return SteppedTables(tables, keys, ids, self.plan.count, self.bounds, values, first, self.plan.found)
 
     # Zeroed counters, by which programs find the last one, or count. The counters of sums come before them.
     @staticmethod

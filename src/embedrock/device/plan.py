@@ -34,11 +34,6 @@ class FoundWeights:
     weights: Tensor | None
     versions: tuple[int, ...]
 
-    def taken(self, versions: tuple[int, ...]) -> Tensor | None:
-        """Return the weights, once; None if a row has changed since the read."""
-        weights, self.weights = self.weights, None
-        return weights if versions == self.versions else None
-
 
 class SteppedRows(NamedTuple):
     """The stepped rows of a host-planned batch.
@@ -116,15 +111,24 @@ class DeviceBatchPlan:
 SlotCounts = tuple[Tensor, "Tensor | TensorPart"]  # numbers of rows without a slot: see `directory.search`
 
 
-class ReadyPlan(NamedTuple):
-    """A plan that is ready to be stepped.
+class SteppedTables(NamedTuple):
+    """Neighbouring tables of one plan that are ready to be stepped: see `rows.step`.
 
     Attributes:
-        plan: with the keys of the step, valid once records are created.
+        tables, keys, ids, row_count, bounds, values: for the kernel, valid once records are created.
+        first: index of the first stepped table in the plan.
+        found: weights of the rows that a lookup has read.
         admit: creates records, or gives slots to new rows; None: nothing is new, or the step's kernel does so.
     """
 
-    plan: DeviceBatchPlan
+    tables: DeviceTables
+    keys: Tensor
+    ids: Tensor | None
+    row_count: Tensor
+    bounds: Tensor | None
+    values: Tensor
+    first: int = 0
+    found: FoundWeights | None = None
     admit: Callable[[], object] | None = None
 
 
