@@ -66,8 +66,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     def _follow(self) -> None:
         """Load the CPU's changes. Device records are not newer: the CPU changes rows only after `finish`."""
-        if self._seen == self._version.now:
-            return
         bits = torch.from_numpy(np.unpackbits(self._memory.dense.bits, count=self._count, bitorder="little"))
         self.cache.clear()
         for start in range(0, self._count, COPIED_ROWS):
@@ -149,7 +147,8 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     def _begin(self) -> None:
         if not self.timeline.is_recorded:  # a recorded step does so before each replay
             self._check_open()
-            self._follow()
+            if self._seen != self._version.now:
+                self._follow()
 
     def _made_plan(
         self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
@@ -183,7 +182,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     @property
     def joins(self) -> TableFamily | None:
         # A dense rule's stale rows cannot be looked up together. Rules may differ.
-        return None if self.rows.history is not None else self._kind
+        return None if self._rows_of().history is not None else self._kind
 
     @functools.cached_property
     def _kind(self) -> TableFamily:

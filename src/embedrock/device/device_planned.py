@@ -46,7 +46,7 @@ class DevicePlannedExecutor(GpuExecutor):
         Raises:
             ClosedTableError: the table is closed.
         """
-        rows = self.rows
+        rows = self._rows_of()
         rows.table_lock.settle_steps()
         rows.tier  # noqa: B018  # it is open
 

@@ -97,7 +97,8 @@ class GpuExecutor(ABC):
         timeline: StreamOrder | None = None,
         clock: BatchCounter | None = None,
     ) -> None:
-        self._rows_of, self.backend, self.device = weakref.ref(rows), backend, device
+        self._rows_of: Any = weakref.ref(rows)  # the rows own the executor
+        self.backend, self.device = backend, device
         self.spec = rows.spec
         self.form = form_of(self.spec)
         self.timeline = timeline or StreamOrder(device, rows.subject)
@@ -114,8 +115,8 @@ class GpuExecutor(ABC):
 
     @property
     def rows(self) -> TableState:
-        """The table's rows. A weak reference: the rows own the executor."""
-        return self._rows_of()  # pyright: ignore[reportReturnType]  # callers keep the table alive
+        """The table's rows, which callers keep alive."""
+        return self._rows_of()
 
     # ------------------------------------------------------------ for the table
 
@@ -149,7 +150,7 @@ class GpuExecutor(ABC):
 
     @property
     def is_current(self) -> bool:
-        return self.rows.are_used_by(self, self.backend, self.spec)
+        return self._rows_of().are_used_by(self, self.backend, self.spec)
 
     def is_used_on(self, device: torch.device) -> bool:
         return self.device == device and self.is_current
@@ -381,7 +382,7 @@ class GpuExecutor(ABC):
 
     def mark_changed(self) -> None:
         """Make later reads of the backend's records wait for `finish`."""
-        self.rows.table_lock.use(self)
+        self._rows_of().table_lock.use(self)
         self._is_looked_up = False
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
         if self._ahead is not None and self._ahead.stamp is not None:  # the prefetched rows are in use from now on

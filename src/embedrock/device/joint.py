@@ -37,7 +37,7 @@ class DeviceLookup:
 
     def __init__(self, features: Sequence[DeviceFeature], trains: bool) -> None:
         self._features, self._trains = features, trains
-        executors = tuple(dict.fromkeys(feature.executor for feature in features))
+        executors = tuple(dict.fromkeys([feature.executor for feature in features]))
         self._table_of = [executors.index(feature.executor) for feature in features]
         # Sorted by table, so that the positions of each table are adjacent.
         self._order = sorted(range(len(features)), key=self._table_of.__getitem__)
@@ -46,9 +46,7 @@ class DeviceLookup:
         self._bags: DeviceBags | None = None
         self._trace: Any = None  # of the pooling
         self._kept: Any = None  # rows that were pooled
-        self._working = working(executors)
-        kind = features[0].executor.joins
-        self._kind = None if kind is None or any(executor.joins is not kind for executor in executors) else kind
+        self._working, self._kind = working(executors), features[0].executor.joins
         self._plan = self._planned(executors)
         self._alone = self._each_alone() if self._plan is None else None
 
@@ -59,8 +57,8 @@ class DeviceLookup:
         return self._plan
 
     def _are_of_one_kind(self, executors: Sequence[DevicePlannedExecutor]) -> bool:
-        """Return whether all tables are still of the lookup's family. Open ids may outgrow theirs."""
-        return self._kind is not None and all(executor.joins is self._kind for executor in executors)
+        """Return whether all tables are of the lookup's family. Open ids may outgrow theirs."""
+        return self._kind is not None and {executor.joins for executor in executors} == {self._kind}
 
     def _each_alone(self) -> list[SingleLookup]:
         as_rows = self._all_bags() is None
@@ -72,7 +70,7 @@ class DeviceLookup:
         for feature, table in zip(self._features, self._table_of, strict=True):
             paddings[table] = feature.padding
         self._are_alike = len({(feature.executor, feature.padding) for feature in self._features}) == len(executors)
-        all_bags, tables = self._all_bags(), tuple(self._table_of[k] for k in self._order)
+        all_bags, tables = self._all_bags(), tuple([self._table_of[k] for k in self._order])
         bags = () if all_bags is None else bag_words(all_bags, self._sizes)
         recurs = all_bags is None or all(each.starts is None for each in all_bags)
         batch = DeviceFeatureLayout(executors, tables, tuple(self._sizes), tuple(paddings), bags, recurs)
@@ -100,9 +98,8 @@ class DeviceLookup:
     def _all_bags(self) -> list[FeatureBags] | None:
         """Return the bags of the features, in order; None if each bag is the row of its id."""
         features = [self._features[k] for k in self._order]
-        if all(feature.is_row for feature in features):
-            return None
-        return [feature.bags for feature in features if feature.bags is not None]
+        all_bags = [feature.bags for feature in features if feature.bags is not None]
+        return all_bags if all_bags and not all(feature.is_row for feature in features) else None
 
     def read(self, keeps_rows: bool = False) -> list[Tensor]:
         """Return each feature's rows, float32 ``ids.shape + (dim,)``, or its bags, (bags, dim).
@@ -120,7 +117,7 @@ class DeviceLookup:
         """Return the same as `read` by joint kernels; None if the tables have changed families."""
         plan, dim = self.plan, self.plan.tables.form.dim
         with self._working:
-            if not self._are_of_one_kind(plan.executors):
+            if plan.kind.is_open and not self._are_of_one_kind(plan.executors):
                 return None
             for executor in plan.executors:
                 executor.timeline.wait_for_copies()

@@ -134,7 +134,7 @@ class JointBatchPlan:
         times = [executor.begin_batch(n, trains) for executor, n in zip(batch.executors, positions, strict=True)]
         assert kind is not None  # it is the family of all
         self.kind: TableFamily = kind
-        self.stamps = tuple(executor.clock.stamp for executor in batch.executors)
+        self.stamps = tuple([executor.clock.stamp for executor in batch.executors])
         is_cached = kind.kind.is_cached
         known = [
             executor.known if counted or not is_cached else executor.known.uncounted(executor.cache.not_counted)

@@ -256,7 +256,7 @@ def _judge(due: Sequence[StepRequest]) -> DeviceStep:
     else:
         numbers = torch.stack([*numbers, *shown])
         shown = numbers[count:]
-    faults = _addresses(tuple(part.executor.faults.tensor.data_ptr() for part in due), device)
+    faults = _addresses(tuple([part.executor.faults.tensor.data_ptr() for part in due]), device)
     timeline.keep(faults)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
     gate.judge(numbers, shown, faults, verdicts, number)
