@@ -58,7 +58,6 @@ def example_cache() -> None:
             counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
             plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], tables, search)
             cache.forget(slots, some.long())
-    plan.adopt(slots.tallies, slots.tallies)
     places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):
         cache.exchange(moves, record_bytes)

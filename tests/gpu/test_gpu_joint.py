@@ -478,7 +478,7 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     counts, tickets, sizes = one(0).repeat(plan.blocks(n)), one(7).repeat(5), ((n, torch.int64), (n + 1, torch.int32))
     again, sorted_keys = Poisoned((9,), torch.int32), tensor(expected[order])
     made = [Poisoned((size,), dtype).inside for size, dtype in (*sizes, (n, torch.int32), (1, torch.int32))]
-    plan.mark(sorted_keys, None, counts, None, tickets, 8)
+    plan.mark(sorted_keys, 0, counts, None, tickets, 8)
     keys_of_plan = sorted_keys, int(firsts[-1]) - 1, tensor(order), counts
     plan.collect(*keys_of_plan, *made, tickets=tickets, tables=tables, found=(tensor(ids), again.inside, 8))
     same(again.check(9), wanted)

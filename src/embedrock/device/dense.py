@@ -150,10 +150,8 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             if self._seen != self._version.now:
                 self._follow()
 
-    def _made_plan(
-        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
-    ) -> DeviceBatchPlan:
-        n = ids.numel()
+    def _made_plan(self, ids: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DeviceBatchPlan:
+        n, fault = ids.numel(), None if is_ahead else self.faults.tensor
         search = self.cache.search(n, self.begin_batch(n, trains), self.timeline)
         if search is None:
             return make_plan(ids, self._count, fault, self.clock.stamp)
@@ -223,7 +221,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
-        plan = make_plan(keys, self._count, self.faults.tensor, later.plan.stamp, merges=True)
+        plan = make_plan(keys, self._count, None, later.plan.stamp)
         summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), plan, self.no_row)
         most = self._count + 1  # with the key of no row, the last one; a bound for any number of accumulated batches
         count = (plan.keys < self._count).sum(dtype=torch.int32).reshape(1)

@@ -214,11 +214,9 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
                 return self._planned_or_prefetched(ids, trains, self._take())
         return super().plan(ids, trains)
 
-    def _made_plan(
-        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
-    ) -> DeviceBatchPlan:
+    def _made_plan(self, ids: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DeviceBatchPlan:
         self.clock.stamp += 1
-        plan = make_open_plan(ids, self.clock.stamp, self.spec.rows, fault)
+        plan = make_open_plan(ids, self.clock.stamp, self.spec.rows, None if is_ahead else self.faults.tensor)
         if not is_ahead or self.cache.is_cache:  # else the lookup finds the slots
             self.index.find(plan, self.tables.entries)
             self.load(plan, plan.count, trains, counts)

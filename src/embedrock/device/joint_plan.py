@@ -163,10 +163,10 @@ class JointBatchPlan:
         ids, tables = self.ids, self.tables
         keys = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
         kernels.join(ids, self.placed, len(self.batch.tables), tables, keys)
-        self.plan, counts = sorted_plan(keys, None, None, self.stamps[0], self.tickets(len(self.executors)))
+        self.plan = sorted_plan(keys, 0, None, self.stamps[0], self.tickets(len(self.executors)))
         search = None if self._search is None else scratch_of(self.plan, self._search, self.misses)
         found = None if is_ahead else (ids, self.bounds, self.stamps[0])
-        collect(self.plan, counts, self.firsts[-1] - 1, tables, search, found)
+        collect(self.plan, self.firsts[-1] - 1, tables, search, found)
         if search is not None:
             assert self.plan.ordered is not None  # the device planned
             load_rows(tables, search, self.plan.ordered, len(ids))

@@ -67,7 +67,8 @@ class DeviceBatchPlan:
         tickets: int32, zeros, counters by which programs that sum over the plan find the last one.
         stamp: number of the batch.
         positions: int32 (n,), the key of each position, if the device planned.
-        ordered: the same, sorted.
+        ordered: the same, sorted; or the sorted open ids, if they are to be checked.
+        counts: see `kernels.mark`, if the device planned.
         host: the host's plan, if the host planned.
         stepped: the stepped rows of `host`; None: all of them.
         epoch: state of the hash index that `keys` come from; changes when ids get slots.
@@ -86,6 +87,7 @@ class DeviceBatchPlan:
     stamp: int
     positions: Tensor | None = None
     ordered: Tensor | None = None
+    counts: TensorPart | None = None
     host: Plan | None = None
     stepped: SteppedRows | None = None
     epoch: int = 0
@@ -141,7 +143,6 @@ class PrefetchedPlan(NamedTuple):
         stamp: number of the batch; None if only the host has planned it.
         plan: on the device; None if only the host has planned the batch, or if it is part of a joint plan.
         host: the host's plan; None where the device plans.
-        fault: int64 (4,), see `DeviceErrors`, of bad ids; None where the host has checked them.
         joint: the `JointBatchPlan` of this table and others; None for a plan of one table.
     """
 
@@ -150,7 +151,6 @@ class PrefetchedPlan(NamedTuple):
     stamp: int | None
     plan: DeviceBatchPlan | None = None
     host: Plan | None = None
-    fault: Tensor | None = None
     joint: Any = None
 
     def is_of(self, ids: Tensor) -> bool:
@@ -169,37 +169,26 @@ def version_of(ids: Tensor) -> int:
 def make_plan(
     keys: Tensor,
     rows: int,
-    fault: Tensor,
+    fault: Tensor | None,
     stamp: int,
     arrival: tuple[DeviceTables, VictimScratch] | None = None,
-    merges: bool = False,
 ) -> DeviceBatchPlan:
     """Plan a batch by sorting. The host does not wait for the device.
 
     Args:
         keys: int64 or int32, any shape: slots of rows, equal to their ids. Keys outside ``[0, rows)`` are an error.
         rows: of the table, below 2**31. This is also the key of no row, which fills ``keys`` beyond the existing rows.
-        fault: int64 (4,), see `DeviceErrors`.
+        fault: int64 (4,), see `DeviceErrors`; None: keys are not checked.
         stamp: number of the batch.
         arrival: the table, and scratch of the search for victims, if rows are marked as used; None without a cache.
-        merges: keys may come from other plans, and the key of no row is valid.
     """
-    plan, counts = sorted_plan(keys, rows + merges, fault, stamp)
-    collect(plan, counts, rows, *(arrival or ()))
+    plan = sorted_plan(keys, rows, fault, stamp)
+    collect(plan, rows, *(arrival or ()))
     return plan
 
 
-def sorted_plan(
-    keys: Tensor, limit: int | None, fault: Tensor | None, stamp: int, tickets: int = 0
-) -> tuple[DeviceBatchPlan, TensorPart]:
-    """Begin to plan a batch: sort its keys. Return the plan, and the `counts` for `collect`.
-
-    Args:
-        keys: see `make_plan`.
-        limit: keys outside ``[0, limit)`` are an error; None: no key is.
-        fault, stamp: see `make_plan`.
-        tickets: number of counters beside those of sums.
-    """
+def sorted_plan(keys: Tensor, rows: int, fault: Tensor | None, stamp: int, tickets: int = 0) -> DeviceBatchPlan:
+    """Begin to plan a batch: sort its keys. `tickets`: number of counters beside those of sums. See `make_plan`."""
     n, device = keys.numel(), keys.device
     given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
     is_wide = given.dtype == torch.int64
@@ -211,26 +200,25 @@ def sorted_plan(
     else:
         positions = given
     ordered, order = torch.sort(positions, stable=True)
-    kernels.mark(ordered, limit, counts, fault, drawn, stamp)
-    shape = tuple(keys.shape)
-    plan = DeviceBatchPlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
-    return plan, counts
+    kernels.mark(ordered, rows, counts, fault, drawn, stamp)
+    arrays = unique, unique, starts, order, inverse, count, drawn
+    return DeviceBatchPlan(tuple(keys.shape), *arrays, stamp, positions, ordered, counts)
 
 
-def collect(plan: DeviceBatchPlan, counts: TensorPart, nobody: int, *more: Any) -> None:
+def collect(plan: DeviceBatchPlan, nobody: int, *more: Any) -> None:
     """Write a sorted plan; `nobody` is the key of no row. For `more` see `kernels.collect`."""
-    arrays = plan.order, counts, plan.keys, plan.starts, plan.inverse, plan.count, plan.tickets
+    arrays = plan.order, plan.counts, plan.keys, plan.starts, plan.inverse, plan.count, plan.tickets
     kernels.collect(plan.ordered, nobody, *arrays, *more)
 
 
-def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DeviceBatchPlan:
+def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor | None) -> DeviceBatchPlan:
     """Plan a batch of hashed ids by sorting, without their `keys`. The host does not wait for the device.
 
     Args:
         ids: int64 or int32, any shape. Ids outside ``[0, rows)`` are an error.
         stamp: number of the batch.
         rows: of the table; None: ids are any int64.
-        fault: int64 (4,), see `DeviceErrors`.
+        fault: int64 (4,), see `DeviceErrors`; None: ids are not checked.
     """
     n, device = ids.numel(), ids.device
     room = carved(device, _open_room_of(n))
@@ -238,11 +226,11 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     wide = ids.to(torch.int64)
     ordered, order = torch.sort(wide if wide.dim() == 1 else wide.reshape(-1), stable=True)
-    kernels.mark(ordered, rows, counts, fault, drawn, stamp)
+    kernels.mark(ordered, rows or 0, counts, None if rows is None else fault, drawn, stamp)
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
-    return DeviceBatchPlan(
-        tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=(new, drawn[-1:])
-    )
+    unchecked = None if rows is None or fault is not None else ordered
+    arrays, news = (keys, unique, starts, order, inverse, count, drawn), (new, drawn[-1:])
+    return DeviceBatchPlan(tuple(ids.shape), *arrays, stamp, ordered=unchecked, counts=counts, new=news)
 
 
 @functools.lru_cache(maxsize=256)

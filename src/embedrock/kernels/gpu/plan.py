@@ -75,7 +75,7 @@ def _mark(keys, limit, counts, fault, tickets, size, n, number, LANES: tl.conste
     _, heads = load_heads(keys, program * LANES + tl.arange(0, LANES), n)
     tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0), mask=n > 0)
     clear(tickets, size, program, LANES)
-    if limit is not None and program == 0:
+    if fault is not None and program == 0:
         first = tl.load(keys, mask=n > 0, other=0).to(tl.int64)
         last = tl.load(keys + n - 1, mask=n > 0, other=0).to(tl.int64)
         bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
@@ -89,7 +89,7 @@ def _mark(keys, limit, counts, fault, tickets, size, n, number, LANES: tl.conste
 def mark(keys, limit, counts, fault, tickets, number):
     """Count the keys that begin in each block; record one outside ``[0, limit)``, unless `fault` has an error already.
 
-    If `limit` is None, no key is outside. `tickets`, int32, are set to 0.
+    If `fault` is None, keys are not checked. `tickets`, int32, are set to 0.
     """
     n = keys.shape[0]
     _ready_to_mark.launch(blocks(n) or 1, keys, limit, counts, fault, tickets, tickets.shape[0], n, number)
@@ -257,16 +257,3 @@ def _to_collect(tables, warps):
 
 # Kernels that each batch launches, prepared once.
 _ready_to_narrow, _ready_to_mark = ReadyKernel(_narrow, LANES=BLOCK), ReadyKernel(_mark, LANES=BLOCK)
-
-
-@kernel()
-def _adopt(fault, ahead):
-    lane = tl.arange(0, 4)
-    code, found = tl.load(fault), tl.load(ahead + lane)
-    tl.debug_barrier()  # the stores overwrite the code read above
-    tl.store(fault + lane, found, mask=(code == 0) & (tl.max(found, axis=0) > 0))
-
-
-def adopt(fault, ahead):
-    """Copy the error int64 (4,) of a prefetched batch to `fault`, unless `fault` has one already."""
-    launch(_adopt, 1, fault, ahead, num_warps=1)
