@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from embedrock.device.copies import HostCopy
-from embedrock.device.gradients import SummedRows
 from embedrock.device.plan import DeviceBatchPlan, SlotCounts, carved, layout
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import directory as kernels
@@ -38,7 +37,7 @@ class DeviceHashIndex:
 
     def __init__(self, slots: int, device: torch.device, timeline: StreamOrder, limit: int) -> None:
         self.most = self.epoch = self.room = self._positions = 0
-        self.prepared: tuple[SummedRows, int] | None = None
+        self.prepared: tuple[Any, int] | None = None
         self._limit = limit
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros((), dtype=torch.int64, device=device)
@@ -84,11 +83,11 @@ class DeviceHashIndex:
         """Bytes of GPU memory."""
         return sum(part.numel() * part.element_size() for part in (self.ids, self._entries.table, self._used))
 
-    def most_with(self, sums: SummedRows) -> int:
+    def most_with(self, sums: Any) -> int:
         """Return the maximum number of rows after a step by gradients."""
         return min(self.most + sums.most_rows, self._limit)
 
-    def has_room(self, sums: SummedRows) -> bool:
+    def has_room(self, sums: Any) -> bool:
         """Return whether the new rows of gradients have room."""
         if self.most_with(sums) <= self.room:
             return True

@@ -17,7 +17,7 @@ from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
 from embedrock.device.executor import GpuExecutor, form_of
 from embedrock.device.features import TableFamily, kind_of
-from embedrock.device.gradients import DeviceRowGradients, SummedRows, sum_rows
+from embedrock.device.gradients import DeviceRowGradients, sum_rows
 from embedrock.device.hash_index import DeviceHashIndex
 from embedrock.device.host_planned import HostPlannedExecutor, are_dropped
 from embedrock.device.joint_hashed import HashedJointPlan
@@ -249,7 +249,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
                 self._give_up()
             return self._directory is not None
 
-    def _makes_room(self, sums: SummedRows) -> bool:
+    def _makes_room(self, sums: Any) -> bool:
         index = self.index
         index.poll()
         if index.most + ASKED_AHEAD * sums.most_rows > index.room:
@@ -268,7 +268,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         index.prepared = sums, index.epoch
         return True
 
-    def _needed(self, sums: SummedRows, most: int) -> int:
+    def _needed(self, sums: Any, most: int) -> int:
         """Return the number of rows that need room, at most `most` if possible.
 
         Waits for the device if room is short.
@@ -449,7 +449,7 @@ def _count_new(executor: HashedGpuExecutor, plan: DeviceBatchPlan) -> int:
         return index.count() + executor._count_new(plan) - executor._memory.count
 
 
-def _keep_room(executor: HashedGpuExecutor, sums: SummedRows, new: int) -> None:
+def _keep_room(executor: HashedGpuExecutor, sums: Any, new: int) -> None:
     """Keep room for exactly `new` new rows of gradients."""
     with executor.working:
         index, needed = executor._open(), executor._memory.count + new

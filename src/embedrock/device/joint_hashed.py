@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.joint_plan import JointBatchPlan, KernelRows, entries_of
+from embedrock.device.joint_plan import JointBatchPlan, entries_of
 from embedrock.device.plan import DeviceBatchPlan, ScratchLayout, SteppedTables, carved, layout
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
+from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.directory import DROPPED, blocks
 from embedrock.kernels.gpu.sums import partial_rows
@@ -23,12 +24,13 @@ class PlanSlots(NamedTuple):
     """The slots of a plan's rows, and the state of the hash indexes they come from.
 
     Attributes:
-        known: keys and tables for kernels.
+        tables, keys: for kernels.
         counts, news: numbers of rows without a slot, see `directory.search`.
         states: of the hash indexes.
     """
 
-    known: KernelRows
+    tables: DeviceTables
+    keys: Tensor
     counts: Tensor
     news: Tensor | TensorPart
     states: list[Any]
@@ -59,9 +61,8 @@ class HashedJointPlan(JointBatchPlan):
         self.slots = self._searched(self.plan.keys, counts, news)
 
     @property
-    def known(self) -> KernelRows:
-        """The current keys of the rows for kernels."""
-        return self._found().known
+    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
+        return *self._found()[:2], self.plan.ids
 
     def _found(self) -> PlanSlots:
         """Return the current slots of the rows."""
@@ -80,9 +81,8 @@ class HashedJointPlan(JointBatchPlan):
     def _enter(self, found: PlanSlots, first: int, verdicts: Tensor) -> None:
         """Give slots to the new rows of consecutive tables, starting with `first`, by their verdicts."""
         which = first, first + len(verdicts)
-        known, counts, news, _ = found
-        args = self._arrays, known.tables.entries, known.keys, counts, news, self.plan.tickets
-        kernels.enter(*args, which, verdicts)
+        tables, keys, counts, news, _ = found
+        kernels.enter(self._arrays, tables.entries, keys, counts, news, self.plan.tickets, which, verdicts)
         for table in range(*which):
             executor: Any = self.executors[table]
             executor.index.record_inserts(self.cuts[table + 1] - self.cuts[table])
@@ -91,7 +91,7 @@ class HashedJointPlan(JointBatchPlan):
         states, device = self._states(), self.bounds.device
         entries, _ = entries_of(tuple(zip(states[::2], self.batch.paddings, strict=True)), device)
         kernels.search(self._arrays, entries, keys, counts, news, self.bounds)
-        return PlanSlots(KernelRows(self.tables._replace(entries=entries), keys, self.plan.ids), counts, news, states)
+        return PlanSlots(self.tables._replace(entries=entries), keys, counts, news, states)
 
     def _states(self) -> list[Any]:
         executors: Any = self.executors

@@ -10,11 +10,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import load_rows
+from embedrock.device.cache import load_rows, scratch_of, shares_of, times_of
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.executor import NO_PADDING
 from embedrock.device.features import TableFamily
-from embedrock.device.joint_cache import scratch_of, shares_of, times_of
 from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, SteppedTables, collect, sorted_plan, version_of
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
@@ -45,20 +44,6 @@ def entries_of(
         words.append(table._replace(**given).words)
         firsts.append(firsts[-1] + table.rows + 2)
     return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
-
-
-class KernelRows(NamedTuple):
-    """Rows of several tables, for kernels.
-
-    Attributes:
-        tables: see `DeviceTables`.
-        keys: of the rows.
-        ids: of the rows; None: the keys determine them.
-    """
-
-    tables: DeviceTables
-    keys: Tensor
-    ids: Tensor | None
 
 
 class DeviceFeatureLayout(NamedTuple):
@@ -178,9 +163,9 @@ class JointBatchPlan:
         plan_kernels.bounds(*args)
 
     @property
-    def known(self) -> KernelRows:
-        """The current keys of the rows for kernels."""
-        return KernelRows(self.tables, self.plan.keys, None)
+    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
+        """The tables for kernels, the current keys of their rows, and the ids; None: the keys determine these."""
+        return self.tables, self.plan.keys, None
 
     def ready(self, first: int, values: Tensor, verdicts: Tensor) -> SteppedTables:
         """Return consecutive tables that have begun a step, starting with `first`, for their verdicts.
