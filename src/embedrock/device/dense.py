@@ -215,9 +215,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     # ------------------------------------------------------------ gradients
 
-    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
-        return replace(plan, keys=torch.where(drop, self._count, plan.keys))
-
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])

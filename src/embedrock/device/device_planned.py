@@ -24,13 +24,11 @@ class DevicePlannedExecutor(GpuExecutor):
 
     Attributes:
         is_newer: the device's records are newer than the backend's.
-        nobody: the key of no row.
         known: `TableEntryWords` of this table, that kernels of several tables read.
         batch_plan: type of the `JointBatchPlan` of several tables.
     """
 
     is_newer = False
-    nobody: int
     known: Any
     batch_plan: Callable[..., Any]
 

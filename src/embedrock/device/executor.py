@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,9 +78,11 @@ class GpuExecutor(ABC):
         working: a context that holds the table lock and orders work on the device.
         cache: records in GPU memory, which subclasses create.
         first: initial record of a row; None where the host creates records.
+        nobody: the key of no row.
     """
 
     cache: DeviceCache
+    nobody: int
     first: rows.InitialRecord | None = None
     judge: Any  # `steps.judge`, in subclasses
     joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
@@ -324,9 +327,9 @@ class GpuExecutor(ABC):
         row = torch.where(found.any(), found.to(torch.int32).argmax(), -1)
         return row.to(torch.int32).reshape(1), self.masked(plan, found)
 
-    @abstractmethod
     def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
         """Return a plan that does not step the rows in `drop`, bool (n,) or ()."""
+        return replace(plan, keys=torch.where(drop, self.nobody, plan.keys), new=None)
 
     def merge(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         with self.working:

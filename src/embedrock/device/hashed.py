@@ -65,7 +65,6 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         budget: see above.
     """
 
-    nobody = DROPPED
     batch_plan = HashedJointPlan
 
     def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, budget: int) -> None:

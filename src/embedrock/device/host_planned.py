@@ -47,6 +47,7 @@ class HostPlannedExecutor(GpuExecutor):
     """
 
     judge = staticmethod(judge)
+    nobody = DROPPED
 
     def __init__(self, rows: TableState, mirror: DeviceMirror) -> None:
         super().__init__(rows, rows.tier, mirror.device, mirror.timeline, mirror.clock)
@@ -342,9 +343,6 @@ class HostPlannedExecutor(GpuExecutor):
         skip, plan = super()._without(plan, padding)
         plan.stepped = SteppedRows.of(host, rows)
         return skip, plan
-
-    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
-        return replace(plan, keys=torch.where(drop, DROPPED, plan.keys), new=None)
 
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         if are_dropped(earlier):
