@@ -24,7 +24,7 @@ def example_plan() -> None:
     plan.narrow(order, order.int())
     for dtype, limit in itertools.product((torch.int32, torch.int64), limits):
         keys = torch.arange(N, dtype=dtype)
-        plan.mark(keys, limit, counts, fault, 7)
+        plan.mark(keys, limit, counts, fault, counts, 7)
         plan.collect(keys, FAR, order, counts, unique, starts, inverse, count, starts[:2])
 
 
@@ -56,9 +56,8 @@ def example_cache() -> None:
             cache.touch(tables, search, some, number)
             cache.swap(tables, search, some, number, moves)
             counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
-            plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], (tables, search))
+            plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], tables, search)
             cache.forget(slots, some.long())
-    plan.adopt(slots.tallies, slots.tallies)
     places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):
         cache.exchange(moves, record_bytes)
@@ -73,6 +72,10 @@ def search_together(count: int, form: RecordForm, start: int) -> None:
     bins = torch.zeros(cache.BLOCK, dtype=torch.uint8)
     search = cache.VictimScratch(some, bins, some, some, KEYS, words[start:], some[start:], some[start:])
     cache.touch(tables, search, KEYS, ONE)
+    arrays = KEYS, some, KEYS, some, some, some, some
+    plan.collect(KEYS.int(), 0, *arrays, tables, search)
+    for ids in (KEYS, KEYS.int()):
+        plan.collect(KEYS.int(), 0, *arrays, tables, search, (ids, some[start:], 7))
     cache.offer(tables, search)
     cache.choose(tables, search)
     cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))

@@ -8,7 +8,7 @@ import torch
 from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
 
-from embedrock.kernels.gpu import gate, joint, joint_directory, plan, rows, sums
+from embedrock.kernels.gpu import directory, gate, joint, plan, rows, sums
 from embedrock.kernels.gpu.addresses import WORDS, AddressKind, DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.optimizers import SGD, Adam
@@ -26,7 +26,8 @@ def example_plan() -> None:
     tables = tables_of(forms(Adam())[0], 3, True, "normal")
     for ids in (KEYS, KEYS.int()):
         joint.join(ids, CUTS, 3, tables, KEYS.int())
-        joint.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE, 1)
+        plan.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE, 1)
+        plan.collect(KEYS.int(), 9, KEYS, ONE, KEYS, ONE, ONE, ONE, ONE, tables, None, (ids, ONE, 1))
     for starts in (KEYS, KEYS.int()):
         joint.bags(starts, CUTS, 3, tables, ONE, ONE, COUNT, INVERSE, INVERSE)
     joint.norms(3, ONE, torch.zeros(8).double(), torch.zeros(99).double(), ONE, NORMS)
@@ -37,13 +38,13 @@ def example_open_ids() -> None:
     some = torch.zeros(9, dtype=torch.int32)
     for count, start, dtype in itertools.product(TABLES, (0, 1), (torch.uint8, torch.int32)):  # wherever words begin
         tables, of = tables_of(forms(Adam())[0], count, True, "normal"), torch.zeros(len(KEYS), dtype=dtype)
-        joint_directory.tables(KEYS, words[start:], count, of)
-        joint_directory.mark(KEYS, KEYS, KEYS, of, KEYS, KEYS, counts)
-        plan.collect(KEYS, 0, KEYS, counts, KEYS, counts, counts, ONE, counts, tables=of)
+        directory.tables(KEYS, words[start:], count, of)
+        directory.mark(KEYS, KEYS, KEYS, of, KEYS, KEYS, counts, counts)
+        plan.collect(KEYS, 0, KEYS, counts, KEYS, counts, counts, ONE, counts, of=of)
         arrays, found = (KEYS, counts, of, ONE, words[start:]), (KEYS, counts, some[start:])
-        joint_directory.search(arrays, tables.entries, *found, counts)
+        directory.search(arrays, tables.entries, *found, counts)
         verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
-        joint_directory.enter(arrays, tables.entries, *found, some[start:], (0, count), verdicts)
+        directory.enter(arrays, tables.entries, *found, some[start:], (0, count), verdicts)
 
 
 WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache

@@ -104,7 +104,7 @@ class Side:
             keys = np.repeat(keys[:count], 1 + np.arange(count) % 3)
             search = self.search(len(keys), window, size)._replace(time=time)
             args = tensor(keys.astype(np.int32)), len(keys)
-            self.collect(args[0], (place, search))
+            self.collect(args[0], place, search)
         else:
             search, args = self.search(len(keys), window, size)._replace(time=time), (tensor(keys), one(count))
             cache.touch(place, search, *args)
@@ -116,13 +116,13 @@ class Side:
         self.check()
         return moves
 
-    def collect(self, keys: torch.Tensor, arrival: tuple[DeviceTables, cache.VictimScratch]) -> None:
+    def collect(self, keys: torch.Tensor, place: DeviceTables, search: cache.VictimScratch) -> None:
         """Plan a batch whose rows arrive."""
         n, fault = len(keys), one(0, torch.int64)
         counts, starts, inverse = (self.scratch((size,), torch.int32) for size in (plan.blocks(n), n + 1, n))
-        plan.mark(keys, 2**31 - 1, counts, torch.cat([fault] * 4), 1)
+        plan.mark(keys, 2**31 - 1, counts, torch.cat([fault] * 4), one(7), 1)
         order, unique = torch.arange(n, device=DEVICE), self.scratch((n,), torch.int64)
-        plan.collect(keys, -1, order, counts, unique, starts, inverse, one(0), one(0), arrival)
+        plan.collect(keys, -1, order, counts, unique, starts, inverse, one(0), one(0), place, search)
         np.testing.assert_array_equal(unique[: int(inverse[-1]) + 1].cpu(), np.unique(keys.cpu()))
 
     def locate(self, keys: np.ndarray, count: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from torch import Tensor
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import features
-from embedrock.kernels.gpu import joint, runtime
+from embedrock.kernels.gpu import joint, plan, runtime
 from embedrock.kernels.gpu.addresses import AddressKind, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import need_of, share
@@ -89,7 +89,7 @@ def launches() -> Iterator[collections.Counter[str]]:
         runtime.on_launch = before
 
 
-JOINT = dict.fromkeys(("_join", "_mark", "_collect", "_bounds", "_read", "_sum", "_norms", "_judge", "_step"), 1)
+JOINT = dict.fromkeys(("_join", "_mark", "_collect", "_read", "_sum", "_norms", "_judge", "_step"), 1)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch):
     detector = race_detector.install(monkeypatch)
     mine = Model(EVERYTHING).train(2)
     assert detector.found == set()
-    assert {"_bounds", "_norms", "_step"} <= detector.launched
+    assert {"_collect", "_norms", "_step"} <= detector.launched
     assert_same(mine, Model(None).train(2))
 
 
@@ -470,10 +470,20 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     found = np.zeros((4, 4), np.int64)
     device.bounds(firsts, rows, unique, ids[order[starts]], paddings, wanted, found, 8)
     padded = tensor(np.append(unique, [firsts[-1]] * 3))
-    plan = tensor(ids), tensor(order), tensor(starts.astype(np.int32))
-    joint.bounds(tables, padded, one(len(unique)), *plan, bounds.inside, 8)
+    of_plan = tensor(ids), tensor(order), tensor(starts.astype(np.int32))
+    plan.bounds(tables, padded, one(len(unique)), *of_plan, bounds.inside, 8)
     same(bounds.check(9), wanted)
     same(faults, found)
+    faults.zero_()  # the plan of the same keys writes the same
+    counts, tickets, sizes = one(0).repeat(plan.blocks(n)), one(7).repeat(5), ((n, torch.int64), (n + 1, torch.int32))
+    again, sorted_keys = Poisoned((9,), torch.int32), tensor(expected[order])
+    made = [Poisoned((size,), dtype).inside for size, dtype in (*sizes, (n, torch.int32), (1, torch.int32))]
+    plan.mark(sorted_keys, 0, counts, None, tickets, 8)
+    keys_of_plan = sorted_keys, int(firsts[-1]) - 1, tensor(order), counts
+    plan.collect(*keys_of_plan, *made, tickets=tickets, tables=tables, found=(tensor(ids), again.inside, 8))
+    same(again.check(9), wanted)
+    same(faults, found)
+    assert not tickets.any()
     assert found[:, 2].tolist() == [-9, 0, 6, 0]
 
     squares = rng.random(len(unique) + 3)

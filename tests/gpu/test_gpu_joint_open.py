@@ -22,7 +22,7 @@ import embedrock.torch as ert
 from embedrock.device import joint_hashed as joint_open
 from embedrock.device import memory_for
 from embedrock.device.joint import DeviceLookup
-from embedrock.kernels.gpu import directory, joint_directory, plan
+from embedrock.kernels.gpu import directory, plan
 from embedrock.kernels.gpu.addresses import TableEntryWords
 from embedrock.table.table import rows_of
 from reference import device
@@ -30,8 +30,8 @@ from slow import slow
 
 DIM, BATCH = 6, 10
 TABLES = 3
-NEW = {"_search_tables", "_enter_tables", "_tables", "_mark_tables"}
-OPEN = dict.fromkeys({*JOINT} - {"_join", "_mark", "_bounds"} | NEW, 1)
+NEW = {"_search", "_enter", "_tables", "_mark_tables"}
+OPEN = dict.fromkeys({*JOINT} - {"_join", "_mark"} | NEW, 1)
 PADDING = 5  # of the second table
 
 Batch = dict[str, Tensor]
@@ -194,7 +194,7 @@ def test_bags_of_open_ids_are_pooled_together(mode: str, near: int) -> None:
         batch = {name: torch.from_numpy(rng.integers(0, 12, 7)) for name in "abc"}
         with launches() as seen:
             found = [model.look_up(batch) for model in models[:1]]
-        assert seen["_bags"] == seen["_search_tables"] == 1
+        assert seen["_bags"] == seen["_search"] == 1
         found += [model.look_up(batch) for model in models[1:]]
         are_same([{name: rows.detach().cpu() for name, rows in each.items()} for each in found])
         for model, own in zip(models, found, strict=True):
@@ -228,7 +228,7 @@ def test_batches_are_planned_ahead_together() -> None:
     with launches() as seen:
         for batch in ert.prefetch(batches, layers, depth=1):
             models[0].train(batch)
-    assert seen["_mark_tables"] == seen["_search_tables"] == len(batches)
+    assert seen["_mark_tables"] == seen["_search"] == len(batches)
     for batch in batches:
         models[1].train(batch)
     assert_same(*models)
@@ -310,8 +310,7 @@ def test_more_tables_than_a_byte_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer looks for races on a GPU: see on_gpu.py")
 def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
     detector = race_detector.install(monkeypatch)
-    for module in (directory, joint_directory):
-        monkeypatch.setattr(module, "LANES", 4)
+    monkeypatch.setattr(directory, "LANES", 4)
     monkeypatch.setattr(joint_open, "_room_of", joint_open._room_of.__wrapped__)  # it keeps what other lanes need
     models = [Model("together"), Model("alone")]
     rng = np.random.default_rng(5)
@@ -360,7 +359,7 @@ class Directories:
         bounds, of_tables = Poisoned((2 * len(parts) + 1,), torch.int32), np.empty(2 * len(parts) + 1, np.int32)
         counts = Poisoned((directory.blocks(len(ids) + 1),), torch.int32).inside
         device.search_tables(rows.ids, rows.of, self.tables, expected, wanted, of_tables)
-        joint_directory.search(arrays, self.entries, keys.inside, counts, news, bounds.inside)
+        directory.search(arrays, self.entries, keys.inside, counts, news, bounds.inside)
         same(keys.check(len(rows.ids)), expected)
         same(news, wanted)
         same(bounds.check(len(of_tables)), of_tables)
@@ -369,7 +368,7 @@ class Directories:
         verdicts, ticket = torch.stack([verdict(is_live) for is_live in live]), one(0)
         which = begin, begin + len(live)
         given = device.enter_tables(rows.ids, expected, self.tables, of_tables, begin, live)
-        joint_directory.enter(arrays, self.entries, keys.inside, counts, news, ticket, which, verdicts)
+        directory.enter(arrays, self.entries, keys.inside, counts, news, ticket, which, verdicts)
         for number, used in enumerate(given, begin):
             self.tables[number] = self.tables[number]._replace(used=used)
         same(keys.check(len(rows.ids)), expected)
@@ -382,7 +381,7 @@ class Directories:
         n, first = len(ids), np.argsort(ids, kind="stable")
         of, found = np.empty(n, np.uint8), Poisoned((n,), torch.uint8)
         device.tables(first, cuts, of)
-        joint_directory.tables(tensor(first), tensor(cuts), len(self.tables), found.inside)
+        directory.tables(tensor(first), tensor(cuts), len(self.tables), found.inside)
         same(found.check(n), of)
 
         second = np.argsort(of, kind="stable")
@@ -390,20 +389,22 @@ class Directories:
         device.mark_tables(ids[first], first, second, ordered, order)
         got = [Poisoned((n,), torch.int64) for _ in range(2)]
         counts, of_positions = Poisoned((plan.blocks(n),), torch.int32).inside, tensor(of[second])
-        put = got[0].inside, got[1].inside, counts
-        joint_directory.mark(tensor(ids[first]), tensor(first), tensor(second), of_positions, *put)
+        tickets = Poisoned((1,), torch.int32)
+        put = got[0].inside, got[1].inside, counts, tickets.inside
+        directory.mark(tensor(ids[first]), tensor(first), tensor(second), of_positions, *put)
         for each, expected in zip(got, (ordered, order), strict=True):
             same(each.check(n), expected)
 
         unique, starts, inverse = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
-        count, tickets = np.empty(1, np.int32), np.empty(1, np.int32)
-        device.collect(ordered, 0, order, count, unique, starts, inverse, count, tickets, of[second])
-        sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32), (1, torch.int32)
+        count = np.empty(1, np.int32)
+        device.collect(ordered, 0, order, count, unique, starts, inverse, count, of[second])
+        sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32)
         made = [Poisoned((size,), dtype) for size, dtype in sizes]
         args = got[0].inside, 0, got[1].inside, counts, *(each.inside for each in made)
-        plan.collect(*args, tables=of_positions)
+        plan.collect(*args, tickets=tickets.inside, of=of_positions)
+        assert int(tickets.check(1)[0]) == 0
         rows = int(count[0])
-        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count, tickets), strict=True):
+        for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count), strict=True):
             same(each.check(len(expected)), expected)
         begins = starts[:rows]
         arrays = made[0].inside, made[1].inside, of_positions, made[3].inside, tensor(cuts)
@@ -420,8 +421,7 @@ class Rows(NamedTuple):
 @pytest.mark.parametrize("lanes", [directory.LANES, *slow(4)])
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 10))])
 def test_ids_of_tables_get_the_slots_of_the_reference(seed: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (directory, joint_directory):
-        monkeypatch.setattr(module, "LANES", lanes)
+    monkeypatch.setattr(directory, "LANES", lanes)
     rng, tables = np.random.default_rng(seed), Directories()
     k, most = len(tables.tables), 700 if lanes > 4 else 40
     for number in range(5):

@@ -455,10 +455,10 @@ def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.Mon
     on_device(layers)
     starts, step = set(), steps.begin_step
 
-    def noted(part: Any, verdict: torch.Tensor | None, number: Any) -> Any:
+    def noted(part: Any, sums: Any, verdict: torch.Tensor | None, number: Any) -> Any:
         assert verdict is not None
         starts.add(verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
-        return step(part, verdict, number)
+        return step(part, sums, verdict, number)
 
     monkeypatch.setattr(steps, "begin_step", noted)
     torch.stack([layer(torch.arange(3)).sum() for layer in layers]).sum().backward()

@@ -20,6 +20,7 @@ from embedrock.device import memory_for
 from embedrock.device.hash_index import DeviceHashIndex
 from embedrock.device.hashed import FIRST_SLOTS, HashedGpuExecutor
 from embedrock.kernels.gpu import directory as kernels
+from embedrock.kernels.gpu.addresses import TableEntryWords
 from reference import device, directory
 from slow import slow
 
@@ -51,7 +52,10 @@ class Pair:
     def __init__(self, slots: int, seed: int) -> None:
         table = torch.zeros(2 * slots, dtype=torch.int64, device=DEVICE)
         self.entries = kernels.HashIndexTensors(table, Poisoned((slots,), torch.int64).inside, seed)
-        self.used, self.table_lock = torch.zeros(2, dtype=torch.int64, device=DEVICE), 0
+        self.used = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        known = *(part.data_ptr() for part in self.entries[:2]), 2 * slots, seed, self.used.data_ptr(), 0
+        words = TableEntryWords(0, slots, 0, 0, 0, 0, 0, 0, (0, 0, 0), -2, directory=known).words
+        self.words = tensor(np.array([words], np.int64))
         self.ids, self.count = np.zeros(slots, np.int64), 0
 
     def step(self, ids: np.ndarray, dropped: np.ndarray, live: bool, spare: int) -> None:
@@ -61,19 +65,21 @@ class Pair:
         known = tensor(np.where(np.append(dropped, np.zeros(spare, bool)), device.DROPPED, device.NEW))
         count = one(n)
         found, slots = (Poisoned((n + spare,), torch.int64) for _ in range(2))
-        counts = Poisoned((kernels.blocks(n + spare),), torch.int32)
+        counts, news, ticket = Poisoned((kernels.blocks(n + spare),), torch.int32), one(0).repeat(2), one(0)
+        rows = keys, None, None, count, None
         expected = device.search(ids, np.array([n]), np.where(dropped, device.DROPPED, 0), self.ids, self.count)
-        kernels.search(keys, count, None, self.entries, found.inside, counts.inside)
+        kernels.search(rows, self.words, found.inside, counts.inside, news[:1])
         np.testing.assert_array_equal(found.check(n)[~dropped], expected[~dropped])
-        assert counts.inside.sum() == np.count_nonzero(found.inside[:n].cpu().numpy() == device.NEW)
-        kernels.search(keys, count, known, self.entries, slots.inside, counts.inside)
+        assert counts.inside.sum() == news[0] == np.count_nonzero(found.inside[:n].cpu().numpy() == device.NEW)
+        kernels.search(rows, self.words, slots.inside, counts.inside, news[1:], known=known)
         np.testing.assert_array_equal(slots.check(n), expected)
-        assert counts.inside.sum() == np.count_nonzero(expected == device.NEW)
-        kernels.enter(keys, count, slots.inside, counts.inside, verdict(live), self.used, self.table_lock, self.entries)
-        self.table_lock = 1 - self.table_lock
+        assert counts.inside.sum() == news[1] == np.count_nonzero(expected == device.NEW)
+        of_new = slots.inside, counts.inside, news[1:]
+        kernels.enter(rows, self.words, *of_new, ticket, (0, 1), verdict(live)[None])
+        assert int(ticket) == 0
         self.count = device.enter(ids, expected, live, self.ids, self.count)
         np.testing.assert_array_equal(slots.check(n), expected)
-        assert int(self.used[self.table_lock]) == self.count
+        assert int(self.used) == self.count
         np.testing.assert_array_equal(self.entries.ids[: self.count].cpu().numpy(), self.ids[: self.count])
 
 
@@ -109,7 +115,7 @@ def test_no_program_that_enters_ids_depends_on_another(monkeypatch: pytest.Monke
         ids = np.arange(900) * 3 - 450 * k
         pair.step(ids, ids % 7 == 0, True, 0)
     pair.entries.table.zero_()
-    kernels.file(pair.used, pair.table_lock, 2000, pair.entries)
+    kernels.file(pair.used, 2000, pair.entries)
     assert int((pair.entries.table != 0).sum()) == pair.count
     assert detector.found == set()
     assert {"_search", "_enter", "_file"} <= detector.launched
@@ -121,7 +127,7 @@ def test_entries_are_made_of_ids_as_they_are():
     pair.entries.ids[: len(ids)] = tensor(ids)
     pair.ids[: len(ids)], pair.count = ids, len(ids)
     pair.used.fill_(len(ids))
-    kernels.file(pair.used, pair.table_lock, 2 * len(ids), pair.entries)
+    kernels.file(pair.used, 2 * len(ids), pair.entries)
     assert int((pair.entries.table != 0).sum()) == len(ids)
     pair.step(ids[::3], np.zeros(len(ids[::3]), bool), True, 2)
 

@@ -28,13 +28,14 @@ def test_collect(rows: int, n: int, dtype: type) -> None:
     unique, starts = np.empty(n, np.int64), np.empty(n + 1, np.int32)
     inverse, count = np.empty(n, np.int32), np.empty(1, np.int32)
     tickets = np.empty(1 + n // 64 + 2 * plan.BLOCK * (n == SIZES[2]), np.int32)  # of many tables, more than positions
-    device.collect(keys[order], rows, order, count, unique, starts, inverse, count, tickets)
+    device.mark(keys[order], rows, count, np.zeros(4, np.int64), tickets, 3)
+    device.collect(keys[order], rows, order, count, unique, starts, inverse, count)
 
     found, bounds = Poisoned((n,), torch.int64), Poisoned((n + 1,), torch.int32)
     back, total, counts = Poisoned((n,), torch.int32), Poisoned((1,), torch.int32), counts_of(n)
     sorted_keys = tensor(keys[order])
-    plan.mark(sorted_keys, rows, counts, one(0, torch.int64), 3)
     drawn = Poisoned((len(tickets),), torch.int32)
+    plan.mark(sorted_keys, rows, counts, one(0, torch.int64), drawn.inside, 3)
     parts = found.inside, bounds.inside, back.inside, total.inside, drawn.inside
     plan.collect(sorted_keys, rows, tensor(order), counts, *parts)
     same(drawn.check(len(tickets)), tickets)
@@ -58,8 +59,8 @@ def test_narrow(n: int) -> None:
 def test_no_positions() -> None:
     nothing, count, starts = tensor(np.empty(0, np.int64)), one(-7), one(-7)
     plan.narrow(nothing, nothing)
-    plan.mark(nothing, 5, nothing, nothing, 1)
     tickets = one(-7)
+    plan.mark(nothing, 5, nothing, one(0, torch.int64), tickets, 1)
     plan.collect(nothing, 9, nothing, nothing, nothing, starts, nothing, count, tickets)
     assert count.item() == starts.item() == tickets.item() == 0
 
@@ -84,10 +85,10 @@ def test_more_blocks_than_are_added_up_at_once(stop: int) -> None:
 def test_a_key_out_of_range(keys: list[int], bad: int | None) -> None:
     expected, got = np.zeros(4, np.int64), Poisoned((4,), torch.int64)
     got.inside.zero_()
-    args = np.array(keys), 10, np.empty(1, np.int32)
-    device.mark(*args, expected, 16)
-    plan.mark(tensor(args[0]), 10, counts_of(len(keys)), got.inside, 16)
+    args, tickets = (np.array(keys), 10, np.empty(1, np.int32)), one(0)
+    device.mark(*args, expected, np.empty(1, np.int32), 16)
+    plan.mark(tensor(args[0]), 10, counts_of(len(keys)), got.inside, tickets, 16)
     assert expected.tolist() == ([1, 16, bad, 0] if bad is not None else [0] * 4)
     same(got.check(4), expected)
-    plan.mark(tensor(np.array([-7])), 10, counts_of(1), got.inside, 17)  # the first fault stays
+    plan.mark(tensor(np.array([-7])), 10, counts_of(1), got.inside, tickets, 17)  # the first fault stays
     assert got.check(4).tolist() == (expected.tolist() if bad is not None else [1, 17, -7, 0])

@@ -43,14 +43,18 @@ def narrow(keys: Int64Array, narrowed: Int32Array) -> None:
     narrowed[:] = np.clip(keys, limits.min, limits.max)
 
 
-def mark(keys: Int64Array, limit: int | None, counts: Int32Array, fault: Int64Array, number: int) -> None:
+def mark(
+    keys: Int64Array, limit: int | None, counts: Int32Array, fault: Int64Array, tickets: Int32Array, number: int
+) -> None:
     """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: code, ``number``, key.
 
     Args:
         keys: (n,), sorted; int32 or int64.
         limit: see above; None: no key is outside.
         counts: how many keys begin in each block, for the fast `collect`.
+        tickets: int32, of which nobody has drawn one yet.
     """
+    tickets[:] = 0
     if limit is None:
         return
     bad = keys[[0, -1]][[keys[0] < 0, keys[-1] >= limit]]
@@ -67,7 +71,6 @@ def collect(
     starts: Int32Array,
     inverse: Int32Array,
     count: Int32Array,
-    tickets: Int32Array,
     tables: np.ndarray | None = None,
 ) -> None:
     """Write the plan of sorted keys.
@@ -80,11 +83,9 @@ def collect(
         starts: int32 (n + 1,); segment k is ``order[starts[k] : starts[k + 1]]``.
         inverse: int32 (n,), for each position the index of its key.
         count: int32 (1,).
-        tickets: int32, of which nobody has drawn one yet.
         tables: (n,), of the keys, which are sorted by it first; None: they are of one. Equal keys of different tables
             are different ones.
     """
-    tickets[:] = 0
     begins = np.ones(keys.size, bool)
     begins[1:] = keys[1:] != keys[:-1]
     if tables is not None:

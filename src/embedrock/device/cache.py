@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
+from embedrock.kernels.gpu.addresses import (
+    AGES,
+    BINS,
+    SHARE_WORDS,
+    AddressKind,
+    BatchTime,
+    CacheSlots,
+    DeviceTables,
+    RecordMemory,
+)
+from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
@@ -24,6 +39,7 @@ HALF_LIFE = 30.0
 # Sorted victims are written back in ascending order, which is fast on a bus. A small batch of victims is written
 # quickly in any order, so a sort would cost more than it saves.
 SORTED_FROM = 1 << 14
+NO_TIME = BatchTime(0, 0, 0.0)  # of a batch without a cache
 SCRATCH = 5  # tensors of a search of one table
 
 _generations = itertools.count()
@@ -34,9 +50,7 @@ def present(where: Tensor) -> Tensor:
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
-def load_rows(
-    tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, count: Tensor | int, moves: Tensor | None = None
-) -> None:
+def load_rows(tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, count: Tensor | int) -> None:
     """Load a batch's rows into the caches where they score higher than the rows they replace.
 
     Args:
@@ -44,12 +58,12 @@ def load_rows(
         search: of these rows, which `cache.touch` has marked.
         keys: of the batch; equal ones are adjacent and count once.
         count: number of keys.
-        moves: memory for them, int64 (victims, 3); None: new memory.
     """
     cache.offer(tables, search)
     cache.choose(tables, search)
     if len(search.victims) >= SORTED_FROM:
         search = search._replace(victims=search.victims.sort().values)
+    moves = search.moves
     if moves is None:
         moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
     cache.swap(tables, search, keys, count, moves)
@@ -125,10 +139,11 @@ class DeviceCache:
     # ------------------------------------------------------------ insertion and eviction
 
     def begin_batch(self, n: int, clock: BatchCounter, trains: bool) -> BatchTime:
-        """Begin a batch of n positions; return its time. `trains`: a step may follow."""
+        """Begin a batch of n positions; return its time in a cache. `trains`: a step may follow."""
+        if not self.is_cache:
+            return NO_TIME
         hand = self._hand
-        if self.is_cache:
-            self._hand = (hand + self.window(n)) % len(self.slots.owner)
+        self._hand = (hand + self.window(n)) % len(self.slots.owner)
         stamp = clock.stamp
         return BatchTime(stamp & AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
 
@@ -159,8 +174,8 @@ class DeviceCache:
             kept = self._scratch = cache.VictimScratch(
                 torch.empty(blocks(n), dtype=torch.int32, device=device),
                 torch.empty(window, dtype=torch.uint8, device=device),
-                torch.empty(cache.BINS * blocks(window), dtype=torch.int32, device=device),
-                torch.empty(cache.BINS, dtype=torch.int32, device=device),
+                torch.empty(BINS * blocks(window), dtype=torch.int32, device=device),
+                torch.empty(BINS, dtype=torch.int32, device=device),
                 torch.empty(victims, dtype=torch.int64, device=device),
             )
         timeline.keep(*kept[:SCRATCH])
@@ -197,6 +212,68 @@ class DeviceCache:
         counts = self.slots.tallies.tolist()
         counted = {f"device_{name}": counts[k] for k, name in enumerate(names)}
         return {**counted, "device_bypassed": counted["device_misses"] - counted["device_fetched"]}
+
+
+# ---------------------------------------------------------------- caches of several tables
+
+
+class VictimSearch(NamedTuple):
+    """Layout of a joint search for victims.
+
+    Attributes:
+        words: of each table, see `cache.VictimShare`.
+        blocks: of all windows.
+        victims: maximum number.
+    """
+
+    words: tuple[int, ...]
+    blocks: int
+    victims: int
+
+
+def shares_of(executors: Sequence[Any], positions: Sequence[int]) -> VictimSearch:
+    """Return the joint search of tables with caches, given the positions of each in the batch."""
+    searches = [executor.cache.search_of(n) for executor, n in zip(executors, positions, strict=True)]
+    return _shares(tuple((*search, cache.blocks(search[0])) for search in searches))
+
+
+@functools.lru_cache(maxsize=64)
+def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> VictimSearch:
+    words, block, victim = list[int](), 0, 0
+    for window, size, half_life, parts in searches:
+        fading = int(np.float32(1.0 / half_life).view(np.int32))
+        words += cache.VictimShare(fading, window, size, block, victim)
+        block, victim = block + parts, victim + size
+    return VictimSearch(tuple(words), block, victim)
+
+
+def times_of(times: Sequence[BatchTime]) -> list[int]:
+    """Return the times of a batch, of each table, as int64 words for kernels; none for times in memory."""
+    return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
+
+
+def scratch_of(
+    plan: DeviceBatchPlan, search: tuple[VictimSearch, Tensor, BatchTime], misses: Tensor | TensorPart
+) -> cache.VictimScratch | None:
+    """Return scratch for the search of several tables; None without positions.
+
+    Args:
+        plan: of all tables.
+        search: of the tables; its words on the device, int64, followed by `times_of` the batch; time of the batch, of
+            the first table. Times in memory are adjacent, in the order of tables.
+        misses: int32 (k,), zeros.
+    """
+    (words, block, size), placed, first = search
+    n, device = len(plan.keys), plan.keys.device
+    if not size:
+        return None
+    times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
+    sizes = cache.blocks(n), block * BINS, len(words) // SHARE_WORDS * BINS
+    room = carved(device, layout((2 * size, 6 * size), sizes))
+    (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
+    bins = torch.empty(block * cache.BLOCK, dtype=torch.uint8, device=device)
+    of_tables = placed[: len(words)], times, misses
+    return cache.VictimScratch(counts, bins, table, histogram, victims, *of_tables, moves=moves.view(size, 3))
 
 
 FIRST_STAMP = 1 << 16  # 0, the number of unused rows, must look old

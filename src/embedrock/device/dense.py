@@ -17,7 +17,7 @@ from embedrock.device.features import TableFamily, kind_of
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.joint_plan import JointBatchPlan
 from embedrock.device.pinned import PinnedRecords, staging
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, make_plan
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, make_plan
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache, rows
@@ -66,8 +66,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     def _follow(self) -> None:
         """Load the CPU's changes. Device records are not newer: the CPU changes rows only after `finish`."""
-        if self._seen == self._version.now:
-            return
         bits = torch.from_numpy(np.unpackbits(self._memory.dense.bits, count=self._count, bitorder="little"))
         self.cache.clear()
         for start in range(0, self._count, COPIED_ROWS):
@@ -149,12 +147,11 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     def _begin(self) -> None:
         if not self.timeline.is_recorded:  # a recorded step does so before each replay
             self._check_open()
-            self._follow()
+            if self._seen != self._version.now:
+                self._follow()
 
-    def _made_plan(
-        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
-    ) -> DeviceBatchPlan:
-        n = ids.numel()
+    def _made_plan(self, ids: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DeviceBatchPlan:
+        n, fault = ids.numel(), None if is_ahead else self.faults.tensor
         search = self.cache.search(n, self.begin_batch(n, trains), self.timeline)
         if search is None:
             return make_plan(ids, self._count, fault, self.clock.stamp)
@@ -168,13 +165,9 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
         rows.read(*which, self.tables, out)
 
-    def begin_together(self) -> None:
+    def begin_step(self) -> None:
         self._begin()
         self.timeline.wait_for_copies()
-
-    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
-        self.begin_together()
-        return ReadyPlan(plan)
 
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -187,7 +180,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     @property
     def joins(self) -> TableFamily | None:
         # A dense rule's stale rows cannot be looked up together. Rules may differ.
-        return None if self.rows.history is not None else self._kind
+        return None if self._rows_of().history is not None else self._kind
 
     @functools.cached_property
     def _kind(self) -> TableFamily:
@@ -222,13 +215,10 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     # ------------------------------------------------------------ gradients
 
-    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
-        return replace(plan, keys=torch.where(drop, self._count, plan.keys))
-
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         before = self.masked(earlier.plan, earlier.is_dropped)
         keys = torch.cat([before.keys, later.plan.keys])
-        plan = make_plan(keys, self._count, self.faults.tensor, later.plan.stamp, merges=True)
+        plan = make_plan(keys, self._count, None, later.plan.stamp)
         summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), plan, self.no_row)
         most = self._count + 1  # with the key of no row, the last one; a bound for any number of accumulated batches
         count = (plan.keys < self._count).sum(dtype=torch.int32).reshape(1)

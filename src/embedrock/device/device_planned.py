@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from embedrock.device.copies import uploaded
@@ -25,13 +24,11 @@ class DevicePlannedExecutor(GpuExecutor):
 
     Attributes:
         is_newer: the device's records are newer than the backend's.
-        nobody: the key of no row.
         known: `TableEntryWords` of this table, that kernels of several tables read.
         batch_plan: type of the `JointBatchPlan` of several tables.
     """
 
     is_newer = False
-    nobody: int
     known: Any
     batch_plan: Callable[..., Any]
 
@@ -46,9 +43,9 @@ class DevicePlannedExecutor(GpuExecutor):
         Raises:
             ClosedTableError: the table is closed.
         """
-        rows = self.rows
+        rows = self._rows_of()
         rows.table_lock.settle_steps()
-        rows.check_open()
+        rows.tier  # noqa: B018  # it is open
 
     @property
     def _rows_at_a_time(self) -> int:
@@ -64,29 +61,25 @@ class DevicePlannedExecutor(GpuExecutor):
         """Return the prefetched plan of ids, or plan them. The caller holds `working`."""
         plan = None if ahead is None else ahead.plan
         if plan is not None and ahead is not None and trains and ahead.is_of(ids):
-            assert ahead.fault is not None  # the device planned
-            self.timeline.uses(*plan.allocations, ahead.fault)
-            if self.spec.rows is not None:
-                kernels.adopt(self.faults.tensor, ahead.fault)
+            self.timeline.uses(*plan.allocations)
+            if (rows := self.spec.rows) is not None:  # bad ids become an error only when the batch is looked up
+                kernels.mark(plan.ordered, rows, plan.counts, self.faults.tensor, plan.tickets, plan.stamp)
             plan = self._renewed(plan, tuple(ids.shape))
         else:  # a prefetched batch was counted when it was loaded
-            plan = self._made_plan(self.on_device(ids), self.faults.tensor, trains, counts=ahead is None)
+            plan = self._made_plan(self.on_device(ids), trains, counts=ahead is None)
         if self.spec.rows is not None:  # else no id is wrong
             self.end_batch(trains)
         return plan
 
     @abstractmethod
-    def _made_plan(
-        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
-    ) -> DeviceBatchPlan:
+    def _made_plan(self, ids: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DeviceBatchPlan:
         """Plan a batch, and load its rows into the cache.
 
         Args:
             ids: on the device.
-            fault: int64 (4,), receives the error of bad ids.
             trains: a step may follow.
             counts: hits and misses are counted.
-            is_ahead: the lookup comes later.
+            is_ahead: the lookup comes later, and checks the ids.
         """
 
     def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
@@ -96,9 +89,8 @@ class DevicePlannedExecutor(GpuExecutor):
     def _plan_ahead(self, ids: Tensor) -> None:
         placed = self.on_device(ids)
         with self.timeline.aside(placed):
-            fault = torch.zeros_like(self.faults.tensor)  # bad ids become an error only when the batch is looked up
-            plan = self._made_plan(placed, fault, trains=True, counts=True, is_ahead=True)
-            self._ahead = PrefetchedPlan(ids, version_of(ids), plan.stamp, plan, fault=fault)
+            plan = self._made_plan(placed, trains=True, counts=True, is_ahead=True)
+            self._ahead = PrefetchedPlan(ids, version_of(ids), plan.stamp, plan)
 
     def begin_batch(self, n: int, trains: bool) -> BatchTime:
         """Begin a batch of n positions; return its time."""
@@ -106,10 +98,6 @@ class DevicePlannedExecutor(GpuExecutor):
         return self.cache.begin_batch(n, self.clock, trains)
 
     # ------------------------------------------------------------ together with other tables
-
-    @abstractmethod
-    def begin_together(self) -> Any:
-        """Begin a step that may include other tables. No row changes."""
 
     @abstractmethod
     def take_ahead(self) -> PrefetchedPlan | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from embedrock.device.copies import on_device, uploaded
 from embedrock.device.device_errors import DeviceErrors
 from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.plan import DeviceBatchPlan, FoundWeights, PrefetchedPlan, ReadyPlan
+from embedrock.device.plan import DeviceBatchPlan, FoundWeights, PrefetchedPlan, SteppedTables
 from embedrock.device.pooling import DeviceBags, PlannedTables
 from embedrock.device.step_constants import StepConstants
 from embedrock.device.stream_order import InStreamOrder, StreamOrder
@@ -77,9 +78,11 @@ class GpuExecutor(ABC):
         working: a context that holds the table lock and orders work on the device.
         cache: records in GPU memory, which subclasses create.
         first: initial record of a row; None where the host creates records.
+        nobody: the key of no row.
     """
 
     cache: DeviceCache
+    nobody: int
     first: rows.InitialRecord | None = None
     judge: Any  # `steps.judge`, in subclasses
     joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
@@ -97,7 +100,8 @@ class GpuExecutor(ABC):
         timeline: StreamOrder | None = None,
         clock: BatchCounter | None = None,
     ) -> None:
-        self._rows_of, self.backend, self.device = weakref.ref(rows), backend, device
+        self._rows_of: Any = weakref.ref(rows)  # the rows own the executor
+        self.backend, self.device = backend, device
         self.spec = rows.spec
         self.form = form_of(self.spec)
         self.timeline = timeline or StreamOrder(device, rows.subject)
@@ -114,8 +118,8 @@ class GpuExecutor(ABC):
 
     @property
     def rows(self) -> TableState:
-        """The table's rows. A weak reference: the rows own the executor."""
-        return self._rows_of()  # pyright: ignore[reportReturnType]  # callers keep the table alive
+        """The table's rows, which callers keep alive."""
+        return self._rows_of()
 
     # ------------------------------------------------------------ for the table
 
@@ -149,7 +153,7 @@ class GpuExecutor(ABC):
 
     @property
     def is_current(self) -> bool:
-        return self.rows.are_used_by(self, self.backend, self.spec)
+        return self._rows_of().are_used_by(self, self.backend, self.spec)
 
     def is_used_on(self, device: torch.device) -> bool:
         return self.device == device and self.is_current
@@ -159,10 +163,15 @@ class GpuExecutor(ABC):
         """The table alone for kernels, with slots as keys. The caller holds `working`."""
         generation = self.cache.generation
         if self._tables is None or self._tables[0] != generation:
-            if self._tables is not None:
-                self.timeline.uses(self._tables[1].entries)
+            self._forget_words()
             self._tables = generation, self._tables_of(self.entry_words())
         return self._tables[1]
+
+    def _forget_words(self) -> None:
+        """Forget the words about the table, as some have changed."""
+        if self._tables is not None:
+            self.timeline.uses(self._tables[1].entries)
+        self._tables = None
 
     def _tables_of(self, words: TableEntryWords) -> DeviceTables:
         entries = uploaded(np.array([words.words], np.int64), self.device)
@@ -318,9 +327,9 @@ class GpuExecutor(ABC):
         row = torch.where(found.any(), found.to(torch.int32).argmax(), -1)
         return row.to(torch.int32).reshape(1), self.masked(plan, found)
 
-    @abstractmethod
     def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
         """Return a plan that does not step the rows in `drop`, bool (n,) or ()."""
+        return replace(plan, keys=torch.where(drop, self.nobody, plan.keys), new=None)
 
     def merge(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         with self.working:
@@ -363,16 +372,20 @@ class GpuExecutor(ABC):
     def prepare(self, grads: DeviceRowGradients) -> None:  # noqa: B027  # most need not
         ...
 
-    @abstractmethod
-    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
-        """Begin a step under a verdict, int32 (LINE,). No row changes."""
+    def begin_step(self) -> None:  # noqa: B027  # where the host plans, `ready` does so
+        """Begin a step. No row changes."""
+
+    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
+        """Return the table alone for a step that has begun, under a verdict, int32 (LINE,). No row changes."""
+        plan = grads.plan
+        return SteppedTables(self.tables, plan.keys, plan.ids, plan.count, None, grads.values, found=plan.found)
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
         """Do the host's part of a counted step; `numbers` are the rule's step constants."""
 
     def mark_changed(self) -> None:
         """Make later reads of the backend's records wait for `finish`."""
-        self.rows.table_lock.use(self)
+        self._rows_of().table_lock.use(self)
         self._is_looked_up = False
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
         if self._ahead is not None and self._ahead.stamp is not None:  # the prefetched rows are in use from now on

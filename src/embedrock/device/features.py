@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,14 +76,14 @@ class TableFamily(NamedTuple):
         Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows.
         """
         apart: dict[bool, list[int]] = {}
-        are_rows = all(feature.is_row for feature in features)
         for number, feature in enumerate(features):
-            takes_maxima = feature.bags is not None and feature.bags.mode == "max"
-            apart.setdefault(takes_maxima and not are_rows, []).append(number)
+            apart.setdefault(feature.bags is not None and feature.bags.mode == "max", []).append(number)
+        if len(apart) > 1 and all(feature.is_row for feature in features):
+            return _that_fit(features, range(len(features)))
         return [share for numbers in apart.values() for share in _that_fit(features, numbers)]
 
 
-def _that_fit(features: Sequence[DeviceFeature], numbers: Sequence[int]) -> list[list[int]]:
+def _that_fit(features: Sequence[DeviceFeature], numbers: Iterable[int]) -> list[list[int]]:
     executors: set[Any] = set()
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,17 +16,6 @@ from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 
 Place = tuple[int, tuple[int, ...]]  # of a part of an allocation: its begin and its shape
-
-
-class SummedRows(Protocol):
-    """One gradient for each row of a plan, in any memory layout: see `RowSums`."""
-
-    @property
-    def plan(self) -> Any: ...
-    @property
-    def values(self) -> Any: ...
-    @property
-    def most_rows(self) -> int: ...
 
 
 class RowSums(NamedTuple):
@@ -51,7 +40,7 @@ class DeviceRowGradients:
     """One gradient for each row of a plan, on a device: `Gradients` of the PyTorch front end.
 
     Attributes:
-        sums: the rows and their gradients, before scaling by `number`.
+        sums: the rows and their gradients, before scaling by `number`: `RowSums`, or `TableRowSums` of a joint sum.
         shown: float32 (), L2 norm of the gradients, which represents them outside; Inf if one of them is not finite.
         number: float32 (), the current value of `shown`. A caller scales the gradients by scaling this number. A
             handle's gradient may share it, so it is read before each use.
@@ -59,7 +48,7 @@ class DeviceRowGradients:
         clip_value: limit of the gradients' absolute values after the scaling; None: no limit.
     """
 
-    sums: SummedRows
+    sums: Any
     shown: Tensor
     number: Tensor
     spare: Sequence[Tensor]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embedrock.device.copies import HostCopy
-from embedrock.device.gradients import SummedRows
-from embedrock.device.plan import DeviceBatchPlan, carved, layout
+from embedrock.device.plan import DeviceBatchPlan, SlotCounts, carved, layout
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.storage.device_layout import OPEN_ENTRIES
@@ -36,11 +36,11 @@ class DeviceHashIndex:
     """
 
     def __init__(self, slots: int, device: torch.device, timeline: StreamOrder, limit: int) -> None:
-        self.most = self.epoch = self.room = self._current = self._positions = 0
-        self.prepared: tuple[SummedRows, int] | None = None
+        self.most = self.epoch = self.room = self._positions = 0
+        self.prepared: tuple[Any, int] | None = None
         self._limit = limit
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
-        self._used = torch.zeros(2, dtype=torch.int64, device=device)
+        self._used = torch.zeros((), dtype=torch.int64, device=device)
         self._answer, self._asked_at = HostCopy((), device.type == "cuda"), NEVER
         self._entries = self._empty(slots)
 
@@ -57,10 +57,9 @@ class DeviceHashIndex:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The words that kernels of several tables read: see `joint_directory`."""
+        """The words about it in a `TableEntryWords`: see `kernels.search`."""
         table, ids, seed = self._entries
-        used = self._used.data_ptr() + self._current * self._used.element_size()
-        return table.data_ptr(), ids.data_ptr(), len(table), seed, used
+        return table.data_ptr(), ids.data_ptr(), len(table), seed, self._used.data_ptr(), 0
 
     def begin(self, ids: Tensor) -> None:
         """Give the first slots to ids, in their order, and discard all others. The capacity must suffice."""
@@ -69,13 +68,13 @@ class DeviceHashIndex:
         self.ids[: len(ids)] = ids
         self._entries.table.zero_()
         most = max(1, len(ids))  # even of no ids, so that the kernel is compiled here, not in a step
-        kernels.file(self._used, self._current, most, self._entries)
+        kernels.file(self._used, most, self._entries)
 
     def grow(self, slots: int) -> None:
         """Raise the capacity to a number of slots. All ids keep theirs."""
         entries, known = self._empty(slots), self._entries
         entries.ids[: len(known.ids)] = known.ids
-        kernels.file(self._used, self._current, min(self.most, len(known.ids)), entries)
+        kernels.file(self._used, min(self.most, len(known.ids)), entries)
         self._timeline.uses(known.ids, known.table)
         self._entries = entries
 
@@ -84,11 +83,11 @@ class DeviceHashIndex:
         """Bytes of GPU memory."""
         return sum(part.numel() * part.element_size() for part in (self.ids, self._entries.table, self._used))
 
-    def most_with(self, sums: SummedRows) -> int:
+    def most_with(self, sums: Any) -> int:
         """Return the maximum number of rows after a step by gradients."""
         return min(self.most + sums.most_rows, self._limit)
 
-    def has_room(self, sums: SummedRows) -> bool:
+    def has_room(self, sums: Any) -> bool:
         """Return whether the new rows of gradients have room."""
         if self.most_with(sums) <= self.room:
             return True
@@ -97,7 +96,7 @@ class DeviceHashIndex:
 
     def count(self) -> int:
         """Return the number of slots given. Waits for the device."""
-        self.most = int(self._used[self._current])
+        self.most = int(self._used)
         return self.most
 
     def poll(self) -> None:
@@ -109,36 +108,40 @@ class DeviceHashIndex:
     def ask(self) -> None:
         """Request the number of slots given from the device, unless a request is under way."""
         if self._asked_at == NEVER:
-            self._answer.come(self._used[self._current])
+            self._answer.come(self._used)
             self._asked_at = self._positions
 
-    def find(self, plan: DeviceBatchPlan) -> None:
-        """Write the current slots of a new plan's rows to its keys, and the number of rows without one."""
-        kernels.search(plan.ids, plan.count, None, self._entries, plan.keys, plan.new)
+    def find(self, plan: DeviceBatchPlan, entries: Tensor) -> None:
+        """Write the current slots of a plan's rows to its keys, and the numbers of rows without one.
+
+        `entries`: of the table, see `DeviceTables`.
+        """
+        assert plan.new is not None  # it is a plan of open ids
+        if plan.epoch:  # it has counted rows before
+            plan.new = plan.new[0], torch.zeros(1, dtype=torch.int32, device=plan.ids.device)
+        kernels.search(_rows_of(plan), entries, plan.keys, *plan.new)
         plan.epoch = self.epoch
 
-    def search(self, plan: DeviceBatchPlan) -> tuple[Tensor, Tensor]:
-        """Return the current slots of a plan's stepped rows, int64 (n,), and the numbers of rows without one.
-
-        For the numbers see `directory.search`.
-        """
+    def search(self, plan: DeviceBatchPlan, entries: Tensor) -> tuple[Tensor, SlotCounts]:
+        """Return the current slots of a plan's stepped rows, int64 (n,), and the numbers of rows without one."""
         if plan.epoch == self.epoch and plan.new is not None:
             return plan.keys, plan.new
-        n = len(plan.ids)
-        keys, counts = carved(plan.ids.device, layout((2 * n, kernels.blocks(n))))
-        keys = keys.view(torch.int64)
-        kernels.search(plan.ids, plan.count, plan.keys, self._entries, keys, counts)
-        return keys, counts
+        n, device = len(plan.ids), plan.ids.device
+        keys, counts = carved(device, layout((2 * n, kernels.blocks(n))))
+        new = counts, torch.zeros(1, dtype=torch.int32, device=device)
+        kernels.search(_rows_of(plan), entries, keys := keys.view(torch.int64), *new, known=plan.keys)
+        return keys, new
 
-    def enter(self, plan: DeviceBatchPlan, search: tuple[Tensor, Tensor], verdict: Tensor) -> None:
+    def enter(self, plan: DeviceBatchPlan, entries: Tensor, search: tuple[Tensor, SlotCounts], verdict: Tensor) -> None:
         """Give slots to rows without one, if the verdict allows the step, and write them to the keys."""
-        if not len(plan.ids):
-            return  # no program would run to copy the number of slots given
-        keys, counts = search
-        kernels.enter(plan.ids, plan.count, keys, counts, verdict, self._used, self._current, self._entries)
-        self._current = 1 - self._current
+        keys, new = search
+        kernels.enter(_rows_of(plan), entries, keys, *new, plan.tickets, (0, 1), verdict)
         self.record_inserts(len(plan.ids))
 
     def record_inserts(self, most: int) -> None:
         """Record that up to `most` rows may have got slots."""
         self.epoch, self.most, self._positions = self.epoch + 1, self.most + most, self._positions + most
+
+
+def _rows_of(plan: DeviceBatchPlan) -> tuple[Any, ...]:
+    return plan.ids, None, None, plan.count, None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,12 @@ from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
 from embedrock.device.executor import GpuExecutor, form_of
 from embedrock.device.features import TableFamily, kind_of
-from embedrock.device.gradients import DeviceRowGradients, SummedRows, sum_rows
+from embedrock.device.gradients import DeviceRowGradients, sum_rows
 from embedrock.device.hash_index import DeviceHashIndex
 from embedrock.device.host_planned import HostPlannedExecutor, are_dropped
 from embedrock.device.joint_hashed import HashedJointPlan
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, SteppedRows, make_open_plan
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, SteppedRows, SteppedTables, make_open_plan
 from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.kernels.gpu import cache, rows
@@ -66,7 +65,6 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         budget: see above.
     """
 
-    nobody = DROPPED
     batch_plan = HashedJointPlan
 
     def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, budget: int) -> None:
@@ -85,7 +83,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         self.not_captured = "the host counts its rows, to have room for them"
         self._kind: TableFamily | None = None
         self._kind_of: Any = None  # the addresses' kind that `_kind` was made for
-        self._known: tuple[Any, TableEntryWords] | None = None  # and the key that it was made for
+        self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
 
     def _placed(self, count: int) -> DeviceLayout:
         all_near = device_placing.all_open(self.spec, self.budget)
@@ -175,7 +173,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         """Switch to host planning, with a cache of the same bytes."""
         self._finish()
         self._have_room(0)
-        self._directory = self.first = self._ahead = self._known = None
+        self._directory = self.first = self._ahead = None
+        self._forget_words()
         self.not_captured = GpuExecutor.not_captured
         self._here.free()
         self._cache.budget = self.budget
@@ -184,7 +183,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def _free(self) -> None:
         if self._directory is not None:
             self._have_room(0)
-        self._directory = self._known = None
+        self._directory = None
+        self._forget_words()
         self._here.free()
         super()._free()
 
@@ -213,20 +213,18 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
                 return self._planned_or_prefetched(ids, trains, self._take())
         return super().plan(ids, trains)
 
-    def _made_plan(
-        self, ids: Tensor, fault: Tensor, trains: bool, counts: bool, is_ahead: bool = False
-    ) -> DeviceBatchPlan:
+    def _made_plan(self, ids: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DeviceBatchPlan:
         self.clock.stamp += 1
-        plan = make_open_plan(ids, self.clock.stamp, self.spec.rows, fault)
+        plan = make_open_plan(ids, self.clock.stamp, self.spec.rows, None if is_ahead else self.faults.tensor)
         if not is_ahead or self.cache.is_cache:  # else the lookup finds the slots
-            self.index.find(plan)
+            self.index.find(plan, self.tables.entries)
             self.load(plan, plan.count, trains, counts)
         return plan
 
     def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
         plan = super()._renewed(plan, shape)
         if plan.epoch != self.index.epoch:
-            self.index.find(plan)
+            self.index.find(plan, self.tables.entries)
         return plan
 
     def _plan_ahead(self, ids: Tensor) -> None:
@@ -240,7 +238,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if self._directory is None:
             return super().gather(plan, positions, out)
         if plan.epoch != self._directory.epoch:  # rows may have got slots since
-            plan.keys, plan.new = self._directory.search(plan)
+            plan.keys, plan.new = self._directory.search(plan, self.tables.entries)
             plan.epoch = self._directory.epoch
         return rows.read(plan.keys, plan.count, self.tables, out, plan.ids)
 
@@ -250,7 +248,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
                 self._give_up()
             return self._directory is not None
 
-    def _makes_room(self, sums: SummedRows) -> bool:
+    def _makes_room(self, sums: Any) -> bool:
         index = self.index
         index.poll()
         if index.most + ASKED_AHEAD * sums.most_rows > index.room:
@@ -269,7 +267,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         index.prepared = sums, index.epoch
         return True
 
-    def _needed(self, sums: SummedRows, most: int) -> int:
+    def _needed(self, sums: Any, most: int) -> int:
         """Return the number of rows that need room, at most `most` if possible.
 
         Waits for the device if room is short.
@@ -281,7 +279,12 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             return index.most_with(sums)
         self.mirror.host_waits += 1
         given = index.count()
-        return given + (count if given + count <= most else int(index.search(sums.plan)[1].sum()))
+        return given + (count if given + count <= most else self._count_new(sums.plan))
+
+    def _count_new(self, plan: DeviceBatchPlan) -> int:
+        """Return the number of a plan's rows without a slot. Waits for the device."""
+        counts, _ = self.index.search(plan, self.tables.entries)[1]
+        return int(counts.sum())
 
     def _cover(self, needed: int, wanted: int) -> None:
         """Make room for the needed rows, and for the wanted ones if that is more.
@@ -336,6 +339,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             if more > len(self._here.slots.where):  # else an earlier try grew it, and memory ran out for the index
                 self._here.grow(absent(more, self.device), self.timeline)
             self.index.grow(more)
+            self._forget_words()
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
         directory = self._open()
@@ -344,21 +348,21 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         return super().plan_in_ram(grads) if self._directory is None else None
 
-    def begin_together(self) -> DeviceHashIndex | None:
-        """Begin a step that may include other tables; return the hash index, None: the host plans."""
+    def begin_step(self) -> None:
         directory = self._open()
         self.timeline.wait_for_copies()
         if directory is not None:
             directory.prepared = None
-        return directory
 
-    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
-        directory = self.begin_together()
+    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
+        directory, plan = self._directory, grads.plan
         if directory is None:
-            return super().ready(plan, verdict, grads)
+            return super().ready(verdict, grads)
         assert verdict is not None  # the step was checked before
-        search = directory.search(plan)
-        return ReadyPlan(replace(plan, keys=search[0]), functools.partial(directory.enter, plan, search, verdict))
+        entries = self.tables.entries
+        search = directory.search(plan, entries)
+        enter = functools.partial(directory.enter, plan, entries, search, verdict)
+        return GpuExecutor.ready(self, verdict, grads)._replace(keys=search[0], admit=enter)
 
     def _host(self, plan: DeviceBatchPlan) -> Plan:
         if plan.host is not None:
@@ -394,10 +398,18 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     @property
     def known(self) -> TableEntryWords:
         assert self._directory is not None  # the device plans
-        place = self.cache.generation, *self._directory.words
-        if self._known is None or self._known[0] != place:
-            self._known = place, self.entry_words()._replace(directory=(*place[1:], 0))
+        generation = self.cache.generation
+        if self._known is None or self._known[0] != generation:
+            self._known = generation, self.entry_words()
         return self._known[1]
+
+    def entry_words(self) -> TableEntryWords:
+        words = super().entry_words()
+        return words if self._directory is None else words._replace(directory=self._directory.words)
+
+    def _forget_words(self) -> None:
+        super()._forget_words()
+        self._known = None
 
     def take_ahead(self) -> PrefetchedPlan | None:
         self._open()
@@ -422,7 +434,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         (ids, values), (more_ids, more) = _stepped(earlier), _stepped(later)
         self.clock.stamp += 1
         plan = make_open_plan(torch.cat([ids, more_ids]), self.clock.stamp, self.spec.rows, self.faults.tensor)
-        self._directory.find(plan)
+        self._directory.find(plan, self.tables.entries)
         return sum_rows(torch.cat([values, more]), plan, self.no_row)
 
 
@@ -433,10 +445,10 @@ def _count_new(executor: HashedGpuExecutor, plan: DeviceBatchPlan) -> int:
         if index is None:
             return 0  # the host has begun to plan
         executor.mirror.host_waits += 1
-        return index.count() + int(index.search(plan)[1].sum()) - executor._memory.count
+        return index.count() + executor._count_new(plan) - executor._memory.count
 
 
-def _keep_room(executor: HashedGpuExecutor, sums: SummedRows, new: int) -> None:
+def _keep_room(executor: HashedGpuExecutor, sums: Any, new: int) -> None:
     """Keep room for exactly `new` new rows of gradients."""
     with executor.working:
         index, needed = executor._open(), executor._memory.count + new

@@ -19,7 +19,7 @@ from embedrock.device.copies import uploaded, uploaded_together
 from embedrock.device.executor import GpuExecutor
 from embedrock.device.gradients import DeviceRowGradients, sum_rows
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, ReadyPlan, SteppedRows, version_of
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, SteppedRows, SteppedTables, version_of
 from embedrock.device.steps import judge
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
 from embedrock.kernels.gpu import cache, gate, rows
@@ -47,6 +47,7 @@ class HostPlannedExecutor(GpuExecutor):
     """
 
     judge = staticmethod(judge)
+    nobody = DROPPED
 
     def __init__(self, rows: TableState, mirror: DeviceMirror) -> None:
         super().__init__(rows, rows.tier, mirror.device, mirror.timeline, mirror.clock)
@@ -262,22 +263,23 @@ class HostPlannedExecutor(GpuExecutor):
         """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
         return self._stepped(grads.plan).plan
 
-    def ready(self, plan: DeviceBatchPlan, verdict: Tensor | None, grads: DeviceRowGradients) -> ReadyPlan:
+    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
         assert verdict is not None  # the step was checked before
-        self._of_shared = None
+        self._of_shared, plan = None, grads.plan
         with self._table_lock(), self.mirror.at_work():
             due = self._due(plan, verdict)
+            stepped = super().ready(verdict, grads)
             if due is None:
-                return ReadyPlan(plan)
+                return stepped
             now = stepping.prepare(self.rows, due.plan)
             slots = self.backend.find(now.left)
             here = slots[slots >= 0]  # of rows that the step evicts: written back before any table is stepped
             leaving = self.mirror.write_back_slots(here) if len(here) else None
             if now.plan.slots is due.plan.slots and not now.plan.missing:
-                return ReadyPlan(plan, lambda: self._begin(now, leaving))
+                return stepped._replace(admit=lambda: self._begin(now, leaving))
             self._of_shared = self._shared_gradient(due, now.decision, grads, verdict)
             keys, fill = _slot_buffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
-            return ReadyPlan(replace(plan, keys=keys), lambda: fill(self._begin(now, leaving)))
+            return stepped._replace(keys=keys, admit=lambda: fill(self._begin(now, leaving)))
 
     def _begin(self, now: stepping.PoolStep, leaving: tuple[np.ndarray, Tensor] | None) -> np.ndarray:
         """Begin a step; return the slots of its rows. Allocates no device memory."""
@@ -341,9 +343,6 @@ class HostPlannedExecutor(GpuExecutor):
         skip, plan = super()._without(plan, padding)
         plan.stepped = SteppedRows.of(host, rows)
         return skip, plan
-
-    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
-        return replace(plan, keys=torch.where(drop, DROPPED, plan.keys), new=None)
 
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         if are_dropped(earlier):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from embedrock.device import device_errors as faults
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
 from embedrock.device.gradients import DeviceRowGradients, room_for_sums, sum_rows
@@ -23,11 +21,9 @@ from embedrock.device.joint_plan import (
 )
 from embedrock.device.plan import DeviceBatchPlan, FoundWeights
 from embedrock.device.pooling import DeviceBags, PlannedTables
-from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import rows, sums
 from embedrock.system.spans import spanned
-from embedrock.table.stepping import StepRequest
 
 
 class DeviceLookup:
@@ -41,7 +37,7 @@ class DeviceLookup:
 
     def __init__(self, features: Sequence[DeviceFeature], trains: bool) -> None:
         self._features, self._trains = features, trains
-        executors = tuple(dict.fromkeys(feature.executor for feature in features))
+        executors = tuple(dict.fromkeys([feature.executor for feature in features]))
         self._table_of = [executors.index(feature.executor) for feature in features]
         # Sorted by table, so that the positions of each table are adjacent.
         self._order = sorted(range(len(features)), key=self._table_of.__getitem__)
@@ -50,9 +46,7 @@ class DeviceLookup:
         self._bags: DeviceBags | None = None
         self._trace: Any = None  # of the pooling
         self._kept: Any = None  # rows that were pooled
-        self._working = working(executors)
-        kind = features[0].executor.joins
-        self._kind = None if kind is None or any(executor.joins is not kind for executor in executors) else kind
+        self._working, self._kind = working(executors), features[0].executor.joins
         self._plan = self._planned(executors)
         self._alone = self._each_alone() if self._plan is None else None
 
@@ -63,8 +57,8 @@ class DeviceLookup:
         return self._plan
 
     def _are_of_one_kind(self, executors: Sequence[DevicePlannedExecutor]) -> bool:
-        """Return whether all tables are still of the lookup's family. Open ids may outgrow theirs."""
-        return self._kind is not None and all(executor.joins is self._kind for executor in executors)
+        """Return whether all tables are of the lookup's family. Open ids may outgrow theirs."""
+        return self._kind is not None and {executor.joins for executor in executors} == {self._kind}
 
     def _each_alone(self) -> list[SingleLookup]:
         as_rows = self._all_bags() is None
@@ -76,7 +70,7 @@ class DeviceLookup:
         for feature, table in zip(self._features, self._table_of, strict=True):
             paddings[table] = feature.padding
         self._are_alike = len({(feature.executor, feature.padding) for feature in self._features}) == len(executors)
-        all_bags, tables = self._all_bags(), tuple(self._table_of[k] for k in self._order)
+        all_bags, tables = self._all_bags(), tuple([self._table_of[k] for k in self._order])
         bags = () if all_bags is None else bag_words(all_bags, self._sizes)
         recurs = all_bags is None or all(each.starts is None for each in all_bags)
         batch = DeviceFeatureLayout(executors, tables, tuple(self._sizes), tuple(paddings), bags, recurs)
@@ -91,7 +85,8 @@ class DeviceLookup:
                 counts = [ahead is None for ahead in aheads]
                 plan = executors[0].batch_plan(batch, given, self._trains, counts).make()
                 placed = plan.placed
-            plan.write_bounds()
+            else:
+                plan.write_bounds()
             if all_bags is not None and placed is not None:
                 of = PlannedTables(executors[0], plan.plan, plan.tables, plan.paddings, plan.tickets_of_bags)
                 self._bags = DeviceBags(all_bags, self._sizes, of, placed)
@@ -103,9 +98,8 @@ class DeviceLookup:
     def _all_bags(self) -> list[FeatureBags] | None:
         """Return the bags of the features, in order; None if each bag is the row of its id."""
         features = [self._features[k] for k in self._order]
-        if all(feature.is_row for feature in features):
-            return None
-        return [feature.bags for feature in features if feature.bags is not None]
+        all_bags = [feature.bags for feature in features if feature.bags is not None]
+        return all_bags if all_bags and not all(feature.is_row for feature in features) else None
 
     def read(self, keeps_rows: bool = False) -> list[Tensor]:
         """Return each feature's rows, float32 ``ids.shape + (dim,)``, or its bags, (bags, dim).
@@ -123,7 +117,7 @@ class DeviceLookup:
         """Return the same as `read` by joint kernels; None if the tables have changed families."""
         plan, dim = self.plan, self.plan.tables.form.dim
         with self._working:
-            if not self._are_of_one_kind(plan.executors):
+            if plan.kind.is_open and not self._are_of_one_kind(plan.executors):
                 return None
             for executor in plan.executors:
                 executor.timeline.wait_for_copies()
@@ -311,6 +305,10 @@ class TableRowSums:
         """Upper bound of the number of the table's rows with gradients."""
         return self.joint.cuts[self.table + 1] - self.joint.cuts[self.table]
 
+    def follows(self, other: TableRowSums) -> bool:
+        """Return whether it is of the next table of the same joint sum."""
+        return self.joint_values is other.joint_values and self.table == other.table + 1
+
     @functools.cached_property
     def plan(self) -> DeviceBatchPlan:
         """The plan of the table's rows."""
@@ -325,89 +323,3 @@ class TableRowSums:
             rows = torch.arange(len(plan.keys), device=plan.keys.device) + joint.bounds[self.table]
             values = self.joint_values[rows.clamp(max=len(self.joint_values) - 1)]
             return torch.where((plan.keys == executor.nobody)[:, None], 0.0, values)
-
-
-class StepSegment(NamedTuple):
-    """Neighbouring tables of one joint sum, which are stepped together.
-
-    Attributes:
-        first: gradients of the first table.
-        due: step requests of the tables, in order.
-        verdict: index of the first table's verdict.
-    """
-
-    first: TableRowSums
-    due: list[StepRequest]
-    verdict: int
-
-    def goes_on_with(self, sums: TableRowSums | None) -> bool:
-        """Return whether gradients are of the next table of the same joint sum."""
-        if sums is None or sums.joint_values is not self.first.joint_values:
-            return False
-        return sums.table == self.first.table + len(self.due)
-
-
-def segments_of(due: Sequence[StepRequest]) -> Iterator[StepRequest | StepSegment]:
-    """Yield the tables of a step: segments that can be stepped together, and the others one by one."""
-    segment: StepSegment | None = None
-    for k, part in enumerate(due):
-        own = part.grads.sums
-        own = own if isinstance(own, TableRowSums) and part.executor.joins is own.joint.kind else None
-        if segment is not None:
-            if segment.goes_on_with(own):
-                segment.due.append(part)
-                continue
-            yield segment
-        segment = None if own is None else StepSegment(own, [part], k)
-        if segment is None:
-            yield part
-    if segment is not None:
-        yield segment
-
-
-def begin_step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor) -> Callable[[], None]:
-    """Do all work of a joint step that can fail; return a function that makes the step: see `steps.begin_step`.
-
-    Args:
-        segment: see `StepSegment`.
-        verdicts: of the step, int32 (tables, LINE).
-        judged: number of the step, see `steps.DeviceStep`.
-    """
-    executors: Any = [part.executor for part in segment.due]
-    drafts = []
-    last, draft = None, None
-    for executor, part in zip(executors, segment.due, strict=True):
-        check_rule(part.rule, part.tables[0])
-        executor.begin_together()
-        what = part.rule, executor.rows.steps
-        if what != last:  # most neighbours have the same step constants
-            last, draft = what, draft_step(executor, part.rule)
-        drafts.append(draft)
-    return functools.partial(_step, segment, verdicts, judged, drafts, segment.first.joint.readied())
-
-
-def _step(segment: StepSegment, verdicts: Tensor, judged: int | Tensor, drafts: Sequence[Any], ready: Any) -> None:
-    """Step tables together, by one kernel for neighbours with the same step constants."""
-    plan, values, first = segment.first.joint, segment.first.joint_values, segment.first.table
-    executors: Any = [part.executor for part in segment.due]
-    tables, keys, ids = ready.known
-    executors[0].timeline.uses(values, plan.plan.order, keys, plan.plan.count, plan.bounds, tables.entries, verdicts)
-    plan.enter(ready, first, verdicts[segment.verdict : segment.verdict + len(executors)])
-    found, weights, steps, counted = plan.plan.found, None, [], []
-    if found is not None and found.weights is not None:
-        weights, found.weights = found.weights, None
-        executors[0].timeline.uses(weights)
-    for table, (executor, part, draft) in enumerate(zip(executors, segment.due, drafts, strict=True), first):
-        is_known = found is not None and found.versions[table] == executor.rows.version.of_rows
-        steps.append((part.rule, executor.rows.steps, part.grads.clip_value, is_known))
-        counted.append(count_step(executor, part.rule, draft, judged))
-    for (_, _, clip, is_known), alike in itertools.groupby(range(len(steps)), key=steps.__getitem__):
-        begin, *others = alike
-        end = begin + 1 + len(others)
-        which = first + begin, first + end
-        own = verdicts[segment.verdict + begin : segment.verdict + end]
-        number, numbers = counted[begin]
-        of_rows = keys, ids, plan.plan.count, plan.bounds, tables, which, values
-        rows.step(*of_rows, own, clip, number, numbers, weights if is_known else None)
-    if not executors[0].timeline.is_recorded:
-        faults.ask([executor.faults for executor in executors])

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.device.joint_plan import JointBatchPlan, KernelRows, entries_of
-from embedrock.device.plan import DeviceBatchPlan, ScratchLayout, carved, layout
-from embedrock.kernels.gpu import joint_directory as kernels
+from embedrock.device.joint_plan import JointBatchPlan, entries_of
+from embedrock.device.plan import DeviceBatchPlan, ScratchLayout, SteppedTables, carved, layout
+from embedrock.kernels.gpu import directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
+from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.directory import DROPPED, blocks
 from embedrock.kernels.gpu.sums import partial_rows
@@ -23,12 +24,13 @@ class PlanSlots(NamedTuple):
     """The slots of a plan's rows, and the state of the hash indexes they come from.
 
     Attributes:
-        known: keys and tables for kernels.
-        counts, news: numbers of rows without a slot, see `joint_directory.search`.
+        tables, keys: for kernels.
+        counts, news: numbers of rows without a slot, see `directory.search`.
         states: of the hash indexes.
     """
 
-    known: KernelRows
+    tables: DeviceTables
+    keys: Tensor
     counts: Tensor
     news: Tensor | TensorPart
     states: list[Any]
@@ -45,22 +47,24 @@ class HashedJointPlan(JointBatchPlan):
 
     slots: PlanSlots | None = None
 
-    def _make(self) -> None:
+    def _make(self, is_ahead: bool) -> None:
         self.begins = self.placed[len(self.batch.words) :]
         args = self.begins, len(self.executors), self.stamps[0]
         self.plan, self.of_positions = _sorted(self.ids.to(torch.int64), *args)
+        if not is_ahead:
+            self.write_bounds()
 
     def write_bounds(self) -> None:
         """Write `bounds` and the keys of the rows. No open id is out of range."""
         assert self.plan.new is not None  # it is a plan of open ids
-        self.slots = self._searched(self.plan.keys, self.plan.new, self._tickets[1:])
+        counts, news = self.plan.new
+        self.slots = self._searched(self.plan.keys, counts, news)
 
     @property
-    def known(self) -> KernelRows:
-        """The current keys of the rows for kernels."""
-        return self.readied().known
+    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
+        return *self._found()[:2], self.plan.ids
 
-    def readied(self) -> PlanSlots:
+    def _found(self) -> PlanSlots:
         """Return the current slots of the rows."""
         slots = self.slots
         if slots is None or slots.states != self._states():  # rows may have got slots since
@@ -70,12 +74,15 @@ class HashedJointPlan(JointBatchPlan):
             slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
         return slots
 
-    def enter(self, ready: PlanSlots, first: int, verdicts: Tensor) -> None:
+    def ready(self, first: int, values: Tensor, verdicts: Tensor) -> SteppedTables:
+        found = self._found()
+        return super().ready(first, values, verdicts)._replace(admit=lambda: self._enter(found, first, verdicts))
+
+    def _enter(self, found: PlanSlots, first: int, verdicts: Tensor) -> None:
         """Give slots to the new rows of consecutive tables, starting with `first`, by their verdicts."""
         which = first, first + len(verdicts)
-        known, counts, news, _ = ready
-        args = self._arrays, known.tables.entries, known.keys, counts, news, self._tickets[:1]
-        kernels.enter(*args, which, verdicts)
+        tables, keys, counts, news, _ = found
+        kernels.enter(self._arrays, tables.entries, keys, counts, news, self.plan.tickets, which, verdicts)
         for table in range(*which):
             executor: Any = self.executors[table]
             executor.index.record_inserts(self.cuts[table + 1] - self.cuts[table])
@@ -84,7 +91,7 @@ class HashedJointPlan(JointBatchPlan):
         states, device = self._states(), self.bounds.device
         entries, _ = entries_of(tuple(zip(states[::2], self.batch.paddings, strict=True)), device)
         kernels.search(self._arrays, entries, keys, counts, news, self.bounds)
-        return PlanSlots(KernelRows(self.tables._replace(entries=entries), keys, self.plan.ids), counts, news, states)
+        return PlanSlots(self.tables._replace(entries=entries), keys, counts, news, states)
 
     def _states(self) -> list[Any]:
         executors: Any = self.executors
@@ -94,13 +101,6 @@ class HashedJointPlan(JointBatchPlan):
     def _arrays(self) -> tuple[Any, ...]:
         plan = self.plan
         return plan.ids, plan.starts, self.of_positions, plan.count, self.begins
-
-    @property
-    def _tickets(self) -> Tensor | TensorPart:
-        """Counters of `kernels.enter` and `kernels.search`: int32 (1 + k,)."""
-        k = len(self.executors)
-        begin = -JointBatchPlan.tickets(k) - 1 - k
-        return self.plan.tickets[begin : begin + 1 + k]
 
     def _named(self, table: int, place: Tensor, is_none: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(is_none, DROPPED, 0), self.plan.ids[place]  # a later search finds the slots
@@ -113,17 +113,18 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatc
         The plan, without keys, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    room = carved(device, _room_of(n, JointBatchPlan.tickets(k) + 1 + k))
+    more = JointBatchPlan.tickets(k)
+    room = carved(device, _room_of(n, more + k))
     *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
     by_id, first = torch.sort(ids, stable=True)
     kernels.tables(first, begins, k, of_positions)
     of_positions, second = torch.sort(of_positions, stable=True)
-    kernels.mark(by_id, first, second, of_positions, ordered, order, counts)
-    arrays = unique, starts, inverse, count, tickets
-    plan_kernels.collect(ordered, 0, order, counts, *arrays, tables=of_positions)
-    made = DeviceBatchPlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=new)
+    kernels.mark(by_id, first, second, of_positions, ordered, order, counts, tickets)
+    plan_kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, tickets, of=of_positions)
+    news = new, tickets[-more - k : -more]
+    made = DeviceBatchPlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=news)
     return made, of_positions
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from embedrock.device.cache import load_rows, scratch_of, shares_of, times_of
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.executor import NO_PADDING
 from embedrock.device.features import TableFamily
-from embedrock.device.joint_cache import load_together, shares_of, times_of
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, make_plan, version_of
+from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, SteppedTables, collect, sorted_plan, version_of
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.kernels.gpu import joint as kernels
+from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
@@ -43,20 +44,6 @@ def entries_of(
         words.append(table._replace(**given).words)
         firsts.append(firsts[-1] + table.rows + 2)
     return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
-
-
-class KernelRows(NamedTuple):
-    """Rows of several tables, for kernels.
-
-    Attributes:
-        tables: see `DeviceTables`.
-        keys: of the rows.
-        ids: of the rows; None: the keys determine them.
-    """
-
-    tables: DeviceTables
-    keys: Tensor
-    ids: Tensor | None
 
 
 class DeviceFeatureLayout(NamedTuple):
@@ -132,7 +119,7 @@ class JointBatchPlan:
         times = [executor.begin_batch(n, trains) for executor, n in zip(batch.executors, positions, strict=True)]
         assert kind is not None  # it is the family of all
         self.kind: TableFamily = kind
-        self.stamps = tuple(executor.clock.stamp for executor in batch.executors)
+        self.stamps = tuple([executor.clock.stamp for executor in batch.executors])
         is_cached = kind.kind.is_cached
         known = [
             executor.known if counted or not is_cached else executor.known.uncounted(executor.cache.not_counted)
@@ -151,38 +138,42 @@ class JointBatchPlan:
         self.placed = batch.placed((*words, *shares.words, *times_of(times)), recurs=False)
         self._search = shares, self.placed[len(words) :], times[0]
 
-    def make(self) -> Self:
-        """Plan the batch, and load its rows. The caller must call `write_bounds` next."""
+    def make(self, is_ahead: bool = False) -> Self:
+        """Plan the batch, and load its rows; `is_ahead`: the caller calls `write_bounds` when it looks them up."""
         self.bounds = torch.empty(2 * len(self.executors) + 1, dtype=torch.int32, device=self.ids.device)
-        self._make()
+        self._make(is_ahead)
         return self
 
-    def _make(self) -> None:
-        first, ids = self.executors[0], self.ids
+    def _make(self, is_ahead: bool) -> None:
+        ids, tables = self.ids, self.tables
         keys = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
-        kernels.join(ids, self.placed, len(self.batch.tables), self.tables, keys)
-        tickets = self.tickets(len(self.executors))
-        self.plan = make_plan(keys, self.firsts[-1] - 1, first.faults.tensor, self.stamps[0], tickets=tickets)
-        if self._search is not None:
-            load_together(self.plan, self.tables, self._search, self.misses)
+        kernels.join(ids, self.placed, len(self.batch.tables), tables, keys)
+        self.plan = sorted_plan(keys, 0, None, self.stamps[0], self.tickets(len(self.executors)))
+        search = None if self._search is None else scratch_of(self.plan, self._search, self.misses)
+        found = None if is_ahead else (ids, self.bounds, self.stamps[0])
+        collect(self.plan, self.firsts[-1] - 1, tables, search, found)
+        if search is not None:
+            assert self.plan.ordered is not None  # the device planned
+            load_rows(tables, search, self.plan.ordered, len(ids))
 
     def write_bounds(self) -> None:
         """Write `bounds`, and record ids that are outside of their table."""
         plan = self.plan
         args = self.tables, plan.keys, plan.count, self.ids, plan.order, plan.starts, self.bounds, plan.stamp
-        kernels.bounds(*args)
+        plan_kernels.bounds(*args)
 
     @property
-    def known(self) -> KernelRows:
-        """The current keys of the rows for kernels."""
-        return KernelRows(self.tables, self.plan.keys, None)
+    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
+        """The tables for kernels, the current keys of their rows, and the ids; None: the keys determine these."""
+        return self.tables, self.plan.keys, None
 
-    def readied(self) -> Any:
-        """Return the argument of `enter` for a step that the tables have begun. It has a `known`."""
-        return self
+    def ready(self, first: int, values: Tensor, verdicts: Tensor) -> SteppedTables:
+        """Return consecutive tables that have begun a step, starting with `first`, for their verdicts.
 
-    def enter(self, ready: Any, first: int, verdicts: Tensor) -> None:
-        """Give slots to new rows of consecutive tables, starting with `first`, by their verdicts."""
+        `values`: gradients of the rows of all tables.
+        """
+        tables, keys, ids = self.known
+        return SteppedTables(tables, keys, ids, self.plan.count, self.bounds, values, first, self.plan.found)
 
     # Zeroed counters, by which programs find the last one, or count. The counters of sums come before them.
     @staticmethod
@@ -262,7 +253,7 @@ def plan_ahead(plan: JointBatchPlan) -> None:
     made = executors[0].batch_plan(batch, given, True, [True] * len(executors))
     try:
         with timeline.aside(made.ids, made.placed, made.tables.entries):
-            made.make()
+            made.make(is_ahead=True)
     finally:  # part of the work may be under way
         for executor in executors[1:]:
             executor.timeline.wait_for(timeline)

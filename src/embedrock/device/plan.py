@@ -34,11 +34,6 @@ class FoundWeights:
     weights: Tensor | None
     versions: tuple[int, ...]
 
-    def taken(self, versions: tuple[int, ...]) -> Tensor | None:
-        """Return the weights, once; None if a row has changed since the read."""
-        weights, self.weights = self.weights, None
-        return weights if versions == self.versions else None
-
 
 class SteppedRows(NamedTuple):
     """The stepped rows of a host-planned batch.
@@ -72,12 +67,13 @@ class DeviceBatchPlan:
         tickets: int32, zeros, counters by which programs that sum over the plan find the last one.
         stamp: number of the batch.
         positions: int32 (n,), the key of each position, if the device planned.
-        ordered: the same, sorted.
+        ordered: the same, sorted; or the sorted open ids, if they are to be checked.
+        counts: see `kernels.mark`, if the device planned.
         host: the host's plan, if the host planned.
         stepped: the stepped rows of `host`; None: all of them.
         epoch: state of the hash index that `keys` come from; changes when ids get slots.
         found: weights that a lookup has read from RAM, for a step of the same rows.
-        new: numbers of `keys` without a slot, see `directory.search`; None if unknown.
+        new: numbers of `keys` without a slot; None if unknown.
     """
 
     shape: tuple[int, ...]
@@ -91,11 +87,12 @@ class DeviceBatchPlan:
     stamp: int
     positions: Tensor | None = None
     ordered: Tensor | None = None
+    counts: TensorPart | None = None
     host: Plan | None = None
     stepped: SteppedRows | None = None
     epoch: int = 0
     found: FoundWeights | None = None
-    new: Tensor | None = None
+    new: SlotCounts | None = None
 
     @property
     def nbytes(self) -> int:
@@ -113,15 +110,27 @@ class DeviceBatchPlan:
         return [self.keys, self.order] if self.ordered is None else [self.keys, self.order, self.ordered]
 
 
-class ReadyPlan(NamedTuple):
-    """A plan that is ready to be stepped.
+SlotCounts = tuple[Tensor, "Tensor | TensorPart"]  # numbers of rows without a slot: see `directory.search`
+
+
+class SteppedTables(NamedTuple):
+    """Neighbouring tables of one plan that are ready to be stepped: see `rows.step`.
 
     Attributes:
-        plan: with the keys of the step, valid once records are created.
+        tables, keys, ids, row_count, bounds, values: for the kernel, valid once records are created.
+        first: index of the first stepped table in the plan.
+        found: weights of the rows that a lookup has read.
         admit: creates records, or gives slots to new rows; None: nothing is new, or the step's kernel does so.
     """
 
-    plan: DeviceBatchPlan
+    tables: DeviceTables
+    keys: Tensor
+    ids: Tensor | None
+    row_count: Tensor
+    bounds: Tensor | None
+    values: Tensor
+    first: int = 0
+    found: FoundWeights | None = None
     admit: Callable[[], object] | None = None
 
 
@@ -134,7 +143,6 @@ class PrefetchedPlan(NamedTuple):
         stamp: number of the batch; None if only the host has planned it.
         plan: on the device; None if only the host has planned the batch, or if it is part of a joint plan.
         host: the host's plan; None where the device plans.
-        fault: int64 (4,), see `DeviceErrors`, of bad ids; None where the host has checked them.
         joint: the `JointBatchPlan` of this table and others; None for a plan of one table.
     """
 
@@ -143,7 +151,6 @@ class PrefetchedPlan(NamedTuple):
     stamp: int | None
     plan: DeviceBatchPlan | None = None
     host: Plan | None = None
-    fault: Tensor | None = None
     joint: Any = None
 
     def is_of(self, ids: Tensor) -> bool:
@@ -162,23 +169,26 @@ def version_of(ids: Tensor) -> int:
 def make_plan(
     keys: Tensor,
     rows: int,
-    fault: Tensor,
+    fault: Tensor | None,
     stamp: int,
     arrival: tuple[DeviceTables, VictimScratch] | None = None,
-    merges: bool = False,
-    tickets: int = 0,
 ) -> DeviceBatchPlan:
     """Plan a batch by sorting. The host does not wait for the device.
 
     Args:
         keys: int64 or int32, any shape: slots of rows, equal to their ids. Keys outside ``[0, rows)`` are an error.
         rows: of the table, below 2**31. This is also the key of no row, which fills ``keys`` beyond the existing rows.
-        fault: int64 (4,), see `DeviceErrors`.
+        fault: int64 (4,), see `DeviceErrors`; None: keys are not checked.
         stamp: number of the batch.
         arrival: the table, and scratch of the search for victims, if rows are marked as used; None without a cache.
-        merges: keys may come from other plans, and the key of no row is valid.
-        tickets: number of counters beside those of sums.
     """
+    plan = sorted_plan(keys, rows, fault, stamp)
+    collect(plan, rows, *(arrival or ()))
+    return plan
+
+
+def sorted_plan(keys: Tensor, rows: int, fault: Tensor | None, stamp: int, tickets: int = 0) -> DeviceBatchPlan:
+    """Begin to plan a batch: sort its keys. `tickets`: number of counters beside those of sums. See `make_plan`."""
     n, device = keys.numel(), keys.device
     given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
     is_wide = given.dtype == torch.int64
@@ -190,20 +200,25 @@ def make_plan(
     else:
         positions = given
     ordered, order = torch.sort(positions, stable=True)
-    kernels.mark(ordered, rows + merges, counts, fault, stamp)
-    kernels.collect(ordered, rows, order, counts, unique, starts, inverse, count, drawn, arrival)
-    shape = tuple(keys.shape)
-    return DeviceBatchPlan(shape, unique, unique, starts, order, inverse, count, drawn, stamp, positions, ordered)
+    kernels.mark(ordered, rows, counts, fault, drawn, stamp)
+    arrays = unique, unique, starts, order, inverse, count, drawn
+    return DeviceBatchPlan(tuple(keys.shape), *arrays, stamp, positions, ordered, counts)
 
 
-def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> DeviceBatchPlan:
+def collect(plan: DeviceBatchPlan, nobody: int, *more: Any) -> None:
+    """Write a sorted plan; `nobody` is the key of no row. For `more` see `kernels.collect`."""
+    arrays = plan.order, plan.counts, plan.keys, plan.starts, plan.inverse, plan.count, plan.tickets
+    kernels.collect(plan.ordered, nobody, *arrays, *more)
+
+
+def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor | None) -> DeviceBatchPlan:
     """Plan a batch of hashed ids by sorting, without their `keys`. The host does not wait for the device.
 
     Args:
         ids: int64 or int32, any shape. Ids outside ``[0, rows)`` are an error.
         stamp: number of the batch.
         rows: of the table; None: ids are any int64.
-        fault: int64 (4,), see `DeviceErrors`.
+        fault: int64 (4,), see `DeviceErrors`; None: ids are not checked.
     """
     n, device = ids.numel(), ids.device
     room = carved(device, _open_room_of(n))
@@ -211,9 +226,11 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor) -> 
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     wide = ids.to(torch.int64)
     ordered, order = torch.sort(wide if wide.dim() == 1 else wide.reshape(-1), stable=True)
-    kernels.mark(ordered, rows, counts, fault, stamp)
+    kernels.mark(ordered, rows or 0, counts, None if rows is None else fault, drawn, stamp)
     kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
-    return DeviceBatchPlan(tuple(ids.shape), keys, unique, starts, order, inverse, count, drawn, stamp, new=new)
+    unchecked = None if rows is None or fault is not None else ordered
+    arrays, news = (keys, unique, starts, order, inverse, count, drawn), (new, drawn[-1:])
+    return DeviceBatchPlan(tuple(ids.shape), *arrays, stamp, ordered=unchecked, counts=counts, new=news)
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,7 +250,7 @@ def _open_room_of(n: int) -> ScratchLayout:
     Tensors: keys, ids, inverse, count and new. Parts: starts, counts and tickets.
     """
     sizes = 2 * n, 2 * n, n, 1, directory.blocks(n)
-    return layout(sizes, (n + 1, kernels.blocks(n), 1 + partial_rows(n)))
+    return layout(sizes, (n + 1, kernels.blocks(n), 2 + partial_rows(n)))
 
 
 class ScratchLayout(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
-from embedrock.device import joint
+from embedrock.device import device_errors as faults
 from embedrock.device.device_errors import step_numbers
 from embedrock.device.gradients import DeviceRowGradients, RowSums
-from embedrock.device.plan import ReadyPlan
+from embedrock.device.joint import TableRowSums
+from embedrock.device.plan import SteppedTables
 from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
 from embedrock.kernels.gpu import gate, rows
-from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import CheckedStep, DeferredInserts, StepRequest
 
@@ -56,7 +57,10 @@ class DeviceStep(CheckedStep):
             prepare(self.requests)
 
     def is_prepared(self) -> bool:
-        return all(part.executor.room is None or part.executor.is_prepared(part.grads) for part in self.requests)
+        for part in self.requests:
+            if part.executor.room is not None and not part.executor.is_prepared(part.grads):
+                return False
+        return True
 
     def prepare(self) -> None:
         with self._ordered():
@@ -65,17 +69,11 @@ class DeviceStep(CheckedStep):
     def _begin(self) -> list[Callable[[], None]]:
         for room in rooms_of(self.requests):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
-        begun: list[Callable[[], None]] = []
-        k = 0
-        for part in joint.segments_of(self.requests):
-            if isinstance(part, joint.StepSegment):
-                assert self.verdicts is not None  # only a step of one table can be without verdicts
-                begun.append(joint.begin_step(part, self.verdicts, self.number))
-                k += len(part.due)
-            else:
-                verdict = None if self.verdicts is None else self.verdicts.select(0, k)
-                begun.append(begin_step(part, verdict, self.number))
-                k += 1
+        begun, k = list[Callable[[], None]](), 0
+        for sums, due in segments_of(self.requests):
+            verdicts = None if self.verdicts is None else self.verdicts[k : k + len(due)]
+            begun.append(begin_step(due, sums, verdicts, self.number))
+            k += len(due)
         return begun
 
     def step(self) -> None:
@@ -91,39 +89,92 @@ class DeviceStep(CheckedStep):
         return InStreamOrder([part.executor.timeline for part in self.requests], None)
 
 
-def begin_step(part: StepRequest, verdict: Tensor | None, number: int | Tensor) -> Callable[[], None]:
-    """Do all work of one table's step that can fail, including allocations; return a function that makes the step.
+def segments_of(due: Sequence[StepRequest]) -> list[tuple[TableRowSums | None, list[StepRequest]]]:
+    """Return the tables of a step: neighbours of one joint sum, with the first one's part of it, and single ones."""
+    segments: list[tuple[TableRowSums | None, list[StepRequest]]] = []
+    last = None
+    for part in due:
+        sums = part.grads.sums
+        if type(sums) is not TableRowSums or part.executor.joins is not sums.joint.kind:
+            sums = None
+        if sums is not None and last is not None and sums.follows(last):
+            segments[-1][1].append(part)
+        else:
+            segments.append((sums, [part]))
+        last = sums
+    return segments
 
-    Before that function runs, no row changes, and no step is counted. The caller holds the table lock.
+
+def begin_step(
+    due: Sequence[StepRequest], sums: TableRowSums | None, verdicts: Tensor | None, number: int | Tensor
+) -> Callable[[], None]:
+    """Do all work of a step that can fail, including allocations; return a function that makes the step.
+
+    Before that function runs, no row changes, and no step is counted. The caller holds the table locks.
 
     Args:
-        part: of the table.
-        verdict: int32 (LINE,), see `gate.judge`; None: the kernel of the step decides.
+        due, sums: one of `segments_of` a step.
+        verdicts: int32 (tables, LINE), see `gate.judge`; None: of one table, the kernel of the step decides.
         number: see `DeviceStep`.
     """
-    executor, grads, plan = part.executor, part.grads, part.grads.plan
-    check_rule(part.rule, part.tables[0])
-    executor.timeline.uses(grads.values, plan.keys, plan.ids, plan.count, grads.shown if verdict is None else verdict)
-    ready = executor.ready(plan, verdict, grads)
-    return functools.partial(_step, part, verdict, number, ready, executor.tables, draft_step(executor, part.rule))
+    grads, timeline = due[0].grads, due[0].executor.timeline
+    drafts, last, draft = list[Any](), None, None
+    for part in due:
+        check_rule(part.rule, part.tables[0])
+        part.executor.begin_step()
+        what = part.rule, part.tables[0].steps
+        if what != last:  # most neighbours have the same step constants
+            last, draft = what, draft_step(part.executor, part.rule)
+        drafts.append(draft)
+    if sums is not None and verdicts is not None:
+        stepped = sums.joint.ready(sums.table, sums.joint_values, verdicts)
+        timeline.uses(verdicts, stepped.tables.entries, sums.joint.plan.order, sums.joint.bounds)
+    else:
+        verdict = None if verdicts is None else verdicts[0]
+        timeline.uses(grads.plan.keys, grads.plan.ids, grads.shown if verdict is None else verdict)
+        stepped = due[0].executor.ready(verdict, grads)
+    timeline.uses(stepped.values, stepped.keys, stepped.row_count)
+    return functools.partial(_step, due, stepped, verdicts, number, drafts)
 
 
 def _step(
-    part: StepRequest, verdict: Tensor | None, number: int | Tensor, ready: ReadyPlan, tables: DeviceTables, draft: Any
+    due: Sequence[StepRequest],
+    stepped: SteppedTables,
+    verdicts: Tensor | None,
+    number: int | Tensor,
+    drafts: Sequence[Any],
 ) -> None:
-    executor, grads, (plan, admit) = part.executor, part.grads, ready
-    case = gate.VerdictCase(grads.number, grads.shown, executor.faults.tensor, plan.tickets, number)
-    were = None if plan.found is None else plan.found.taken((executor.rows.version.of_rows,))
-    if were is not None:
-        executor.timeline.uses(were)
+    """Step tables, by one kernel for neighbours with the same step constants."""
+    tables, keys, ids, count, bounds, values, first, found, admit = stepped
+    executor, grads = due[0].executor, due[0].grads
+    weights, versions = None, ()
+    if found is not None and found.weights is not None:
+        weights, versions, found.weights = found.weights, found.versions, None
+        executor.timeline.uses(weights)
+    alike, counted, asked = [], [], []
+    for table, part in enumerate(due, first):
+        (state,) = part.tables
+        is_known = weights is not None and versions[table] == state.version.of_rows
+        alike.append((part.rule, state.steps, part.grads.clip_value, is_known))
+        asked.append(part.executor.faults)
     if admit is not None:
         admit()
-    step, numbers = count_step(executor, part.rule, draft, number)
-    executor.step_beside(numbers)
-    of_rows = plan.keys, plan.ids, plan.count, None, tables, (0, 1), grads.values
-    rows.step(*of_rows, case if verdict is None else verdict, grads.clip_value, step, numbers, were)
+    for part, draft in zip(due, drafts, strict=True):
+        counted.append(count_step(part.executor, part.rule, draft, number))
+    if bounds is None:
+        executor.step_beside(counted[0][1])
+    for (_, _, clip, is_known), places in itertools.groupby(range(len(due)), key=alike.__getitem__):
+        begin, *others = places
+        end = begin + 1 + len(others)
+        if verdicts is None:
+            own = gate.VerdictCase(grads.number, grads.shown, executor.faults.tensor, grads.plan.tickets, number)
+        else:
+            own = verdicts[begin:end]
+        (step, numbers), which = counted[begin], (first + begin, first + end)
+        were = weights if is_known else None
+        rows.step(keys, ids, count, bounds, tables, which, values, own, clip, step, numbers, were)
     if not executor.timeline.is_recorded:
-        executor.faults.ask()
+        faults.ask(asked)
 
 
 def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
@@ -205,7 +256,7 @@ def _judge(due: Sequence[StepRequest]) -> DeviceStep:
     else:
         numbers = torch.stack([*numbers, *shown])
         shown = numbers[count:]
-    faults = _addresses(tuple(part.executor.faults.tensor.data_ptr() for part in due), device)
+    faults = _addresses(tuple([part.executor.faults.tensor.data_ptr() for part in due]), device)
     timeline.keep(faults)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
     gate.judge(numbers, shown, faults, verdicts, number)

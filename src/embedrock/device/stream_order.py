@@ -178,7 +178,8 @@ class InStreamOrder:
             is_plain = not (self._timelines[0].is_cuda or torch.is_inference_mode_enabled())
             self._undo.append(None if is_plain else self._begin())
         except BaseException as error:
-            self._end(None, error)
+            self._undo.append(None)
+            self.__exit__(None, error, None)
             raise
 
     def _begin(self) -> ExitStack | None:
@@ -198,9 +199,7 @@ class InStreamOrder:
         return undo
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._end(self._undo.pop(), error)
-
-    def _end(self, undo: ExitStack | None, error: BaseException | None) -> None:
+        undo = self._undo.pop()
         if undo is not None:
             undo.close()
         if self._lock is not None:

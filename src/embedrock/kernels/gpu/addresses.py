@@ -18,8 +18,13 @@ CHANGED = 1 << 30  # flag in words of `where` if all rows are on device: newer t
 ABSENT, FAR = -2, -1  # words of `where` for unused rows: without a record, and with one
 AGES = (1 << 22) - 1
 WORDS = 24  # about a table
+BINS = 128  # of a search for victims
+SHARE_WORDS = 5
+TIME_WORDS = 12  # int32; numbers of a CUDA graph are at multiples of 16 bytes
+TOUCHING_WARPS = 8  # fewer would take too many registers for a loop over tables
 
-_WORDS = tl.constexpr(WORDS)
+_WORDS, _SHARE, _TIME = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS), tl.constexpr(TIME_WORDS)
+_BINS = tl.constexpr(BINS)
 _NOBODY = tl.constexpr(2**62)  # above all keys
 _CHANGED = tl.constexpr(CHANGED)
 _SLOTS = tl.constexpr(CHANGED - 1)
@@ -157,7 +162,7 @@ class TableEntryWords(NamedTuple):
         padding: the id that gets no gradient, -2 for none.
         slots: addresses of `owner`, `worth`, `used`, `dirty` and `tallies`, see `CacheSlots`, and the number
             of device slots. Zeros without a cache.
-        directory: of a table of open ids, see `joint_directory`; else zeros.
+        directory: of a table of open ids, see `directory`; else zeros.
     """
 
     first: int
@@ -251,6 +256,62 @@ def drawn_of(entry):
     b = tl.load(entry + 9).to(tl.int32).to(tl.float32, bitcast=True)
     c = tl.load(entry + 10).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.load(entry + 5).to(tl.uint64), a, b, c
+
+
+# ---------------------------------------------------------------- keys of a batch with caches
+
+
+@inlined
+def time_of(table, shares, times, stamp, span, fading, hand):
+    """Return the stamp, the span, the fading and the first device slot of the window of a table's batch."""
+    if shares is None:
+        stamp, span, hand = loaded(stamp), loaded(span), loaded(hand)
+    else:
+        own = times + table * _TIME
+        stamp, span, hand = tl.load(own), tl.load(own + 4), tl.load(own + 8)
+        fading = tl.load(shares + table * _SHARE).to(tl.int32).to(tl.float32, bitcast=True)
+    return stamp, span, fading, hand
+
+
+@inlined
+def rows_of(key, heads, entry, shares):
+    """Return the rows of a table among keys, and a mask of them. The keys of one table are its rows."""
+    own = key if shares is None else key - tl.load(entry)
+    return own, heads & (own >= 0) & (own < tl.load(entry + 1))
+
+
+@inlined
+def _touch_table(key, heads, entry, shares, time):
+    """Mark the rows of a table as used by a batch; return how many to load."""
+    own, known = rows_of(key, heads, entry, shares)
+    stamp, span, fading, _ = time
+    where, _, worth, used, _, tallies = slots_of(entry)
+    return touch_rows(own, known, where, worth, used, tallies, stamp, span, fading)
+
+
+@inlined
+def touch_keys(key, heads, entries, tables, shares, times, misses, time, histogram):
+    """Begin a search for victims for a program's keys: see `cache.touch`. Return how many rows to load.
+
+    `shares`, `times`, `misses`, `histogram`: see `cache.VictimScratch`.
+    """
+    stamp, span, fading, hand = time
+    found = 0
+    if shares is None:
+        found = _touch_table(key, heads, entries, shares, time_of(0, shares, times, stamp, span, fading, hand))
+    else:
+        table, last = span_of(entries, tables, key, heads)
+        while table <= last:
+            own = time_of(table, shares, times, stamp, span, fading, hand)
+            missing = _touch_table(key, heads, entries + table * _WORDS, shares, own)
+            tl.atomic_add(misses + table, missing, sem="relaxed")
+            found += missing
+            table += 1
+    row = tl.program_id(0)
+    while row < tables:
+        tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
+        row += tl.num_programs(0)
+    return found
 
 
 # ---------------------------------------------------------------- record of a row

@@ -15,30 +15,30 @@ import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import (
     AGES,
+    BINS,
     FAR,
+    SHARE_WORDS,
+    TOUCHING_WARPS,
     WORDS,
     BatchTime,
     fade,
     far_word,
     last_begun,
     read_word,
+    rows_of,
     slots_of,
     span_of,
-    touch_rows,
+    time_of,
+    touch_keys,
 )
-from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.plan import BLOCK, blocks, load_heads, sum_before
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
-BINS = 128
-SHARE_WORDS = 5
-TIME_WORDS = 12  # int32; numbers of a CUDA graph are at multiples of 16 bytes
-WARPS = 8  # fewer would take too many registers for a loop over tables
 COPIED = 2048  # words of the records that one program copies at once
 
 _BINS = tl.constexpr(BINS)
 _LAST = tl.constexpr(BINS - 1)  # the bin of slots that may not be evicted
-_WORDS, _SHARE, _TIME = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS), tl.constexpr(TIME_WORDS)
+_WORDS, _SHARE = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS)
 _AGES = tl.constexpr(AGES)
 _FAR = tl.constexpr(FAR)
 _ONE = tl.constexpr(127 << 23)  # the bits of 1.0
@@ -81,6 +81,7 @@ class VictimScratch(NamedTuple):
             None: one table, see `time`.
         misses: int32 (k,): rows to load of each table; zeros before `touch`. None: one table.
         time: of the batch, of one table.
+        moves: int64 (victims, 3), memory for `swap`; None: there is none yet.
     """
 
     counts: Any
@@ -92,21 +93,10 @@ class VictimScratch(NamedTuple):
     times: Any = None
     misses: Any = None
     time: BatchTime = BatchTime(0, 0, 0.0)
+    moves: Any = None
 
 
 # ---------------------------------------------------------------- rows of a batch
-
-
-@inlined
-def _time_of(table, shares, times, stamp, span, fading, hand):
-    """Return the stamp, the span, the fading and the first device slot of the window of a table's batch."""
-    if shares is None:
-        stamp, span, hand = loaded(stamp), loaded(span), loaded(hand)
-    else:
-        own = times + table * _TIME
-        stamp, span, hand = tl.load(own), tl.load(own + 4), tl.load(own + 8)
-        fading = tl.load(shares + table * _SHARE).to(tl.int32).to(tl.float32, bitcast=True)
-    return stamp, span, fading, hand
 
 
 @inlined
@@ -115,22 +105,6 @@ def _keys_of(keys, count, u):
     if count.dtype.is_ptr():
         count = tl.load(count)
     return load_heads(keys, u, count)
-
-
-@inlined
-def _rows_of(key, heads, entry, shares):
-    """Return the rows of a table among keys, and a mask of them. The keys of one table are its rows."""
-    own = key if shares is None else key - tl.load(entry)
-    return own, heads & (own >= 0) & (own < tl.load(entry + 1))
-
-
-@inlined
-def _touch_table(key, heads, entry, shares, time):
-    """Mark the rows of a table as used by a batch; return how many to load."""
-    own, known = _rows_of(key, heads, entry, shares)
-    stamp, span, fading, _ = time
-    where, _, worth, used, _, tallies = slots_of(entry)
-    return touch_rows(own, known, where, worth, used, tallies, stamp, span, fading)
 
 
 @kernel("count", "tables", "stamp", "span", "hand", anywhere=("shares", "times", "misses"))
@@ -150,24 +124,11 @@ def _touch(
     histogram,
     LANES: tl.constexpr,
 ):
-    program, found = tl.program_id(0), 0
-    u = program * LANES + tl.arange(0, LANES)
-    key, heads = _keys_of(keys, count, u)
-    if shares is None:
-        found = _touch_table(key, heads, entries, shares, _time_of(0, shares, times, stamp, span, fading, hand))
-    else:
-        table, last = span_of(entries, tables, key, heads)
-        while table <= last:
-            time = _time_of(table, shares, times, stamp, span, fading, hand)
-            missing = _touch_table(key, heads, entries + table * _WORDS, shares, time)
-            tl.atomic_add(misses + table, missing, sem="relaxed")
-            found += missing
-            table += 1
+    program = tl.program_id(0)
+    key, heads = _keys_of(keys, count, program * LANES + tl.arange(0, LANES))
+    time = stamp, span, fading, hand
+    found = touch_keys(key, heads, entries, tables, shares, times, misses, time, histogram)
     tl.store(counts + program, found)
-    row = program
-    while row < tables:
-        tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
-        row += tl.num_programs(0)
 
 
 def touch(tables, search, keys, count):
@@ -180,7 +141,7 @@ def touch(tables, search, keys, count):
         count: number of keys, int32 (1,) or a number.
     """
     args = *_of_tables(tables, search), search.counts, search.histogram
-    launch(_touch, blocks(keys.shape[0]), keys, count, *args, num_warps=WARPS, LANES=BLOCK)
+    launch(_touch, blocks(keys.shape[0]), keys, count, *args, num_warps=TOUCHING_WARPS, LANES=BLOCK)
 
 
 def _of_tables(tables, search):
@@ -236,7 +197,7 @@ def _offer(
 ):
     table, part, parts, window, _size, block, _victim = _part(shares, tables, window, 0, LANES)
     if _misses_of(table, misses, counts, stop) > 0:
-        now, unfinished, fades, first = _time_of(table, shares, times, stamp, span, fading, hand)
+        now, unfinished, fades, first = time_of(table, shares, times, stamp, span, fading, hand)
         entry = entries + table * _WORDS
         _, owner, worth, used, _, _ = slots_of(entry)
         bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
@@ -258,7 +219,7 @@ def offer(tables, search):
     """Assign bins to the device slots of the tables' windows, cyclically from their first device slots on."""
     counts, bins = search.counts, search.bins
     args = *_of_tables(tables, search), counts, counts.shape[0], bins, bins.shape[0], search.table, search.histogram
-    launch(_offer, blocks(bins.shape[0]), *args, num_warps=WARPS, LANES=BLOCK)
+    launch(_offer, blocks(bins.shape[0]), *args, num_warps=TOUCHING_WARPS, LANES=BLOCK)
 
 
 @kernel("tables", "stamp", "span", "hand", "stop", "window", "size", anywhere=("shares", "times", "misses"))
@@ -301,7 +262,7 @@ def _choose(
         tie = (mine == edge).to(tl.int32)
         taken = (mine < edge) | ((tie == 1) & (ties + tl.cumsum(tie, axis=0) <= quota))
         rank = below + tl.minimum(ties, quota) + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-        _, _, _, first = _time_of(table, shares, times, stamp, span, fading, hand)
+        _, _, _, first = time_of(table, shares, times, stamp, span, fading, hand)
         _, owner, _, _, _, _ = slots_of(entry)
         v = _slot(j, first, tl.load(entry + 17).to(tl.int32))
         whose = tl.load(owner + v, mask=taken, other=0)
@@ -313,7 +274,7 @@ def choose(tables, search):
     counts, bins, victims = search.counts, search.bins, search.victims
     args = *_of_tables(tables, search), counts, counts.shape[0], bins, bins.shape[0], search.table, search.histogram
     programs = blocks(max(bins.shape[0], victims.shape[0]))
-    launch(_choose, programs, *args, victims, victims.shape[0], num_warps=WARPS, LANES=BLOCK)
+    launch(_choose, programs, *args, victims, victims.shape[0], num_warps=TOUCHING_WARPS, LANES=BLOCK)
 
 
 # ---------------------------------------------------------------- exchange of records
@@ -341,8 +302,9 @@ def _swap_table(key, heads, entry, shares, time, ranked, record_bytes, mine):
     victims, moves, size = mine
     where, owner, worth, used, dirty, tallies = slots_of(entry)
     near, far = tl.load(entry + 3), tl.load(entry + 4)
-    key, known = _rows_of(key, heads, entry, shares)
+    key, known = rows_of(key, heads, entry, shares)
     word = tl.load(where + key, mask=known, other=0)
+    row = tl.where(known, key, 0)  # the key, for a late store: Triton 3.6 cannot compile it of 32-bit keys in a loop
     absent, last, then = read_word(word)
     age = (stamp - last) & _AGES
     missing = known & (word < 0) & (absent == 0) & (age > span)
@@ -359,7 +321,7 @@ def _swap_table(key, heads, entry, shares, time, ranked, record_bytes, mine):
 
     now = fade(then, age, fading) + 1.0
     tl.debug_barrier()  # the stores overwrite the words read above
-    tl.store(owner + slot, key, mask=comes)
+    tl.store(owner + slot, row, mask=comes)
     tl.store(worth + slot, now, mask=comes)
     tl.store(used + slot, tl.zeros_like(slot) + stamp, mask=comes)
     tl.store(dirty + slot, tl.zeros_like(slot).to(tl.uint8), mask=comes)
@@ -398,13 +360,13 @@ def _swap(
     key, heads = _keys_of(keys, count, u)
     ranked = sum_before(counts, program)
     if shares is None:
-        time, mine = _time_of(0, shares, times, stamp, span, fading, hand), (victims, moves, size)
+        time, mine = time_of(0, shares, times, stamp, span, fading, hand), (victims, moves, size)
         _swap_table(key, heads, entries, shares, time, ranked, record_bytes, mine)
     else:
         table, last = span_of(entries, tables, key, heads)
         before = sum_before(misses, table)
         while table <= last:
-            time, share = _time_of(table, shares, times, stamp, span, fading, hand), shares + table * _SHARE
+            time, share = time_of(table, shares, times, stamp, span, fading, hand), shares + table * _SHARE
             first, most = tl.load(share + 4), tl.load(share + 2).to(tl.int32)
             # The table's missing rows in earlier programs: none if its rows begin here.
             rank, mine = tl.maximum(ranked - before, 0), (victims + first, moves + first * 3, most)
@@ -423,7 +385,7 @@ def swap(tables, search, keys, count, moves):
     """
     size = search.victims.shape[0]
     args = *_of_tables(tables, search), search.counts, search.victims, moves, size, tables.form.record_bytes
-    launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *args, num_warps=WARPS, LANES=BLOCK)
+    launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *args, num_warps=TOUCHING_WARPS, LANES=BLOCK)
 
 
 @kernel("size")

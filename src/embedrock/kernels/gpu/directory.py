@@ -1,8 +1,11 @@
-"""Hash index of open ids in GPU memory, from ids to slots of records: see ``tests/reference/device.py``.
+"""Hash indexes of open ids in GPU memory, from ids to slots of records: see ``tests/reference/device.py``.
 
 An 8-byte entry has 32 bits of its id's hash and the slot + 1, 0: empty. The other bits of the hash give its place. A
 collision moves it to the next free place, mostly in the same line of 128 bytes. The order of insertion does not affect
 searches, and slots are given by rank. So programs may claim places in any order.
+
+Each table has its own index. The rows of a batch of several tables are in the order of tables, and then of ids. Keys
+are slots, counted in the table's range of keys. The key before the first slot is of rows without a slot.
 """
 
 from typing import Any, NamedTuple
@@ -10,14 +13,18 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate
-from embedrock.kernels.gpu.plan import sum_before
+from embedrock.kernels.gpu.addresses import WORDS
+from embedrock.kernels.gpu.plan import BLOCK, clear, first_from, lanes_of, sum_before
+from embedrock.kernels.gpu.plan import blocks as blocks_of_positions
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+from embedrock.kernels.gpu.sums import is_last
 
 LANES = 512
 NEW, DROPPED = -1, -2  # instead of slots: of an id without one, and of a row without a step
 
 _NEW, _DROPPED = tl.constexpr(NEW), tl.constexpr(DROPPED)
-_LIVE = tl.constexpr(gate.LIVE)
+_WORDS, _LINE, _LIVE = tl.constexpr(WORDS), tl.constexpr(gate.LINE), tl.constexpr(gate.LIVE)
+_PADDING, _DIRECTORY = tl.constexpr(11), tl.constexpr(18)  # words of an entry
 _SLOTS = tl.constexpr((1 << 32) - 1)  # bits of an entry
 _NO_ENTRY = tl.constexpr(-1)
 _MIX_1, _MIX_2 = tl.constexpr(0xFF51AFD7ED558CCD), tl.constexpr(0xC4CEB9FE1A85EC53)
@@ -94,84 +101,265 @@ def claim(key, slot, new, table, seed, size):
         place = tl.where(claims, _after(place, size), place)
 
 
-@kernel("size", "seed")
-def _search(keys, count, known, slots, counts, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+@kernel("n", "tables", anywhere=("cuts",))
+def _tables(order, cuts, found, n, tables, LANES: tl.constexpr):
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    place = tl.load(order + i, mask=i < n, other=0)
+    low = tl.zeros_like(place)
+    table = first_from(cuts, low, low + tables, place + 1) - 1
+    tl.store(found + i, table.to(found.dtype.element_ty), mask=i < n)
+
+
+def tables(order, cuts, count, found):
+    """Write the table of each position of `order` int64 (n,) to `found`, uint8 or int32 (n,).
+
+    Args:
+        order: see above.
+        cuts: int64 (count + 1,): begin of each table's positions, and the end of the last.
+        count: number of tables.
+        found: see above.
+    """
+    n = order.shape[0]
+    launch(_tables, blocks_of_positions(n), order, cuts, found, n, count, LANES=BLOCK)
+
+
+@inlined
+def _ids_at(ids, second, i, here):
+    place = tl.load(second + i, mask=here, other=0)
+    return tl.load(ids + place, mask=here, other=0), place
+
+
+@kernel("size", "n")
+def _mark_tables(ids, first, second, tables, ordered, order, counts, tickets, size, n, LANES: tl.constexpr):
     program = tl.program_id(0)
+    i = program * LANES + tl.arange(0, LANES)
+    here, after = i < n, (i < n) & (i > 0)
+    id, place = _ids_at(ids, second, i, here)  # noqa: A001
+    before, _ = _ids_at(ids, second, i - 1, after)
+    table, last = tl.load(tables + i, mask=here, other=0), tl.load(tables + i - 1, mask=after, other=0)
+    heads = here & ((i == 0) | (id != before) | (table != last))
+    tl.store(ordered + i, id, mask=here)
+    tl.store(order + i, tl.load(first + place, mask=here, other=0), mask=here)
+    tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0), mask=n > 0)
+    clear(tickets, size, program, LANES)
+
+
+def mark(ids, first, second, tables, ordered, order, counts, tickets):
+    """Reorder positions that were sorted by id, and then by table; count the rows that begin in each block.
+
+    Args:
+        ids, first: int64 (n,), sorted ids, and their positions.
+        second: int64 (n,), places in `ids`, sorted by table.
+        tables: (n,), the table of each, sorted.
+        ordered, order: int64 (n,) receive the ids, and their positions.
+        counts, tickets: int32, see `plan.mark`.
+    """
+    n = ids.shape[0]
+    args = ids, first, second, tables, ordered, order, counts, tickets, tickets.shape[0], n
+    launch(_mark_tables, blocks_of_positions(n) or 1, *args, LANES=BLOCK)
+
+
+@inlined
+def _directory(entry):
+    """Return the entries, ids, size and seed of a table's hash index, and the address of its number of slots."""
+    table, ids = tl.load(entry + _DIRECTORY), tl.load(entry + _DIRECTORY + 1)
+    used = tl.load(entry + _DIRECTORY + 4).to(tl.pointer_type(tl.int64))
+    size, seed = tl.load(entry + _DIRECTORY + 2), tl.load(entry + _DIRECTORY + 3).to(tl.uint64)
+    return table.to(tl.pointer_type(tl.int64)), ids.to(tl.pointer_type(tl.int64)), size, seed, used
+
+
+@inlined
+def _is_padding(id, entry, here):  # noqa: A002
+    pads = tl.load(entry + _DIRECTORY + 5, mask=here, other=0) != 0
+    return here & pads & (id == tl.load(entry + _PADDING, mask=here, other=0))
+
+
+@inlined
+def _rows_of(program, ids, starts, tables, count, LANES: tl.constexpr):
+    """Return a program's rows, their mask, ids and tables, and the first and the last table."""
     u = program * LANES + tl.arange(0, LANES)
     here = u < tl.load(count)
-    seeks = here
-    if known is not None:
-        seeks &= tl.load(known + u, mask=here, other=_DROPPED) != _DROPPED
-    key = tl.load(keys + u, mask=here, other=0)
-    slot = seek(key, seeks, table, ids, seed, size)
-    tl.store(slots + u, tl.where(seeks, slot, _DROPPED), mask=here)
-    tl.store(counts + program, tl.sum((seeks & (slot == _NEW)).to(tl.int32), axis=0))
+    id = tl.load(ids + u, mask=here, other=0)  # noqa: A001
+    table, first, last = tl.zeros_like(u), 0, 0
+    if tables is not None:
+        table = tl.load(tables + tl.load(starts + u, mask=here, other=0), mask=here, other=0).to(tl.int32)
+        first, last = tl.min(tl.where(here, table, 2**30), axis=0), tl.max(tl.where(here, table, -1), axis=0)
+    return u, here, id, table, first, last
 
 
-def search(keys, count, known, entries, slots, counts):
-    """Write the slots of ids, `NEW` for ids without one, and count the latter, for `enter`.
+@inlined
+def _write_bounds(ids, starts, count, entries, cuts, bounds, tables, TABLES: tl.constexpr):
+    """Write the range of each table's rows, and its padding row."""
+    t = tl.arange(0, TABLES)
+    here, entry = t < tables, entries + t * _WORDS
+    low = tl.zeros([TABLES], tl.int32)
+    high = low + tl.load(count)
+    begin = first_from(starts, low, high, tl.load(cuts + t, mask=here, other=0))
+    stop = first_from(starts, low, high, tl.load(cuts + t + 1, mask=here, other=0))
+    tl.store(bounds + t, begin, mask=here)
+    tl.store(bounds + t + 1, stop, mask=t == tables - 1)
+    row = first_from(ids, begin, stop, tl.load(entry + _PADDING, mask=here, other=0))
+    some = here & (row < stop)
+    is_padding = _is_padding(tl.load(ids + row, mask=some, other=0), entry, some)
+    tl.store(bounds + tables + 1 + t, tl.where(is_padding, row, -1), mask=here)
 
-    Args:
-        keys: int64 (n,), the ids.
-        count: int32 (1,), number of ids.
-        known: int64 (n,), `DROPPED` for rows without a step, copied to `slots`; None: all rows are stepped.
-        entries: see `HashIndexTensors`.
-        slots: int64 (n,), see above; unchanged beyond `count`.
-        counts: int32, see `blocks`.
-    """
-    table, ids, seed = entries
-    args = keys, count, known, slots, counts, table, ids, table.shape[0], seed
-    launch(_search, blocks(len(keys)), *args, LANES=LANES)
+
+@inlined
+def _search_table(u, id, mine, entry, keys):  # noqa: A002
+    """Write the keys of a table's rows; return which of them have no slot."""
+    of_slots, of_ids, size, seed, _ = _directory(entry)
+    slot = seek(id, mine, of_slots, of_ids, seed, size)
+    tl.store(keys + u, tl.load(entry) + slot, mask=mine)
+    return mine & (slot < 0)
 
 
-@kernel("size", "seed", "turn", "parts")
-def _enter(
-    keys, count, slots, counts, parts, verdict, used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr
+@kernel("count_of_tables", anywhere=("cuts", "news"))
+def _search(
+    ids,
+    starts,
+    tables,
+    count,
+    cuts,
+    entries,
+    known,
+    keys,
+    counts,
+    news,
+    bounds,
+    count_of_tables,
+    LANES: tl.constexpr,
+    TABLES: tl.constexpr,
 ):
     program = tl.program_id(0)
-    u = program * LANES + tl.arange(0, LANES)
-    live = tl.load(verdict + _LIVE) != 0
-    first = tl.load(used + turn)
-    new = (u < tl.load(count)) & live
-    new &= tl.load(slots + u, mask=new, other=_DROPPED) == _NEW
-    key = tl.load(keys + u, mask=new, other=0)
-    slot = first + sum_before(counts, program) + tl.cumsum(new.to(tl.int32), axis=0) - 1
-    tl.store(slots + u, slot, mask=new)
-    tl.store(ids + slot, key, mask=new)
-    claim(key, slot, new, table, seed, size)
-    if program == 0:
-        tl.store(used + 1 - turn, first + tl.where(live, sum_before(counts, parts), 0))
+    u, here, id, table, this, last = _rows_of(program, ids, starts, tables, count, LANES)  # noqa: A001
+    if tables is None:
+        seeks = here
+        if known is not None:
+            seeks &= tl.load(known + u, mask=here, other=_DROPPED) != _DROPPED
+            tl.store(keys + u, tl.zeros_like(id) + _DROPPED, mask=here & (seeks == 0))
+        total = tl.sum(_search_table(u, id, seeks, entries, keys).to(tl.int32))
+        if total > 0:
+            tl.atomic_add(news, total, sem="relaxed")
+    else:
+        padding = _is_padding(id, entries + table * _WORDS, here)
+        total = this * 0
+        while this <= last:
+            without = _search_table(u, id, here & (table == this), entries + this * _WORDS, keys)
+            new = tl.sum((without & (padding == 0)).to(tl.int32))
+            if new > 0:
+                tl.atomic_add(news + this, new, sem="relaxed")
+            total += new
+            this += 1
+    tl.store(counts + program, total)
+    if bounds is not None:  # noqa: SIM102
+        if program == 0:  # (Triton would evaluate both sides of `and`)
+            _write_bounds(ids, starts, count, entries, cuts, bounds, count_of_tables, TABLES)
 
 
-def enter(keys, count, slots, counts, verdict, used, turn, entries):
-    """Give the next slots to ids without one, in their order, and insert their entries.
+def search(plan, entries, keys, counts, news, bounds=None, known=None):
+    """Write the keys of rows, count those without a slot, and write the bounds of tables.
 
     Args:
-        keys, count, slots, counts: results of `search`; `slots` receives the new ones.
-        verdict: int32 (LINE,) of `gate.judge`: without a step, no id gets a slot.
-        used: int64 (2,): number of slots given, at `turn`; the other element receives the new number.
-        turn: index 0 or 1 of the current number in `used`.
-        entries: see `search`.
+        plan: ids int64 (n,), starts, tables int (n,) of the sorted positions, count, and `cuts` as for `tables`. No
+            tables: the rows are of one table, which needs no starts and cuts.
+        entries: see `addresses.DeviceTables`.
+        keys: int64 (n,), see above; unchanged beyond the existing rows.
+        counts: int32, see `blocks`: rows without a slot.
+        news: int32 (k,), zeros, receives each table's number of rows without a slot, except its padding.
+        bounds: see `plan.bounds`; None: not wanted.
+        known: of one table, int64 (n,): `DROPPED` for rows without a step, copied to `keys`; None: all are stepped.
     """
-    table, ids, seed = entries
-    args = keys, count, slots, counts, counts.shape[0], verdict, used, turn, table, ids, table.shape[0], seed
-    launch(_enter, counts.shape[0], *args, LANES=LANES)
+    k = entries.shape[0]
+    args = *plan, entries, known, keys, counts, news, bounds, k
+    launch(_search, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(k))
 
 
-@kernel("size", "seed", "turn")
-def _file(used, turn, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
+@inlined
+def _enter_table(u, id, new, before, entry, keys):  # noqa: A002
+    """Give the next slots to new rows of a table; `before`: new ones in earlier programs."""
+    of_slots, of_ids, size, seed, used = _directory(entry)
+    slot = tl.load(used) + before + tl.cumsum(new.to(tl.int32), axis=0) - 1
+    tl.store(keys + u, tl.load(entry) + slot, mask=new)
+    tl.store(of_ids + slot, id, mask=new)
+    claim(id, slot, new, of_slots, seed, size)
+
+
+@inlined
+def _count_given(entries, news, verdicts, begin, end, TABLES: tl.constexpr):
+    t = tl.arange(0, TABLES)
+    here = (t >= begin) & (t < end)
+    here &= tl.load(verdicts + (t - begin) * _LINE + _LIVE, mask=here, other=0) != 0
+    used = tl.load(entries + t * _WORDS + _DIRECTORY + 4, mask=here, other=0).to(tl.pointer_type(tl.int64))
+    given = tl.load(used, mask=here, other=0) + tl.load(news + t, mask=here, other=0)
+    tl.debug_barrier()  # the store overwrites the numbers read above
+    tl.store(used, given, mask=here)
+
+
+@kernel("begin", "end", anywhere=("news", "ticket"))
+def _enter(
+    ids,
+    starts,
+    tables,
+    count,
+    entries,
+    keys,
+    counts,
+    news,
+    ticket,
+    verdicts,
+    begin,
+    end,
+    LANES: tl.constexpr,
+    TABLES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    u, here, id, table, this, last = _rows_of(program, ids, starts, tables, count, LANES)  # noqa: A001
+    key = tl.load(keys + u, mask=here, other=0)
+    before = sum_before(counts, program)
+    if tables is None:
+        new = here & (key == _NEW) & (tl.load(verdicts + _LIVE) != 0)
+        _enter_table(u, id, new, before, entries, keys)
+    else:
+        padding = _is_padding(id, entries + table * _WORDS, here)
+        this, last = tl.maximum(this, begin), tl.minimum(last, end - 1)
+        while this <= last:
+            entry = entries + this * _WORDS
+            if tl.load(verdicts + (this - begin) * _LINE + _LIVE) != 0:
+                new = here & (table == this) & (key < tl.load(entry)) & (padding == 0)
+                # The table's new rows in earlier programs: none if its rows begin in this one.
+                _enter_table(u, id, new, tl.maximum(before - sum_before(news, this), 0), entry, keys)
+            this += 1
+    if is_last(ticket, tl.num_programs(0) - 1):
+        _count_given(entries, news, verdicts, begin, end, TABLES)
+
+
+def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
+    """Give the next slots to rows without one of some neighbouring tables, in their order, and insert their entries.
+
+    Args:
+        plan, entries, keys, counts, news: see `search`, which has written them; `keys` receives the new ones.
+        ticket: int32 (1,), a zeroed counter, zero again afterwards.
+        which: the first of the tables, and the one after the last.
+        verdicts: int32 (tables, LINE), of `gate.judge`: without a step, no row of a table gets a slot.
+    """
+    args = *plan[:-1], entries, keys, counts, news, ticket, verdicts, *which
+    launch(_enter, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(entries.shape[0]))
+
+
+@kernel("size", "seed")
+def _file(used, table, ids, size, seed: tl.uint64, LANES: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    new = slot < tl.load(used + turn)
+    new = slot < tl.load(used)
     claim(tl.load(ids + slot, mask=new, other=0), slot, new, table, seed, size)
 
 
-def file(used, turn, most, entries):
+def file(used, most, entries):
     """Insert entries for the ids in all given slots. None of them may have one yet.
 
     Args:
-        used, turn: see `enter`.
+        used: int64 (), number of slots given.
         most: upper bound of the slots given.
-        entries: see `search`.
+        entries: see `HashIndexTensors`.
     """
     table, ids, seed = entries
-    launch(_file, blocks(most), used, turn, table, ids, table.shape[0], seed, LANES=LANES)
+    launch(_file, blocks(most), used, table, ids, table.shape[0], seed, LANES=LANES)

@@ -7,8 +7,8 @@ outside of the table. So a batch's keys are sorted and planned as if they were o
 import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import WORDS
-from embedrock.kernels.gpu.plan import NUMBER
-from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+from embedrock.kernels.gpu.plan import first_from
+from embedrock.kernels.gpu.runtime import kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
 BAD_OFFSETS = tl.constexpr(4)  # error code of invalid bag starts
@@ -17,7 +17,6 @@ LANES = 1024
 
 _WORDS = tl.constexpr(WORDS)
 _PROGRAMS = tl.constexpr(PROGRAMS)
-_NOBODY = tl.constexpr(2**62)
 
 
 @kernel("n", "features")
@@ -49,65 +48,6 @@ def join(ids, cuts, features, tables, keys):
     """
     n = ids.shape[0]
     launch(_join, -(-n // LANES), ids, cuts, tables.entries, keys, n, features, LANES=LANES)
-
-
-@inlined
-def first_from(keys, low, high, key):
-    """Return, in each lane, the first place from `low` on with a sorted key of at least `key`, or `high`."""
-    while tl.max(high - low, axis=0) > 0:
-        middle = (low + high) // 2
-        is_open = low < high
-        below = is_open & (tl.load(keys + middle, mask=is_open, other=0) < key)
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(is_open & (below == 0), middle, high)
-    return low
-
-
-@kernel("tables", "number")
-def _bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LANES: tl.constexpr):
-    t = tl.arange(0, LANES)
-    here, count = t < tables, tl.load(count)
-    entry = entries + t * _WORDS
-    first, rows = tl.load(entry, mask=here, other=_NOBODY), tl.load(entry + 1, mask=here, other=0)
-    low = tl.zeros([LANES], tl.int32)
-    high = low + count
-    begin, stop = first_from(keys, low, high, first - 1), first_from(keys, low, high, first + rows + 1)
-    tl.store(bounds + t, begin, mask=here)
-    tl.store(bounds + t + 1, stop, mask=t == tables - 1)
-    some = here & (begin < stop)
-    is_low = some & (tl.load(keys + begin, mask=some, other=0) == first - 1)
-    is_high = some & (tl.load(keys + stop - 1, mask=some, other=0) == first + rows)
-    bad = is_low | is_high
-    row = tl.where(is_low, begin, stop - 1)
-    value = tl.load(
-        ids + tl.load(order + tl.load(starts + row, mask=bad, other=0), mask=bad, other=0), mask=bad, other=0
-    )
-    padding = tl.load(entry + 11, mask=here, other=-2)
-    padded = first_from(keys, begin, stop, first + padding)
-    some = here & (padding >= 0) & (padded < stop)
-    is_padding = some & (tl.load(keys + padded, mask=some, other=0) == first + padding)
-    tl.store(bounds + tables + 1 + t, tl.where(is_padding, padded, -1), mask=here)
-    fault = tl.load(entry + 7, mask=bad, other=0).to(tl.pointer_type(tl.int64))
-    bad = bad & (tl.load(fault, mask=bad, other=1) == 0)
-    tl.debug_barrier()  # the stores overwrite the words read above
-    tl.store(fault, tl.zeros_like(first) + NUMBER, mask=bad)
-    tl.store(fault + 1, tl.zeros_like(first) + number, mask=bad)
-    tl.store(fault + 2, value.to(tl.int64), mask=bad)
-
-
-def bounds(tables, keys, count, ids, order, starts, bounds, number):
-    """Write the range of each table's rows in a plan, and its padding row; record ids outside of a table.
-
-    Args:
-        tables: see `addresses.DeviceTables`.
-        keys, count, order, starts: of the plan.
-        ids: (n,), the argument of `join`.
-        bounds: int32 (2 * k + 1,) receives each table's first row, the last one's end, and each padding row (-1: none).
-        number: of the batch, for the table's error.
-    """
-    k = tables.entries.shape[0]
-    args = tables.entries, k, keys, count, ids, order, starts, bounds, number
-    launch(_bounds, 1, *args, num_warps=1, LANES=max(2, 1 << (k - 1).bit_length()))
 
 
 @kernel("n", "features", "count", "tables", anywhere=("paddings", "tickets"))
