@@ -16,7 +16,7 @@ import pytest
 import embedrock as er
 from embedrock.cli.main import main
 from embedrock.initializers import Zeros
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.planner import peak, proposal
 from embedrock.planner.demand import (
     UNIT,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.storage.slot_index import (
     ENTRY_BYTES,
     FIRST_ENTRIES,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from embedrock.distributed.owners import owners
 from embedrock.errors import ArgumentError, check_choice, did_you_mean
 from embedrock.initializers import Zeros
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.optimizers import RULES, Rule
 from embedrock.planner.split import SplitOption, split
 from embedrock.spec.spec import Spec

@@ -13,7 +13,7 @@ import numpy as np
 
 from embedrock.batch.plan import SlotIndex, make_plan
 from embedrock.errors import CacheTooSmallError, counted
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.spec.spec import Spec
 from embedrock.storage.advice import consider
 from embedrock.storage.backend import Backend, Pin, RamLayout

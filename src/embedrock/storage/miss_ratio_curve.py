@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from embedrock import kernels
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.storage.cache import Policy, SlotCache, feed
 from embedrock.storage.slot_index import HashIndex
 from embedrock.system.arena import cut

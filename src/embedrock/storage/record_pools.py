@@ -16,7 +16,7 @@ import numpy as np
 
 from embedrock.errors import MemoryBudgetError, counted
 from embedrock.initializers import Zeros
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.ram_backend import RamBackend, place, take_ram

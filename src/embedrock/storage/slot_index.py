@@ -10,7 +10,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.id_table import ENTRY_BYTES, FIRST_ENTRIES, FULLEST, IdNumbers, IdTable, entries_for
 from embedrock.batch.plan import NO_DIRECT
-from embedrock.kernels.cpu.directory import ID, LENGTH, PART_BITS
+from embedrock.kernels.keys import ID, LENGTH, PART_BITS
 from embedrock.system.arena import cut, reserve
 from embedrock.system.buffers import address_of
 

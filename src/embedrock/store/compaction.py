@@ -12,7 +12,7 @@ import numpy as np
 
 from embedrock.io.vfs import retried
 from embedrock.kernels.constants import RUN_SHIFT
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.store import folder as folders
 from embedrock.store import pieces
 from embedrock.store.base import Base

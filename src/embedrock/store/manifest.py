@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from embedrock.errors import counted
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.store import publishing
 from embedrock.store.publishing import (
     COMMIT,

@@ -13,7 +13,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.io.vfs import DIRECT_BYTES, System
 from embedrock.kernels.constants import RUN_SHIFT
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
 from embedrock.store.folder import Folder

@@ -12,7 +12,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, CommitError, MissingFileError, TableFileError
 from embedrock.io.vfs import NO_SPACE, System
-from embedrock.kernels.cpu.directory import PART_BITS
+from embedrock.kernels.keys import PART_BITS
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.folder import Folder

@@ -5,12 +5,8 @@ import numpy as np
 from embedrock.kernels.cpu.addresses import int32s, uint8s
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_at, prefetch_to_write
 from embedrock.kernels.cpu.runtime import kernel
+from embedrock.kernels.keys import ADDRESS, BITS, ID, LENGTH, PART_BITS
 
-PART_BITS = 44  # the key of a row is its id, plus its table's number times 2**44; files have such keys
-ID = np.int64((1 << PART_BITS) - 1)
-# Columns of `direct`, by number of a table: address and length of its direct-address table, and the bits of an item. An
-# item of 32 bits is a slot + 1. An item of 1 bit, of a table alone, says whether the row exists. Its slot is its id.
-ADDRESS, LENGTH, BITS = range(3)
 AHEAD = 20  # 12 took a sixth longer, 32 and 48 a tenth
 
 
