@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import embedrock as er
 from embedrock.kernels.keys import PART_BITS
 from embedrock.storage.slot_index import (
     ENTRY_BYTES,
@@ -17,6 +22,7 @@ from embedrock.storage.slot_index import (
     HashIndex,
     entries_for,
 )
+from embedrock.table.table import rows_of
 from support.slow import examples
 
 ROWS = {0: 3_000, 2: 400, 3: 60_000, 7: 1}  # of the tables of a pool, by number
@@ -28,7 +34,8 @@ class Model:
 
     def __init__(self, seed: int) -> None:
         self.random, self.rows, self.slots = np.random.default_rng(seed), dict(ROWS), dict[int, int]()
-        self.index = HashIndex(CAPACITY, lambda: self.rows)
+        self.index = HashIndex(CAPACITY)
+        self.index.rows = self.rows
 
     def keys(self, count: int) -> np.ndarray:
         """Return different keys of one table."""
@@ -94,7 +101,8 @@ def test_the_index_of_a_pool_equals_a_dict(seed: int, steps: list[str]) -> None:
 @pytest.mark.parametrize("at_once", [300, 20_000])
 def test_tables_most_of_whose_rows_exist_take_4_bytes_a_row(at_once: int) -> None:
     rows = dict.fromkeys(range(6), 20000)
-    index, random = HashIndex(CAPACITY, lambda: rows), np.random.default_rng(0)
+    index, random = HashIndex(CAPACITY), np.random.default_rng(0)
+    index.rows = rows
     for number in rows:
         for part in np.array_split(random.permutation(20_000), 20_000 // at_once):
             index.insert(part + (number << PART_BITS))
@@ -105,7 +113,8 @@ def test_tables_most_of_whose_rows_exist_take_4_bytes_a_row(at_once: int) -> Non
 
 
 def test_sparse_tables_stay_hashed() -> None:
-    index = HashIndex(CAPACITY, lambda: {0: 1 << 40})
+    index = HashIndex(CAPACITY)
+    index.rows[0] = 1 << 40
     index.insert(np.arange(10_000) << 20)
     assert index.bytes_with(0) == entries_for(10_000) * ENTRY_BYTES + 10_000 * ID_BYTES
 
@@ -113,7 +122,8 @@ def test_sparse_tables_stay_hashed() -> None:
 @pytest.mark.parametrize("rows", [None, 100, 1_000, 40_000, 130_000, 1 << 30])
 def test_bytes_for_is_the_most_that_an_index_takes_while_it_grows(rows: int | None) -> None:
     count = min(rows or CAPACITY, CAPACITY)
-    index, least = HashIndex(CAPACITY, lambda: {} if rows is None else {0: rows}), CAPACITY * 100
+    index, least = HashIndex(CAPACITY), CAPACITY * 100
+    index.rows = {} if rows is None else {0: rows}
     for start in range(0, count, 100):
         stop, before = min(start + 100, count), index.bytes_with(0)
         index.insert(np.arange(start, stop))
@@ -121,3 +131,33 @@ def test_bytes_for_is_the_most_that_an_index_takes_while_it_grows(rows: int | No
         tables = 0 if after == before + (stop - start) * ID_BYTES else before - start * ID_BYTES  # replaced ones
         least = min(least, HashIndex.bytes_for(stop, rows) - after - tables)
     assert 0 <= least <= 26 * FIRST_ENTRIES
+
+
+def test_a_table_releases_its_ram_at_once() -> None:
+    gc.disable()
+    try:
+        table = er.Table(100_000, 64, directory="hashed")
+        table.assign(np.arange(50_000), np.ones((50_000, 64), np.float32))
+        tier = weakref.ref(rows_of(table).tier)
+        del table
+        assert tier() is None
+    finally:
+        gc.enable()
+
+
+def test_members_of_a_group_are_indexed_by_their_own_rows() -> None:
+    group = er.Group()
+    tables = [group.table(name, rows=rows, dim=4) for name, rows in (("a", 20_000), ("b", 30_000))]
+    ids = np.arange(20_000)
+    for table in tables:
+        table.assign(ids, np.full((20_000, 4), 3.0, np.float32))
+    pool: Any = rows_of(tables[0]).tier.pool
+    index: HashIndex = pool.directory
+    assert index.rows == {0: 20_000, 1: 30_000}
+    assert index.bytes_with(0) < 40_000 * ID_BYTES + 50_000 * SLOT_BYTES + (1 << 20)
+    tables[0].grow(25_000)
+    assert index.rows == {0: 25_000, 1: 30_000}
+    tables[0].assign([24_999], np.full((1, 4), 5.0, np.float32))
+    group.drop("b")
+    assert index.rows == {0: 25_000}
+    assert tables[0].lookup([24_999, 5]).tolist() == [[5.0] * 4, [3.0] * 4]

@@ -13,7 +13,8 @@ import pytest
 import reference
 from embedrock.batch.plan import NO_DIRECT
 from embedrock.initializers import Zeros
-from embedrock.kernels.arguments import PART_BITS, SGDStep
+from embedrock.kernels.arguments import SGDStep
+from embedrock.kernels.keys import PART_BITS
 from embedrock.optimizers import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
 from embedrock.spec.spec import STORAGES, RecordLayout, Spec
 from embedrock.system.arena import reserve

@@ -84,16 +84,17 @@ class RamBackend(Backend):
     """
 
     def __init__(self, spec: Spec, placement: RamLayout, subject: str) -> None:
-        self.directory: DenseIndex | HashIndex = (
-            DenseIndex(placement.slots) if placement.direct else HashIndex(placement.slots, self._rows)
-        )
+        self.directory = (DenseIndex if placement.direct else HashIndex)(placement.slots)
         self.promised = 0
         super().__init__(spec, placement, subject)
+        self.set_rows(0, spec.rows)
 
-    def _rows(self) -> dict[int, int]:
-        """Return the rows of each table whose keys have its number, except for open ids and ids beyond that range."""
-        specs = {0: self.spec} if self.parts is None else {number: part.spec for number, part in self.parts.items()}
-        return {number: spec.rows for number, spec in specs.items() if spec.rows is not None and spec.rows <= MOST_ROWS}
+    def set_rows(self, number: int, rows: int | None) -> None:
+        """Set the rows of the table whose keys have a number; None: its ids are open, or it has left."""
+        if isinstance(self.directory, HashIndex):
+            self.directory.rows.pop(number, None)
+            if rows is not None and rows <= MOST_ROWS:
+                self.directory.rows[number] = rows
 
     @property
     def used_slots(self) -> int:
@@ -193,6 +194,7 @@ class RamBackend(Backend):
         """
         if not self.is_direct and not placement.direct and placement.slots <= self.placement.slots:
             self.spec, self.placement = spec, placement
+            self.set_rows(0, spec.rows)
             return self
         made = RamBackend(spec, placement, self.subject)
         made._check_budget(self.count)  # RAM is taken only as it is given back

@@ -292,6 +292,7 @@ class RamPools(RecordPools):
             pool = self._made(spec, "hashed", may_share(spec), subject)
             self._pools.append(pool)
         number = next(number for number in itertools.count() if number not in (pool.parts or ()))
+        pool.set_rows(number, spec.rows)
         return RecordRange(spec, pool, number, self, subject)
 
     def _grows(self, part: RecordRange, spec: Spec) -> bool:
@@ -299,6 +300,7 @@ class RamPools(RecordPools):
         can = (may_share(spec) or not part.pool.is_shared) and not part.is_direct
         if can:
             part.spec = spec
+            part.pool.set_rows(part.number, spec.rows)
         return can
 
     def laid_out(self, part: RecordRange, spec: Spec, directory: str, subject: str) -> RecordRange | None:
@@ -314,6 +316,7 @@ class RamPools(RecordPools):
         if self._bytes_asked([], pool.bytes_with(part.count)) > self.budget_bytes:
             return None
         self._pools.append(pool)
+        pool.set_rows(0, spec.rows)
         made = RecordRange(spec, pool, 0, self, subject)
         _copy(part, made)
         self.release(part)
@@ -331,6 +334,7 @@ class RamPools(RecordPools):
             if part.count and part.pool.is_shared:
                 part.pool.remove(np.concatenate(list(part.key_batches(part.count))))
             part.drop()
+            part.pool.set_rows(part.number, None)
             self._pools = [pool for pool in self._pools if pool.parts]
 
     def has_room(self, new: Sequence[NewRows]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -75,19 +75,19 @@ class HashIndex(IdNumbers):
 
     Args:
         capacity: most slots.
-        rows: returns the rows of each table, by its number in keys. Tables without an upper bound are left out.
 
     Attributes:
+        rows: rows of each table, by its number in keys; missing if its ids are open. The owner sets them.
         count: number of ids.
         used: assigned slots, from the first on. Slots of deleted ids are reused first.
     """
 
     _subject = IdTable._subject
 
-    def __init__(self, capacity: int, rows: Callable[[], dict[int, int]] = dict) -> None:
+    def __init__(self, capacity: int) -> None:
         super().__init__()
         self.used, self._hashed = 0, 0  # the second one: ids in the hash table
-        self._rows, self._tables = rows, dict[int, np.ndarray]()
+        self.rows, self._tables = dict[int, int](), dict[int, np.ndarray]()
         self._free, self._free_count = np.empty(0, np.int64), 0  # a stack
         self._slot_ids = reserve(capacity * ID_BYTES, "the ids of a table").view(np.int64)
 
@@ -139,7 +139,7 @@ class HashIndex(IdNumbers):
         self, hashed: Iterable[np.ndarray], tables: dict[int, np.ndarray]
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Return a hash table for hashed ids, in parts, and direct-address tables, with new ones for many of them."""
-        rows, count = self._rows(), 0
+        rows, count = self.rows, 0
         counts = np.zeros(max(rows, default=-1) + 1, np.int64)
         for ids in hashed:
             count += len(ids)
