@@ -161,3 +161,42 @@ def test_members_of_a_group_are_indexed_by_their_own_rows() -> None:
     group.drop("b")
     assert index.rows == {0: 25_000}
     assert tables[0].lookup([24_999, 5]).tolist() == [[5.0] * 4, [3.0] * 4]
+
+
+@pytest.mark.parametrize("rows", [None, 1 << 45])
+def test_a_table_with_a_direct_address_table_may_grow_without_bound(rows: int | None) -> None:
+    group, ids = er.Group(), np.arange(20_000)
+    table = group.table("a", rows=50_000, dim=4, eviction=er.Eviction(max_rows=40_000))
+    for part in np.array_split(ids, 20):
+        table.assign(part, np.repeat(part[:, None], 4, 1).astype(np.float32))
+    table.grow(rows)
+    others = np.arange(3_000) + (1 << 44) * (1 if rows else -1)
+    table.assign(others, np.ones((3_000, 4), np.float32))
+    assert table.lookup(ids)[:, 0].tolist() == ids.tolist()
+    assert (table.lookup(others) == 1).all()
+    assert table.stats()["rows_touched"] == 23_000
+
+
+def test_rows_of_a_direct_address_table_need_no_room_in_the_hash_table() -> None:
+    index = HashIndex(CAPACITY)
+    index.rows[0] = 100_000
+    for part in np.array_split(np.arange(25_000), 25):
+        index.insert(part)
+    before = index.bytes_with(0)
+    assert index.bytes_with(30_000) == before + 30_000 * ID_BYTES
+    index.insert(np.arange(25_000, 55_000))
+    assert index.bytes_with(0) == before + 30_000 * ID_BYTES
+    index.rows[1] = 100_000
+    assert index.bytes_with(30_000) > before + 60_000 * ID_BYTES
+
+
+def test_negative_keys_are_hashed() -> None:
+    index, known = HashIndex(CAPACITY), np.arange(2_000)
+    index.rows[0] = 2_000
+    for part in np.array_split(known, 4):
+        index.insert(part)
+    index.rows.clear()
+    for number in range(-30, 0):
+        index.insert(known + (number << PART_BITS))
+        assert index.find(known + (number << PART_BITS)).min() >= 0
+    assert index.find(known).tolist() == known.tolist()

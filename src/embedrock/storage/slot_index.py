@@ -129,8 +129,11 @@ class HashIndex(IdNumbers):
 
     def _to_hash(self, ids: np.ndarray) -> int:
         """Return how many ids no direct-address table has."""
-        lengths = self._direct[:, LENGTH].take(ids >> PART_BITS, mode="clip") if self._tables else 0
-        return int(np.count_nonzero((ids & ID) >= lengths))
+        if not self._tables:
+            return len(ids)
+        lengths, numbers = self._direct[:, LENGTH], ids >> PART_BITS
+        numbers[numbers < 0] = len(lengths)  # clipped to the last one, of no ids
+        return int(np.count_nonzero((ids & ID) >= lengths.take(numbers, mode="clip")))
 
     def _hashed_ids(self) -> Iterator[np.ndarray]:
         return (part[part[:, 1] != 0, 0] for part in cut(self._entries, SCAN_IDS))
@@ -154,7 +157,7 @@ class HashIndex(IdNumbers):
         left, nbytes = count - int(counts[dense].sum()), sum(rows[number] for number in dense) * SLOT_BYTES
         if nbytes + entries_for(left) * ENTRY_BYTES > entries_for(count) * ENTRY_BYTES:
             dense, left = [], count
-        made = {number: table for number, table in known.items() if len(table)}
+        made = dict(tables)  # also those whose ids are open now
         for number in dense:
             made[number] = reserve(rows[number] * SLOT_BYTES, self._subject, scattered=True).view(np.int32)
             made[number][: len(known[number])] = known[number]
@@ -206,7 +209,9 @@ class HashIndex(IdNumbers):
 
     def bytes_with(self, more: int) -> int:
         """Return the most RAM in use while `more` ids are inserted."""
-        entries, direct = entries_for(self._hashed + more), sum(table.nbytes for table in self._tables.values())
+        sizes = {number: len(table) for number, table in self._tables.items()}
+        direct, are_direct = sum(sizes.values()) * SLOT_BYTES, len(sizes) > 0 and sizes == self.rows
+        entries = len(self._entries) if are_direct else entries_for(self._hashed + more)
         growing = len(self._entries) if entries > len(self._entries) else 0
         hashed = (max(entries, len(self._entries)) + growing) * ENTRY_BYTES
         return hashed + direct + self.slots_with(more) * ID_BYTES
