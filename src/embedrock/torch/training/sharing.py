@@ -174,6 +174,11 @@ class RankGroup:
             self._ahead = Ranks(self._group, is_near=False)
         return self._ahead
 
+    @property
+    def carriers(self) -> list[Ranks]:
+        """Transports made so far, whose bytes a benchmark counts."""
+        return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
+
     def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
         """Take a table's gradients of a backward. One exchange sends all gradients to their owners when the backward
         ends.
