@@ -159,7 +159,7 @@ class HashIndex(IdNumbers):
             dense, left = [], count
         made = dict(tables)  # also those whose ids are open now
         for number in dense:
-            made[number] = reserve(rows[number] * SLOT_BYTES, self._subject, scattered=True).view(np.int32)
+            made[number] = reserve(rows[number] * SLOT_BYTES, self._subject).view(np.int32)
             made[number][: len(known[number])] = known[number]
         return self._new_entries(entries_for(left)), made
 
