@@ -21,7 +21,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import joint_hashed as joint_open
 from embedrock.device import memory_for
-from embedrock.device.joint import DeviceLookup
+from embedrock.device.lookup import DeviceLookup
 from embedrock.kernels.gpu import directory, plan
 from embedrock.kernels.gpu.addresses import TableEntryWords
 from embedrock.table.table import rows_of

@@ -40,6 +40,11 @@ class RowGradients:
     number: int = 0
     scaled_to: float | None = None
     spare = ()
+    executor, is_current = None, True  # the CPU has the rows
+
+    @property
+    def count_of_tables(self) -> int:
+        return len(self.squares) or 1
 
     @staticmethod
     def sum(plan: Plan, grads: np.ndarray) -> RowGradients:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.device.stream_order import StreamOrder
+from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu.addresses import (
     AGES,
@@ -25,7 +25,6 @@ from embedrock.kernels.gpu.addresses import (
     RecordMemory,
 )
 from embedrock.kernels.gpu.binding import TensorPart
-from embedrock.kernels.gpu.plan import blocks
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
 
@@ -40,7 +39,6 @@ HALF_LIFE = 30.0
 # quickly in any order, so a sort would cost more than it saves.
 SORTED_FROM = 1 << 14
 NO_TIME = BatchTime(0, 0, 0.0)  # of a batch without a cache
-SCRATCH = 5  # tensors of a search of one table
 
 _generations = itertools.count()
 
@@ -102,7 +100,6 @@ class DeviceCache:
         )
         self.not_counted = torch.zeros_like(self.slots.tallies)
         self._hand = 0
-        self._scratch: cache.VictimScratch | None = None
         self.clear()
 
     def grow(self, where: Tensor, timeline: StreamOrder) -> None:
@@ -127,7 +124,7 @@ class DeviceCache:
 
     def free(self) -> None:
         """Release the GPU memory. Nothing may use it any more."""
-        self.records, self._scratch = self.records[:0].clone(), None
+        self.records = self.records[:0].clone()
         self._use(*(part[:0].clone() for part in self.slots))
 
     def clear(self) -> None:
@@ -158,28 +155,6 @@ class DeviceCache:
     def half_life(self, n: int) -> float:
         """Return the half-life of a row's score, in batches of n positions."""
         return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
-
-    def search(self, n: int, time: BatchTime, timeline: StreamOrder) -> cache.VictimScratch | None:
-        """Return scratch for a batch of n positions; None without a cache or without positions.
-
-        It reuses the last batch's if the sizes match.
-        """
-        if not self.is_cache or not n:
-            return None
-        window, victims, _ = self.search_of(n)
-        kept, device = self._scratch, self.records.device
-        if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
-            if kept is not None:
-                timeline.uses(*kept[:SCRATCH])
-            kept = self._scratch = cache.VictimScratch(
-                torch.empty(blocks(n), dtype=torch.int32, device=device),
-                torch.empty(window, dtype=torch.uint8, device=device),
-                torch.empty(BINS * blocks(window), dtype=torch.int32, device=device),
-                torch.empty(BINS, dtype=torch.int32, device=device),
-                torch.empty(victims, dtype=torch.int64, device=device),
-            )
-        timeline.keep(*kept[:SCRATCH])
-        return kept._replace(time=time)
 
     # ------------------------------------------------------------ write-back and statistics
 
@@ -253,18 +228,18 @@ def times_of(times: Sequence[BatchTime]) -> list[int]:
 
 
 def scratch_of(
-    plan: DeviceBatchPlan, search: tuple[VictimSearch, Tensor, BatchTime], misses: Tensor | TensorPart
+    n: int, device: torch.device, search: tuple[VictimSearch, Tensor, BatchTime], misses: Tensor | TensorPart
 ) -> cache.VictimScratch | None:
     """Return scratch for the search of several tables; None without positions.
 
     Args:
-        plan: of all tables.
+        n: number of positions.
+        device: of the tables.
         search: of the tables; its words on the device, int64, followed by `times_of` the batch; time of the batch, of
             the first table. Times in memory are adjacent, in the order of tables.
         misses: int32 (k,), zeros.
     """
     (words, block, size), placed, first = search
-    n, device = len(plan.keys), plan.keys.device
     if not size:
         return None
     times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp

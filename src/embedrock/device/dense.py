@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import DeviceCache, load_rows, present
+from embedrock.device.batch import DeviceBatch
+from embedrock.device.cache import DeviceCache, present
 from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
-from embedrock.device.features import TableFamily, kind_of
+from embedrock.device.features import TableFamily, family_of
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
-from embedrock.device.joint_plan import JointBatchPlan
 from embedrock.device.pinned import PinnedRecords, staging
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, make_plan
 from embedrock.device.steps import judge
 from embedrock.errors import counted
-from embedrock.kernels.gpu import cache, rows
+from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, BatchTime, TableEntryWords
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend, take_ram
-from embedrock.system.spans import spanned
 from embedrock.table.rows import TableState
 
 
@@ -42,14 +39,14 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     """
 
     judge = staticmethod(judge)
-    checks_in_step = True
-    batch_plan = JointBatchPlan
+    checks_in_step = begins_by_version = True
+    batch = DeviceBatch
 
     def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, placement: DeviceLayout) -> None:
         super().__init__(rows, rows.tier, device)
         count = self.spec.rows
         assert count is not None  # a dense index has a row count
-        self.placement, self._count, self._memory, self.nobody = placement, count, backend, count
+        self.placement, self._count, self._memory = placement, count, backend
         self._draw_on_device()
         self._pinned = None
         if placement.mode != "device":
@@ -139,34 +136,27 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     # ------------------------------------------------------------ lookups and steps
 
-    @spanned("plan")
-    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
-        with self.working:
-            return self._planned_or_prefetched(ids, trains, self.take_ahead())
+    @functools.cached_property
+    def family(self) -> TableFamily:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return family_of(self)
 
-    def _begin(self) -> None:
+    @property
+    def joins(self) -> TableFamily | None:
+        # A dense rule's stale rows cannot be looked up together. Rules may differ.
+        return None if self._rows_of().history is not None else self.family
+
+    @functools.cached_property
+    def known(self) -> TableEntryWords:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.entry_words()
+
+    def begin(self) -> None:
         if not self.timeline.is_recorded:  # a recorded step does so before each replay
             self._check_open()
             if self._seen != self._version.now:
                 self._follow()
 
-    def _made_plan(self, ids: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DeviceBatchPlan:
-        n, fault = ids.numel(), None if is_ahead else self.faults.tensor
-        search = self.cache.search(n, self.begin_batch(n, trains), self.timeline)
-        if search is None:
-            return make_plan(ids, self._count, fault, self.clock.stamp)
-        tables = self.counted(counts)
-        plan = make_plan(ids, self._count, fault, self.clock.stamp, (tables, search))
-        assert plan.ordered is not None  # the device planned
-        load_rows(tables, search, plan.ordered, n)
-        return plan
-
-    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
-        which = (plan.keys, plan.count) if positions is None else (positions, positions.shape[0])
-        rows.read(*which, self.tables, out)
-
     def begin_step(self) -> None:
-        self._begin()
+        self.begin()
         self.timeline.wait_for_copies()
 
     @property
@@ -175,28 +165,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             return "its rule has dense=True, and the numbers of all steps so far grow in GPU memory"
         return None
 
-    # ------------------------------------------------------------ together with other tables
-
-    @property
-    def joins(self) -> TableFamily | None:
-        # A dense rule's stale rows cannot be looked up together. Rules may differ.
-        return None if self._rows_of().history is not None else self._kind
-
-    @functools.cached_property
-    def _kind(self) -> TableFamily:
-        return kind_of(self)
-
-    @functools.cached_property
-    def known(self) -> TableEntryWords:
-        return self.entry_words()
-
-    def take_ahead(self) -> PrefetchedPlan | None:
-        if self.timeline.captured is not None:  # captured steps have none
-            return None
-        self.check()
-        self._begin()
-        return self._take()
-
     def begin_batch(self, n: int, trains: bool) -> BatchTime:
         captured = self.timeline.captured
         return super().begin_batch(n, trains) if captured is None else captured.begin_batch(self, n, trains)
@@ -204,23 +172,18 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     def count_batch(self, n: int, trains: bool) -> BatchTime:
         """Begin a batch of a captured step, for its warm-up or for the next replay."""
         self.check()
-        self._begin()
+        self.begin()
         self.expect_nothing()
         return super().begin_batch(n, trains)
 
     def expect_nothing(self) -> None:
-        """Discard the prefetched plan and the ids of the next batch."""
+        """Discard the prefetched batch and the ids of the next batch."""
         self.timeline.wait_for_copies()
-        self._ahead = self._expected = None
+        self._ahead = self.expected = None
 
-    # ------------------------------------------------------------ gradients
-
-    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
-        before = self.masked(earlier.plan, earlier.is_dropped)
-        keys = torch.cat([before.keys, later.plan.keys])
-        plan = make_plan(keys, self._count, None, later.plan.stamp)
-        summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), plan, self.no_row)
-        most = self._count + 1  # with the key of no row, the last one; a bound for any number of accumulated batches
-        count = (plan.keys < self._count).sum(dtype=torch.int32).reshape(1)
-        plan = replace(plan, keys=plan.keys[:most], ids=plan.ids[:most], count=count)
-        return replace(summed, sums=RowSums(plan, summed.values[:most]))
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> RowSums:
+        dropped = torch.zeros((), dtype=torch.bool, device=self.device)
+        parts = [(earlier.batch, earlier.is_dropped), (later.batch, dropped)]
+        batch = DeviceBatch.of_rows(self, parts, later.batch.stamps[0])
+        summed = sum_rows(torch.cat([earlier.whole(), later.whole()]), batch)
+        return RowSums(batch, summed.values[: len(batch.keys)], summed.norms, summed)

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -110,12 +111,16 @@ class DeviceErrors:
         """
         if not self._is_asked or not self._answer.has_come():
             return
-        self._is_asked = False
         if not self._told[0]:
-            while self._launched and self._launched[0] <= self._asked_at:
-                self._launched.popleft()
-            return
+            return self._note_good()
+        self._is_asked = False
         self._take()
+
+    def _note_good(self) -> None:
+        """Note that the steps up to the last request were made."""
+        self._is_asked = False
+        while self._launched and self._launched[0] <= self._asked_at:
+            self._launched.popleft()
 
     def _take(self) -> None:
         code, value, first, refused = self._take_back()
@@ -161,6 +166,23 @@ class DeviceErrors:
         self._is_asked = False
         self._rows.undo_steps(refused)
         return code, value, first, refused
+
+
+def check(faults: Sequence[DeviceErrors]) -> None:
+    """Raise the error of a table if one has arrived on the host: see `DeviceErrors.check`."""
+    answer = faults[0]._answer if faults else None
+    if answer is not None and len(faults) > 1 and list(map(_ANSWER, faults)).count(answer) == len(faults) and all(map(_IS_ASKED, faults)):
+        if not answer.has_come():
+            return
+        if not answer.lines[:, 0].any():
+            for each in faults:
+                each._note_good()
+            return
+    for each in faults:
+        each.check()
+
+
+_ANSWER, _IS_ASKED = attrgetter("_answer"), attrgetter("_is_asked")
 
 
 def ask(faults: Sequence[DeviceErrors]) -> None:

@@ -5,33 +5,30 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.device.batch import NO_PADDING, DeviceBatch
 from embedrock.device.cache import BatchCounter, DeviceCache
 from embedrock.device.copies import on_device, uploaded
 from embedrock.device.device_errors import DeviceErrors
-from embedrock.device.features import DeviceFeature, FeatureBags, bag_words
-from embedrock.device.gradients import DeviceRowGradients, sum_rows
-from embedrock.device.plan import DeviceBatchPlan, FoundWeights, PrefetchedPlan, SteppedTables
-from embedrock.device.pooling import DeviceBags, PlannedTables
+from embedrock.device.features import FeatureBags, FeatureLayout, TableFamily
+from embedrock.device.gradients import DeviceRowGradients, RowSums
+from embedrock.device.lookup import DeviceLookup
+from embedrock.device.prefetched import PrefetchedBatch
 from embedrock.device.step_constants import StepConstants
 from embedrock.device.stream_order import InStreamOrder, StreamOrder
 from embedrock.errors import UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import rows
-from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import BatchTime, TableEntryWords
 from embedrock.kernels.gpu.runtime import RecordForm, single
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
-from embedrock.system.spans import spanned
 from embedrock.table.rows import TableState
-
-NO_PADDING = -2
 
 
 def form_of(spec: Spec) -> RecordForm:
@@ -78,13 +75,17 @@ class GpuExecutor(ABC):
         working: a context that holds the table lock and orders work on the device.
         cache: records in GPU memory, which subclasses create.
         first: initial record of a row; None where the host creates records.
-        nobody: the key of no row.
+        batch: type of the batches of tables of the family.
+        is_looked_up: a lookup that trains came since the last step.
+        expected: ids of the next batch; None if they are unknown.
     """
 
     cache: DeviceCache
-    nobody: int
     first: rows.InitialRecord | None = None
     judge: Any  # `steps.judge`, in subclasses
+    batch: type[DeviceBatch]
+    plans = False  # the device plans, not the host
+    begins_by_version = False  # `begin` does nothing more unless the table's version or state has changed
     joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
     # The owner of the room for a step's rows. Tables with the same owner are prepared together, by
     # `HostPlannedExecutor.prepare_all`. None: all rows have room from the beginning.
@@ -108,13 +109,15 @@ class GpuExecutor(ABC):
         self.working = InStreamOrder((self.timeline,), rows.table_lock.lock)
         self._version = rows.version
         self.faults, self.clock = DeviceErrors(rows, device), clock or BatchCounter()
-        self._expected: Tensor | None = None
-        self._ahead: PrefetchedPlan | None = None
-        self._is_looked_up = False  # since the last step
+        self.expected: Tensor | None = None
+        self._ahead: PrefetchedBatch | None = None
+        self.is_looked_up = False
         self._seen = -1  # the table version that it has loaded
-        self._tables: tuple[int, DeviceTables] | None = None  # and the cache's generation that they were made for
+        self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
+        self._layouts = dict[int | None, FeatureLayout]()
         self.constants = StepConstants(device, self.timeline)
         self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # the row -1
+        self.no_fault = torch.ones(4, dtype=torch.int64, device=device)  # takes no other error
 
     @property
     def rows(self) -> TableState:
@@ -145,7 +148,8 @@ class GpuExecutor(ABC):
         """Release the memory, even if handles still reference the executor."""
         self.timeline.finish()
         self._free()
-        self._ahead = self._expected = self._tables = None
+        self._ahead = self.expected = self._known = None
+        self._layouts.clear()
         self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
@@ -159,28 +163,12 @@ class GpuExecutor(ABC):
         return self.device == device and self.is_current
 
     @property
-    def tables(self) -> DeviceTables:
-        """The table alone for kernels, with slots as keys. The caller holds `working`."""
+    def known(self) -> TableEntryWords:
+        """The words about the table for kernels: see `entry_words`."""
         generation = self.cache.generation
-        if self._tables is None or self._tables[0] != generation:
-            self._forget_words()
-            self._tables = generation, self._tables_of(self.entry_words())
-        return self._tables[1]
-
-    def _forget_words(self) -> None:
-        """Forget the words about the table, as some have changed."""
-        if self._tables is not None:
-            self.timeline.uses(self._tables[1].entries)
-        self._tables = None
-
-    def _tables_of(self, words: TableEntryWords) -> DeviceTables:
-        entries = uploaded(np.array([words.words], np.int64), self.device)
-        draw = None if self.first is None else self.first.drawn[0]
-        return DeviceTables(entries, self.cache.kind, draw, self.form)
-
-    def counted(self, counts: bool) -> DeviceTables:
-        """Return the table alone for a batch's insertion into the cache; `counts`: hits and misses are counted."""
-        return self.tables if counts else self._tables_of(self.entry_words().uncounted(self.cache.not_counted))
+        if self._known is None or self._known[0] != generation:
+            self._known = generation, self.entry_words()
+        return self._known[1]
 
     def entry_words(self) -> TableEntryWords:
         """Return the words about the table for kernels, without a range of keys, a padding, and a hash index."""
@@ -195,77 +183,55 @@ class GpuExecutor(ABC):
 
     # ------------------------------------------------------------ lookups
 
-    def feature(self, ids: Tensor, padding: int | None) -> DeviceFeature:
-        return DeviceFeature(self, ids, padding)
+    @property
+    @abstractmethod
+    def family(self) -> TableFamily:
+        """The family of tables that batches may have together with this one."""
 
-    def pooled_feature(
-        self, ids: Tensor, padding: int | None, mode: str, starts: Tensor | None, weights: Tensor | None
-    ) -> DeviceFeature:
-        """Return bags that are looked up together with those of others.
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids, float32 ``ids.shape + (dim,)``."""
+        return DeviceLookup(self.layout(), [ids]).read()[0]
+
+    def bags(self, ids: Tensor, mode: str, starts: Tensor | None, weights: Tensor | None) -> FeatureBags:
+        """Return bags of ids.
 
         Args:
             ids: (bags, n); or (n,) with `starts`.
-            padding: the id that gets no gradient, and counts in no bag.
             mode: "sum", "mean" or "max".
             starts: first position of each bag, (bags,); host tensors are already checked.
             weights: of the ids, in their shape, or None.
         """
-        own = None if weights is None else self._float32(weights.reshape(-1))
-        size = ids.shape[1] if starts is None else 0
-        return DeviceFeature(self, ids.reshape(-1), padding, FeatureBags(mode, size, starts, own))
+        if weights is not None:
+            weights = self.on_device(weights.detach().reshape(-1)).to(torch.float32).contiguous()
+        return FeatureBags(mode, ids.shape[1] if starts is None else 0, starts, weights)
 
-    @abstractmethod
-    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
-        """Plan a batch of ids, and load its rows into the cache. They stay there for a following step."""
+    def layout(self, padding: int | None = None) -> FeatureLayout:
+        """Return the layout of lookups of the table alone."""
+        known = self._layouts.get(padding)
+        if known is None:
+            known = self._layouts[padding] = FeatureLayout([self], [padding])
+        return known
 
-    def end_batch(self, trains: bool) -> None:
-        """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""
-        if self.timeline.is_recorded:
-            return
-        if not trains or self._is_looked_up:
-            self.faults.ask()  # else the following step does
-        self._is_looked_up = trains
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        return self.read(self.plan(ids, trains=False))
-
-    def read(self, plan: DeviceBatchPlan) -> Tensor:
-        """Return the weights of the row of each position: float32 ``plan.shape + (dim,)``."""
-        if plan.positions is not None and self.cache.is_identity and not self.rows.lags:
-            out = self._read(plan, plan.positions)  # one kernel reads device rows into their final places
-        else:
-            out = self.read_rows(plan).index_select(0, plan.inverse)
-        return out if len(plan.shape) == 1 else out.reshape(*plan.shape, self.spec.dim)
-
-    def read_rows(self, plan: DeviceBatchPlan) -> Tensor:
-        """Return the weights of a plan's rows: float32 (n, dim)."""
-        out = self._read(plan, None)
-        plan.found = FoundWeights(out, (self.rows.version.of_rows,)) if self.keeps_weights else None
-        return out
+    def begin_batch(self, n: int, trains: bool) -> BatchTime:
+        """Begin a batch of n positions; return its time."""
+        self.clock.stamp += 1
+        return self.cache.begin_batch(n, self.clock, trains)
 
     @property
     def keeps_weights(self) -> bool:
         """True if a step reuses the weights that its lookup read: records in RAM, no dense rule."""
         return not self.cache.placement.near_rows and self.rows.history is None
 
-    def _read(self, plan: DeviceBatchPlan, positions: Tensor | None) -> Tensor:
-        """Return the weights of a plan's rows, float32 (n, dim); with `positions`, one line for each position.
+    @property
+    def lags(self) -> bool:
+        """Return whether weights in records may be stale."""
+        return self._rows_of().lags
 
-        With `positions`, no row may be stale.
-        """
-        with self.working:
-            self.timeline.wait_for_copies()
-            count = (plan.keys if positions is None else positions).shape[0]
-            out = torch.empty(count, self.spec.dim, dtype=torch.float32, device=self.device)
-            self.gather(plan, positions, out)
-            if positions is None and self.rows.history is not None and self.rows.lags:  # otherwise no row is stale
-                now = self.constants.uploaded(self.rows.history.numbers())
-                rows.refresh(out, plan.keys, plan.count, self.tables, now)
-            self.rows.table_lock.use(self)
-            expected, self._expected = self._expected, None
-            if expected is not None:
-                self._plan_ahead(expected)
-        return out
+    def refresh(self, out: Tensor, batch: DeviceBatch) -> None:
+        """Catch up copies of rows, float32 (n, dim), that may be stale."""
+        if self.lags:
+            now = self.constants.uploaded(self.rows.history.numbers())
+            rows.refresh(out, batch.keys, batch.count, batch.tables, now)
 
     def expect(self, ids: Tensor | None) -> None:
         """Plan the next batch after the next lookup, and load its rows, in parallel with the device's work.
@@ -273,23 +239,24 @@ class GpuExecutor(ABC):
         Later work that uses rows waits for the copies on the device. So no row is read or stepped while it moves. A
         lookup of the same unchanged tensor reuses the prefetched plan.
         """
-        self._expected = ids
+        self.expected = ids
 
     def take_expected(self) -> Tensor | None:
         """Return the ids of the next batch, once; None if they are unknown."""
-        expected, self._expected = self._expected, None
+        expected, self.expected = self.expected, None
         return expected
 
-    @abstractmethod
-    def _plan_ahead(self, ids: Tensor) -> None:
-        """Plan the next batch, for a step. The caller holds `working`."""
+    def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> DeviceBatch:
+        """Plan a batch of the table alone on the host, and load its rows."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
-        """Write the weights of a plan's rows to `out` float32 (n, dim), initial values where there is no record.
-
-        With `positions`, the keys of the plan's positions, write one line for each position.
-        """
+    def placed(self, words: tuple[int, ...], recurs: bool) -> Tensor:
+        """Return words on the device, int64, cached if the next batch may have the same words."""
+        if self.timeline.captured is None and not recurs:
+            return uploaded(np.array(words, np.int64), self.device)
+        found = _placed(words, self.device)
+        self.timeline.keep(found)
+        return found
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device. The host does not wait for the copy.
@@ -309,76 +276,25 @@ class GpuExecutor(ABC):
 
     # ------------------------------------------------------------ gradients
 
-    @spanned("sum")
-    def sum(self, plan: DeviceBatchPlan, grads: Tensor, padding: int | None, by_frequency: bool) -> DeviceRowGradients:
-        with self.working:
-            skip, plan = self._without(plan, padding)
-            grads = grads if grads.dim() == 2 else grads.reshape(-1, self.spec.dim)
-            if grads.stride(1) != 1:  # expanded (as of a sum) or transposed; kernels read contiguous rows
-                grads = grads.contiguous()
-            summed = sum_rows(grads, plan, skip)
-            return summed.by_frequency() if by_frequency else summed
-
-    def _without(self, plan: DeviceBatchPlan, padding: int | None) -> tuple[Tensor, DeviceBatchPlan]:
-        """Return the row of the padding id, int32 (1,), -1 for none, and the plan without that row."""
-        if padding is None or not plan.ids.numel():
-            return self.no_row, plan
-        found = plan.ids == padding
-        row = torch.where(found.any(), found.to(torch.int32).argmax(), -1)
-        return row.to(torch.int32).reshape(1), self.masked(plan, found)
-
-    def masked(self, plan: DeviceBatchPlan, drop: Tensor) -> DeviceBatchPlan:
-        """Return a plan that does not step the rows in `drop`, bool (n,) or ()."""
-        return replace(plan, keys=torch.where(drop, self.nobody, plan.keys), new=None)
-
     def merge(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
         with self.working:
-            return self._merged(earlier, later)
+            return self._merged(earlier, later).of(0)
 
     @abstractmethod
-    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients: ...
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> RowSums: ...
 
     def no_gradients(self) -> DeviceRowGradients:
-        nothing = torch.empty(0, self.spec.dim, device=self.device)
-        return self.sum(self.plan(torch.empty(0, dtype=torch.int64, device="cpu"), True), nothing, None, False)
-
-    # ------------------------------------------------------------ bags
-
-    def bags(self, plan: DeviceBatchPlan, bags: FeatureBags, padding: int | None) -> DeviceBags:
-        """Return the bags of a plan's positions."""
-        with self.working:
-            skip, plan = self._without(plan, padding)
-            n = len(plan.inverse)
-            cuts = self.placed((0, n, 0, *bag_words([bags], [n])), bags.starts is None)
-            tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
-            made = DeviceBags([bags], [n], PlannedTables(self, plan, self.tables, skip, tickets), cuts)
-            if not self.timeline.is_recorded:
-                self.faults.ask_again()
-            return made
-
-    def placed(self, words: tuple[int, ...], recurs: bool) -> Tensor:
-        """Return words on the device, int64, cached if the next batch may have the same words."""
-        if self.timeline.captured is None and not recurs:
-            return uploaded(np.array(words, np.int64), self.device)
-        found = _placed(words, self.device)
-        self.timeline.keep(found)
-        return found
-
-    def _float32(self, weights: Tensor | None) -> Tensor | None:
-        return None if weights is None else self.on_device(weights.detach()).to(torch.float32).contiguous()
+        lookup = DeviceLookup(self.layout(), [torch.empty(0, dtype=torch.int64, device="cpu")], trains=True)
+        ((sums, _),) = lookup.sums([torch.empty(0, self.spec.dim, device=self.device)])
+        return sums.of(0)
 
     # ------------------------------------------------------------ steps
 
     def prepare(self, grads: DeviceRowGradients) -> None:  # noqa: B027  # most need not
         ...
 
-    def begin_step(self) -> None:  # noqa: B027  # where the host plans, `ready` does so
+    def begin_step(self) -> None:  # noqa: B027  # where the host plans, its batch does so
         """Begin a step. No row changes."""
-
-    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
-        """Return the table alone for a step that has begun, under a verdict, int32 (LINE,). No row changes."""
-        plan = grads.plan
-        return SteppedTables(self.tables, plan.keys, plan.ids, plan.count, None, grads.values, found=plan.found)
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
         """Do the host's part of a counted step; `numbers` are the rule's step constants."""
@@ -386,7 +302,7 @@ class GpuExecutor(ABC):
     def mark_changed(self) -> None:
         """Make later reads of the backend's records wait for `finish`."""
         self._rows_of().table_lock.use(self)
-        self._is_looked_up = False
+        self.is_looked_up = False
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
         if self._ahead is not None and self._ahead.stamp is not None:  # the prefetched rows are in use from now on
             self.clock.begun = self._ahead.stamp

@@ -1,17 +1,31 @@
-"""`DeviceFeature`: ids of one table that are looked up together with those of others, as rows or in bags."""
+"""`FeatureLayout`: features of tables that a GPU looks up together, as rows or in bags."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from embedrock.device import device_errors
+from embedrock.device.stream_order import InStreamOrder
+from embedrock.device.workspace import Workspace, Workspaces, aligned
 from embedrock.kernels.gpu.addresses import AddressKind
 from embedrock.kernels.gpu.runtime import RecordForm
+from embedrock.storage.table_lock import together
+from embedrock.system import forks
 
-MOST_KEYS = 2**31 - 2  # of all tables in a joint plan: int32
+MOST_KEYS = 2**31 - 2  # of all tables in a batch: int32
+KEPT_SIZES = 64  # of one layout
+NORMS_AT_ONCE = 64  # norms of as many batches are allocated together
+
+# Many tables are read by one call of `map`.
+_STATE = attrgetter("backend", "process", "executor", "history", "table_lock.failure", "table_lock.running")
+_SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgetter("process")
+_COPIED, _AHEAD = attrgetter("timeline.copied"), attrgetter("_ahead")
 
 
 class FeatureBags(NamedTuple):
@@ -54,75 +68,220 @@ def bag_words(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> tuple[in
 
 
 class TableFamily(NamedTuple):
-    """Properties that all tables of a joint plan have in common.
+    """Properties that all tables of a batch have in common.
 
     Attributes:
         device: that uses the tables.
         form: layout of the records.
         kind: of the record addresses.
-        draw: generator of initial values.
-        is_open: ids are open, and hash indexes on the device have the slots.
+        draw: generator of initial values; None: the host creates records.
+        is_open: hash indexes on the device have the slots.
     """
 
     device: torch.device
     form: RecordForm
     kind: AddressKind
-    draw: str
-    is_open: bool
-
-    def shares(self, features: Sequence[DeviceFeature]) -> list[list[int]]:
-        """Return lists of features, rows or bags, that are looked up together, within the limit of keys.
-
-        Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows.
-        """
-        apart: dict[bool, list[int]] = {}
-        for number, feature in enumerate(features):
-            apart.setdefault(feature.bags is not None and feature.bags.mode == "max", []).append(number)
-        if len(apart) > 1 and all(feature.is_row for feature in features):
-            return _that_fit(features, range(len(features)))
-        return [share for numbers in apart.values() for share in _that_fit(features, numbers)]
+    draw: str | None
+    is_open: bool = False
 
 
-def _that_fit(features: Sequence[DeviceFeature], numbers: Iterable[int]) -> list[list[int]]:
-    executors: set[Any] = set()
+_families: dict[TableFamily, TableFamily] = {}  # one object a family makes the checks of each step fast
+
+
+def family_of(executor: Any, is_open: bool = False) -> TableFamily:
+    """Return an executor's table family: one object for all tables of the family."""
+    draw = None if executor.first is None else executor.first.drawn[0]
+    family = TableFamily(executor.device, executor.form, executor.cache.kind, draw, is_open)
+    return _families.setdefault(family, family)
+
+
+def shares_of(executors: Sequence[Any], all_bags: Sequence[FeatureBags | None], paddings: Sequence[Any]) -> list[list[int]]:
+    """Return lists of features, rows or bags, that are looked up together, within the limit of keys.
+
+    Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows.
+    """
+    apart: dict[bool, list[int]] = {}
+    for number, bags in enumerate(all_bags):
+        apart.setdefault(bags is not None and bags.mode == "max", []).append(number)
+    if len(apart) > 1 and are_rows(all_bags, paddings):
+        return _that_fit(executors, range(len(executors)))
+    return [share for numbers in apart.values() for share in _that_fit(executors, numbers)]
+
+
+def are_rows(all_bags: Sequence[FeatureBags | None], paddings: Sequence[Any]) -> bool:
+    """Return whether a lookup of all features returns the row of each id."""
+    pairs = zip(all_bags, paddings, strict=True)
+    return all(bags is None or (bags.are_rows and padding is None) for bags, padding in pairs)
+
+
+def _that_fit(executors: Sequence[Any], numbers: Iterable[int]) -> list[list[int]]:
+    seen: set[Any] = set()
     keys, shares = 0, list[list[int]]([[]])
     for number in numbers:
-        executor = features[number].executor
+        executor = executors[number]
         own = executor.cache.slots.where.shape[0] + 2  # keys of ids outside, too
-        keys += 0 if executor in executors else own
+        keys += 0 if executor in seen else own
         if keys > MOST_KEYS:
-            executors, keys = set(), own
+            seen, keys = set(), own
             shares.append([])
-        executors.add(executor)
+        seen.add(executor)
         shares[-1].append(number)
     return [share for share in shares if share]
 
 
-class DeviceFeature(NamedTuple):
-    """Ids that are looked up together with those of others.
+def working(executors: Sequence[Any]) -> InStreamOrder:
+    """Return a context that holds the locks of tables and orders device work after all of theirs."""
+    locks = together([executor.rows.table_lock for executor in executors])
+    return InStreamOrder([executor.timeline for executor in executors], locks)
+
+
+class BatchSizes(NamedTuple):
+    """Sizes of a batch, and what follows from them.
 
     Attributes:
-        executor: of the table, which has a `TableFamily`.
-        ids: of any shape, on the host or the device.
-        padding: the id that gets no gradient, and counts in no bag.
-        bags: of the ids; None: the lookup returns rows.
+        n: number of positions.
+        positions: of each table.
+        cuts: begin of each table's positions, and the end of the last.
+        words: about the features, which kernels read: see `kernels.join`, and `kernels.bags` for bags.
+        recurs: the next batch may have the same words. Bags of different sizes hardly ever recur.
     """
 
-    executor: Any
-    ids: Tensor
-    padding: int | None
-    bags: FeatureBags | None = None
-
-    @property
-    def is_row(self) -> bool:
-        """True if the lookup returns the row of each id."""
-        return self.bags is None or (self.bags.are_rows and self.padding is None)
+    n: int
+    positions: tuple[int, ...]
+    cuts: tuple[int, ...]
+    words: tuple[int, ...]
+    recurs: bool
 
 
-def kind_of(executor: Any, is_open: bool = False) -> TableFamily:
-    """Return an executor's table family: one object for all tables of the family."""
-    kind = TableFamily(executor.device, executor.form, executor.cache.kind, executor.first.drawn[0], is_open)
-    return _kinds.setdefault(kind, kind)
+class FeatureLayout:
+    """Features of tables of one family that are looked up together: what recurs from batch to batch.
 
+    Args:
+        executors: of the features.
+        paddings: for each feature, the id that gets no gradient, and counts in no bag.
 
-_kinds: dict[TableFamily, TableFamily] = {}  # one object a family makes the checks of each step fast
+    Attributes:
+        executors: of the tables, each once.
+        paddings: of the tables.
+        order: the features, table by table.
+        tables: index of the table of each feature in `order`.
+        are_alike: all features of a table have the same padding.
+        spaces: memory of the batches.
+        locks: of the tables.
+        working: a context that holds the locks, and orders work on the device after all of theirs.
+    """
+
+    def __init__(self, executors: Sequence[Any], paddings: Sequence[int | None]) -> None:
+        self.executors = tuple(dict.fromkeys(executors))
+        self.first: Any = self.executors[0]
+        table_of = [self.executors.index(executor) for executor in executors]
+        self.order = sorted(range(len(executors)), key=table_of.__getitem__)
+        self.tables = tuple([table_of[feature] for feature in self.order])
+        padded = dict(zip(table_of, paddings, strict=True))
+        self.paddings = tuple([padded[table] for table in range(len(self.executors))])
+        self.are_alike = len(set(zip(table_of, paddings, strict=True))) == len(self.executors)
+        self.spaces, self._sizes, self._norms = Workspaces(), dict[Any, BatchSizes](), list[Tensor]()
+        self.locks = [executor.rows.table_lock for executor in self.executors]
+        self.working = working(self.executors)
+        self._rows_of = [executor._rows_of for executor in self.executors]  # weak, as rows own executors
+        self._faults = [executor.faults for executor in self.executors]
+        self._quiet: list[Any] | None = None
+
+    def sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...] = (), recurs: bool = True) -> BatchSizes:
+        """Return the sizes of a batch, from the ids of each feature in `order`, and the words of `bag_words`."""
+        known = self._sizes.get((sizes, bags))
+        if known is None:
+            if len(self._sizes) >= KEPT_SIZES:
+                self._sizes.clear()
+            known = self._sizes[sizes, bags] = self._of_sizes(sizes, bags, recurs)
+        return known
+
+    def _of_sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...], recurs: bool) -> BatchSizes:
+        positions = [0] * len(self.executors)
+        for table, size in zip(self.tables, sizes, strict=True):
+            positions[table] += size
+        words = 0, *itertools.accumulate(sizes), *self.tables, *bags
+        return BatchSizes(sum(sizes), tuple(positions), (0, *itertools.accumulate(positions)), words, recurs)
+
+    # ------------------------------------------------------------ lookups. Callers hold `working`.
+
+    def begin(self) -> list[Any] | None:
+        """Begin a lookup: check the tables, and load changes of the CPU.
+
+        Returns:
+            The prefetched batch of each table, or None; None if no table has one.
+
+        Raises:
+            ClosedTableError: a table is closed.
+            NonFiniteGradientError, IdError, ArgumentError: of earlier lookups and steps.
+        """
+        if self.first.timeline.captured is not None:  # a captured step has none, and does the rest before each replay
+            return None
+        if self._is_quiet():
+            device_errors.check(self._faults)
+        else:
+            for executor in self.executors:
+                executor.check()
+                executor.begin()
+            self._quiet = [(*state, list(running)) for *state, running in map(_STATE, self._rows())]
+        if any(map(_COPIED, self.executors)) or any(map(_AHEAD, self.executors)):
+            return [executor.take_ahead() for executor in self.executors]
+        return None
+
+    def _rows(self) -> list[Any]:
+        return [rows_of() for rows_of in self._rows_of]
+
+    def _is_quiet(self) -> bool:
+        """Return whether nothing has changed since the last lookup that `begin` of the executors would look at."""
+        rows = self._rows()
+        if not self.first.begins_by_version or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
+            return False
+        return list(map(_STATE, rows)) == self._quiet and {forks.process}.issuperset(map(_PROCESS, rows))
+
+    def are_joined(self) -> bool:
+        """Return whether the tables can be looked up together. Open ids may outgrow the family, rules become dense."""
+        return len(self.executors) == 1 or [executor.joins for executor in self.executors].count(self.first.family) == len(
+            self.executors
+        )
+
+    def end(self, trains: bool) -> None:
+        """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""
+        if self.first.timeline.is_recorded:
+            return
+        late = [executor.faults for executor in self.executors if executor.is_looked_up or not trains]
+        if late:  # else the following step does
+            device_errors.ask(late)
+        for executor in self.executors:
+            executor.is_looked_up = trains
+
+    def wait_for_copies(self) -> None:
+        """Order later work after the copies of prefetched rows. The host does not wait."""
+        for executor in self.executors:
+            if executor.timeline.copied is not None:
+                executor.timeline.wait_for_copies()
+
+    def use(self) -> None:
+        """Make readers of the tables' records wait for the executors: see `TableLock.use`."""
+        for table_lock, executor in zip(self.locks, self.executors, strict=True):
+            if executor not in table_lock.running:
+                table_lock.use(executor)
+
+    def expects(self) -> bool:
+        """Return whether a table expects a batch."""
+        return any([executor.expected is not None for executor in self.executors])
+
+    # ------------------------------------------------------------ memory
+
+    def take(self, form: Any, nbytes: int, make: Callable[..., Any], *args: Any) -> Workspace:
+        """Return memory of a batch: see `Workspaces.take`. A CUDA graph has its own."""
+        if self.first.timeline.captured is not None:
+            return Workspace(make(*args), None)
+        return self.spaces.take(form, nbytes, make, *args)
+
+    def norms(self, k: int, device: torch.device) -> Tensor:
+        """Return memory for the norms of k tables, float32 (3 * k,), which handles may keep."""
+        if self.first.timeline.captured is not None:
+            return torch.empty(3 * k, dtype=torch.float32, device=device)
+        if not self._norms:
+            self._norms = list(torch.empty(NORMS_AT_ONCE, aligned(3 * k), dtype=torch.float32, device=device).unbind())
+        return self._norms.pop()[: 3 * k]

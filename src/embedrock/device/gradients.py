@@ -1,110 +1,199 @@
-"""`DeviceRowGradients`: the gradients of a batch on a GPU, summed to one for each row."""
+"""`RowSums`: the gradients of a batch on a GPU, summed to one for each row; `DeviceRowGradients`: those of one table."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.plan import DeviceBatchPlan, aligned
-from embedrock.kernels.gpu import sums
+from embedrock.device.batch import DeviceBatch
+from embedrock.device.workspace import aligned
+from embedrock.kernels.gpu import joint, sums
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 
-Place = tuple[int, tuple[int, ...]]  # of a part of an allocation: its begin and its shape
+_GENERATION = attrgetter("generation")
 
 
-class RowSums(NamedTuple):
-    """One gradient for each row of a plan.
+class RowSums:
+    """One gradient for each row of a batch of one table or several.
+
+    Args:
+        batch: of the rows.
+        values: float32 (n, dim), undefined beyond the existing rows.
+        norms: float32 (3 * k,): each table's L2 norm (Inf where not finite), zeros, and the norms again.
+        space: memory of the values.
 
     Attributes:
-        plan: of the rows.
-        values: float32 (n, dim), undefined beyond the existing rows.
+        batch, values, norms: see above.
     """
 
-    plan: DeviceBatchPlan
-    values: Tensor
+    def __init__(self, batch: DeviceBatch, values: Tensor, norms: Tensor, space: Any = None) -> None:
+        self.batch, self.values, self.norms, self._space = batch, values, norms, space
+        self._generations = list(map(_GENERATION, batch.layout.locks))
 
     @property
-    def most_rows(self) -> int:
-        """Upper bound of the number of rows with gradients."""
-        return len(self.plan.ids)
+    def count_of_tables(self) -> int:
+        return len(self.batch.executors)
+
+    @property
+    def executor(self) -> Any:
+        """The executor of the first table: it checks steps of all."""
+        return self.batch.executors[0]
+
+    @property
+    def is_current(self) -> bool:
+        """True if the executors still have the rows of all tables."""
+        return list(map(_GENERATION, self.batch.layout.locks)) == self._generations
+
+    def of(self, table: int) -> DeviceRowGradients:
+        """Return the gradients of one table."""
+        return DeviceRowGradients(self, table)
+
+    @functools.cached_property
+    def numbers(self) -> Sequence[Tensor]:
+        """The norms as float32 () each."""
+        return self.norms.unbind()
+
+    @functools.cached_property
+    def _alone(self) -> dict[int, RowSums]:
+        return {}
+
+    def alone(self, table: int, executor: Any) -> RowSums:
+        """Return the sums of one table by themselves, for the executor that has its rows now."""
+        if self.count_of_tables == 1 and executor is self.executor:
+            return self
+        known = self._alone.get(table)
+        if known is None or known.executor is not executor:
+            with executor.working:
+                known = self._alone[table] = self._cut(table, executor)
+        return known
+
+    def _cut(self, table: int, executor: Any) -> RowSums:
+        batch, k = self.batch.of(table, executor), self.count_of_tables
+        rows = torch.arange(len(batch.keys), device=self.values.device) + as_tensor(self.batch.bounds)[table]
+        values = self.values[rows.clamp(max=len(self.values) - 1)] if len(self.values) else self.values
+        return RowSums(batch, values, self.norms[table::k])
+
+    def most_rows(self, table: int) -> int:
+        """Return an upper bound of the number of a table's rows with gradients."""
+        return self.batch.most_rows(table)
+
+    def by_frequency(self) -> RowSums:
+        """Return each row's gradient divided by the number of its id's occurrences. Of one table."""
+        starts = as_tensor(self.batch.starts)
+        occurrences = (starts[1:] - starts[:-1]).clamp(min=1)  # undefined beyond the existing rows
+        values = self.values.clone()
+        values[: len(occurrences)] /= occurrences[:, None]
+        return self.with_values(values)
+
+    def with_values(self, values: Tensor) -> RowSums:
+        """Return other gradients of the same rows, of one table."""
+        batch = self.batch
+        squares = torch.empty(sums.square_sums(*values.shape), dtype=torch.float64, device=values.device)
+        norms = torch.empty(3, dtype=torch.float32, device=values.device)
+        sums.norm(values, batch.count, squares, batch.tickets, norms)
+        return RowSums(batch, values, norms)
 
 
 @dataclass(eq=False)  # a frozen dataclass would take four times as long to create
 class DeviceRowGradients:
-    """One gradient for each row of a plan, on a device: `Gradients` of the PyTorch front end.
+    """One gradient for each row of a table in a batch, on a device: `Gradients` of the PyTorch front end.
 
     Attributes:
-        sums: the rows and their gradients, before scaling by `number`: `RowSums`, or `TableRowSums` of a joint sum.
-        shown: float32 (), L2 norm of the gradients, which represents them outside; Inf if one of them is not finite.
-        number: float32 (), the current value of `shown`. A caller scales the gradients by scaling this number. A
-            handle's gradient may share it, so it is read before each use.
-        spare: float32 () each, 0 and `shown` again, for a handle to keep.
+        sums: the rows and their gradients, of one table or several, before scaling by `number`.
+        table: index of the table.
+        scaled_to: float32 (), to which a caller has scaled `shown`, and so the gradients. A handle's gradient may share
+            it, so it is read before each use. None: not scaled.
         clip_value: limit of the gradients' absolute values after the scaling; None: no limit.
     """
 
-    sums: Any
-    shown: Tensor
-    number: Tensor
-    spare: Sequence[Tensor]
+    sums: RowSums
+    table: int = 0
+    scaled_to: Tensor | None = None
     clip_value: float | None = None
+    count_of_tables = 1
+
+    @property
+    def shown(self) -> Tensor:
+        """L2 norm of the gradients, which represents them outside; Inf if one of them is not finite: float32 ()."""
+        return self.sums.numbers[self.table]
+
+    @property
+    def number(self) -> Tensor:
+        """The current value of `shown`: float32 ()."""
+        return self.shown if self.scaled_to is None else self.scaled_to
+
+    @property
+    def spare(self) -> Sequence[Tensor]:
+        """0 and `shown` again, float32 () each, for a handle to keep."""
+        k = self.sums.count_of_tables
+        return self.sums.numbers[k + self.table], self.sums.numbers[2 * k + self.table]
+
+    @property
+    def executor(self) -> Any:
+        return self.sums.batch.executors[self.table]
+
+    @property
+    def is_current(self) -> bool:
+        return self.sums.is_current
 
     @staticmethod
-    def of(plan: DeviceBatchPlan, values: Tensor, norms: Tensor) -> DeviceRowGradients:
-        """Return gradients from summed values and float32 (3,): their norm, 0, and the norm again."""
-        shown, *spare = norms.unbind()
-        return DeviceRowGradients(RowSums(plan, values), shown, shown, spare)
+    def sum_of(parts: Sequence[DeviceRowGradients]) -> Any:
+        """Sum gradients of one table. A row of several is summed in their order."""
+        return functools.reduce(lambda one, other: one.executor.merge(one, other), parts)
 
     @property
-    def plan(self) -> DeviceBatchPlan:
-        """The plan of the rows."""
-        return self.sums.plan
+    def alone(self) -> RowSums:
+        """The sums of the table by themselves."""
+        return self.sums.alone(self.table, self.executor)
 
     @property
-    def values(self) -> Tensor:
-        """The unscaled sums: float32 (n, dim), undefined beyond the existing rows."""
-        return self.sums.values
+    def batch(self) -> DeviceBatch:
+        """The batch of the table by itself."""
+        return self.alone.batch
+
+    @property
+    def most_rows(self) -> int:
+        """Upper bound of the number of rows with gradients."""
+        return self.sums.most_rows(self.table)
+
+    def of(self, table: int) -> DeviceRowGradients:
+        return self
+
+    def for_executor(self, executor: Any) -> DeviceRowGradients:
+        """Return the gradients for the executor that has the rows now."""
+        if executor is self.executor:
+            return self
+        return replace(self, sums=self.sums.alone(self.table, executor), table=0)
 
     def row_ids(self) -> np.ndarray:
-        return self.plan.ids[: int(self.plan.count)].cpu().numpy()
+        return self.batch.row_ids().cpu().numpy()
 
     def rescaled_by(self, number: Tensor) -> DeviceRowGradients:
-        return DeviceRowGradients(self.sums, self.shown, number.detach(), self.spare, self.clip_value)
+        return DeviceRowGradients(self.sums, self.table, number.detach(), self.clip_value)
 
     def vector_norm(self, order: float) -> Tensor:
         return torch.linalg.vector_norm(self.whole(), order, dtype=torch.float64)
 
     def clamped(self, low: float | None, high: float | None) -> DeviceRowGradients:
-        return self._with_values(self.scaled().clamp(low, high))
+        with self.executor.working:
+            return self.alone.with_values(self.scaled().clamp(low, high)).of(0)
 
     def growth_since(self, earlier: DeviceRowGradients | None) -> Tensor:
         if earlier is None:
             return self.shown.clone()
         return torch.where(earlier.shown.isfinite(), self.shown - earlier.shown, 0.0)
 
-    def by_frequency(self) -> DeviceRowGradients:
-        """Return each row's gradient divided by the number of its id's occurrences."""
-        starts = as_tensor(self.plan.starts)
-        occurrences = (starts[1:] - starts[:-1]).clamp(min=1)  # undefined beyond the existing rows
-        values = self.values.clone()
-        values[: len(occurrences)] /= occurrences[:, None]
-        return self._with_values(values)
-
-    def _with_values(self, values: Tensor) -> DeviceRowGradients:
-        squares = torch.empty(sums.square_sums(*values.shape), dtype=torch.float64, device=values.device)
-        norms = torch.empty(3, dtype=torch.float32, device=values.device)
-        sums.norm(values, self.plan.count, squares, self.plan.tickets, norms)
-        return DeviceRowGradients.of(self.plan, values, norms)
-
     def whole(self) -> Tensor:
-        """Return the scaled values, with zeros beyond the existing rows."""
-        values = self.scaled()
-        there = torch.arange(len(values), device=values.device) < self.plan.count
+        """Return the scaled values of the table, with zeros beyond the existing rows: float32 (n, dim)."""
+        values, batch = self.scaled(), self.batch
+        there = torch.arange(len(values), device=values.device) < batch.count
         return torch.where(there[:, None], values, 0.0)
 
     def clipped(self, clip_value: float | None) -> DeviceRowGradients:
@@ -113,11 +202,12 @@ class DeviceRowGradients:
         return replace(self, clip_value=clip_value)
 
     def scaled(self) -> Tensor:
-        """Return the scaled values. If `number` is zero, the values of all existing rows are zero."""
-        if self.number is self.shown:
-            return self.values
+        """Return the scaled values of the table. If `number` is zero, the values of all existing rows are zero."""
+        values = self.alone.values
+        if self.scaled_to is None:
+            return values
         factor = torch.where(self.shown != 0, self.number / self.shown, self.number)
-        return torch.where(factor != 0, self.values * factor, 0.0)
+        return torch.where(factor != 0, values * factor, 0.0)
 
     @property
     def is_dropped(self) -> Tensor:
@@ -125,46 +215,39 @@ class DeviceRowGradients:
         return (self.number == 0) & (self.shown != 0)
 
 
-def sum_rows(
-    grads: Tensor, plan: DeviceBatchPlan, skip: Tensor | TensorPart, what: int = sums.PLAIN, share: Any = None
-) -> DeviceRowGradients:
+def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: Any = None) -> RowSums:
     """Sum gradients (n, dim) of positions, or of bags, by row.
 
     Args:
         grads: of any float dtype.
-        plan: of the positions.
-        skip: int32 (1,), a row that gets no gradient, -1 for none.
+        batch: of the positions.
         what, share: the shares of positions in gradients of bags, see `sums.sum_shares`.
     """
-    values, norms, scratch = room_for_sums(plan, grads.shape[1])
-    sums.sum_shares(what, grads, share, plan.arrays, skip, scratch, values, norms)
-    return DeviceRowGradients.of(plan, values, norms)
+    n, k, dim, device = len(batch.order), len(batch.executors), grads.shape[1], grads.device
+    if grads.stride(1) != 1:  # expanded (as of a sum) or transposed; kernels read contiguous rows
+        grads = grads.contiguous()
+    squares = sums.square_sums(n, dim) if k == 1 else k * joint.PROGRAMS + n
+    form = "sums", n, dim, squares
+    space = batch.layout.take(form, 4 * (n + sums.partial_rows(n)) * dim, _space, device, n, dim, squares)
+    values, partial, squared = space.arrays
+    norms = batch.layout.norms(k, device)
+    plan = batch.starts, batch.order, batch.inverse, batch.count
+    if k == 1:
+        scratch = sums.SumScratch(partial, squared, batch.tickets)
+        sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms)
+        return RowSums(batch, values, norms, space)
+    of_tables = k * joint.PROGRAMS
+    scratch = sums.SumScratch(partial, squared[of_tables:], batch.tickets)
+    sums.sum_shares(what, grads, share, plan, batch.executors[0].no_row, scratch, values, norms, each=True)
+    joint.norms(k, batch.bounds, scratch.squares, squared[:of_tables], batch.tickets_of_norms, norms)
+    return RowSums(batch, values, norms, space)
 
 
-def room_for_sums(
-    plan: DeviceBatchPlan, dim: int, squares: int | None = None, norms: int = 3
-) -> tuple[Tensor, Tensor, sums.SumScratch]:
-    """Return memory for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch.
-
-    Args:
-        plan: of the positions.
-        dim: of the rows.
-        squares: sums of squares in the scratch; None: the number that one norm needs.
-        norms: see above.
-    """
-    n, device = plan.order.shape[0], plan.order.device
-    lines, (at, shape), (of_rows, count) = _room_of(n, dim, squares)
-    whole = torch.empty(lines, dim, dtype=torch.float32, device=device)
-    room = torch.empty(norms, dtype=torch.float32, device=device)  # an own allocation, as handles may keep it
-    partial, squared = TensorPart(whole, at, shape, torch.float32), TensorPart(whole, of_rows, count, torch.float64)
-    return whole[:n], room, sums.SumScratch(partial, squared, plan.tickets)
-
-
-@functools.lru_cache(maxsize=256)
-def _room_of(n: int, dim: int, squares: int | None) -> tuple[int, Place, Place]:
-    """Return the lines that hold sums by row and scratch, and the places of the scratch's two parts."""
+def _space(device: torch.device, n: int, dim: int, squares: int) -> tuple[Tensor, TensorPart, TensorPart]:
+    """Return memory for sums by row, float32 (n, dim), for partial sums, and for sums of squares."""
     later = sums.partial_rows(n)
-    squares = sums.square_sums(n, dim) if squares is None else squares
     partial = aligned(n * dim)
     of_rows = partial + aligned(later * dim)
-    return -(-(of_rows + 2 * squares) // dim), (partial, (later, dim)), (of_rows, (squares,))
+    whole = torch.empty(-(-(of_rows + 2 * squares) // dim), dim, dtype=torch.float32, device=device)
+    parts = (partial, (later, dim), torch.float32), (of_rows, (squares,), torch.float64)
+    return whole[:n], *(TensorPart(whole, *part) for part in parts)

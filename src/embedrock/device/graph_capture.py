@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from embedrock.device import device_errors as faults
-from embedrock.device import joint_plan
 from embedrock.device.copies import pinned_copy
 from embedrock.device.dense import DenseGpuExecutor
 from embedrock.device.device_errors import step_numbers
+from embedrock.device.features import working
 from embedrock.device.step_constants import count_launched, draft_step
 from embedrock.errors import UnsupportedError
 from embedrock.kernels import arguments
@@ -144,7 +144,7 @@ class GraphCapture:
         Returns:
             The result of `run`. Each replay writes its tensors.
         """
-        with torch.cuda.stream(self._stream), joint_plan.working(self.executors):
+        with torch.cuda.stream(self._stream), working(self.executors):
             for executor in self.executors:
                 executor.expect_nothing()
         graph = torch.cuda.CUDAGraph()
@@ -254,7 +254,7 @@ class GraphCapture:
             ClosedTableError: a table is closed.
         """
         assert self._graph is not None  # it was recorded
-        with held_back(), joint_plan.working(self.executors):
+        with held_back(), working(self.executors):
             for executor in self.executors:
                 executor.check()
             for batch in self._batches:
@@ -275,7 +275,7 @@ class GraphCapture:
         return number
 
     def _count(self, step: CapturedStep, executor: DenseGpuExecutor, rule: Rule, judged: int) -> None:
-        number, numbers = count_launched(executor, draft_step(executor, rule), judged)
+        number, numbers = count_launched(executor, executor.rows, draft_step(executor, rule), judged)
         self._numbers.write(step.place, number)
         for place, value in enumerate(numbers, step.place + 1):
             self._numbers.write(place, value, np.float32)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from embedrock.device.copies import HostCopy
-from embedrock.device.plan import DeviceBatchPlan, SlotCounts, carved, layout
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.storage.device_layout import OPEN_ENTRIES
@@ -83,16 +82,16 @@ class DeviceHashIndex:
         """Bytes of GPU memory."""
         return sum(part.numel() * part.element_size() for part in (self.ids, self._entries.table, self._used))
 
-    def most_with(self, sums: Any) -> int:
+    def most_with(self, grads: Any) -> int:
         """Return the maximum number of rows after a step by gradients."""
-        return min(self.most + sums.most_rows, self._limit)
+        return min(self.most + grads.most_rows, self._limit)
 
-    def has_room(self, sums: Any) -> bool:
+    def has_room(self, grads: Any) -> bool:
         """Return whether the new rows of gradients have room."""
-        if self.most_with(sums) <= self.room:
+        if self.most_with(grads) <= self.room:
             return True
         prepared, epoch = self.prepared or (None, -1)
-        return prepared is sums and epoch == self.epoch
+        return prepared is grads.sums and epoch == self.epoch
 
     def count(self) -> int:
         """Return the number of slots given. Waits for the device."""
@@ -111,37 +110,6 @@ class DeviceHashIndex:
             self._answer.come(self._used)
             self._asked_at = self._positions
 
-    def find(self, plan: DeviceBatchPlan, entries: Tensor) -> None:
-        """Write the current slots of a plan's rows to its keys, and the numbers of rows without one.
-
-        `entries`: of the table, see `DeviceTables`.
-        """
-        assert plan.new is not None  # it is a plan of open ids
-        if plan.epoch:  # it has counted rows before
-            plan.new = plan.new[0], torch.zeros(1, dtype=torch.int32, device=plan.ids.device)
-        kernels.search(_rows_of(plan), entries, plan.keys, *plan.new)
-        plan.epoch = self.epoch
-
-    def search(self, plan: DeviceBatchPlan, entries: Tensor) -> tuple[Tensor, SlotCounts]:
-        """Return the current slots of a plan's stepped rows, int64 (n,), and the numbers of rows without one."""
-        if plan.epoch == self.epoch and plan.new is not None:
-            return plan.keys, plan.new
-        n, device = len(plan.ids), plan.ids.device
-        keys, counts = carved(device, layout((2 * n, kernels.blocks(n))))
-        new = counts, torch.zeros(1, dtype=torch.int32, device=device)
-        kernels.search(_rows_of(plan), entries, keys := keys.view(torch.int64), *new, known=plan.keys)
-        return keys, new
-
-    def enter(self, plan: DeviceBatchPlan, entries: Tensor, search: tuple[Tensor, SlotCounts], verdict: Tensor) -> None:
-        """Give slots to rows without one, if the verdict allows the step, and write them to the keys."""
-        keys, new = search
-        kernels.enter(_rows_of(plan), entries, keys, *new, plan.tickets, (0, 1), verdict)
-        self.record_inserts(len(plan.ids))
-
     def record_inserts(self, most: int) -> None:
         """Record that up to `most` rows may have got slots."""
         self.epoch, self.most, self._positions = self.epoch + 1, self.most + most, self._positions + most
-
-
-def _rows_of(plan: DeviceBatchPlan) -> tuple[Any, ...]:
-    return plan.ids, None, None, plan.count, None

@@ -16,24 +16,21 @@ from embedrock.device.cache import DeviceCache
 from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
 from embedrock.device.executor import GpuExecutor, form_of
-from embedrock.device.features import TableFamily, kind_of
-from embedrock.device.gradients import DeviceRowGradients, sum_rows
+from embedrock.device.features import TableFamily, family_of
+from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.hash_index import DeviceHashIndex
-from embedrock.device.host_planned import HostPlannedExecutor, are_dropped
-from embedrock.device.joint_hashed import HashedJointPlan
+from embedrock.device.hashed_batch import HashedBatch
+from embedrock.device.host_planned import FIRST_KEY, HostPlannedExecutor, are_dropped
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, SteppedRows, SteppedTables, make_open_plan
 from embedrock.errors import MemoryBudgetError
 from embedrock.kernels.constants import MOST_SLOTS
-from embedrock.kernels.gpu import cache, rows
+from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, TableEntryWords
 from embedrock.kernels.gpu.binding import as_tensor
-from embedrock.kernels.gpu.directory import DROPPED
 from embedrock.spec.spec import Spec
 from embedrock.storage import device_layout as device_placing
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend
-from embedrock.system.spans import spanned
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import DeferredInserts
 
@@ -65,7 +62,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         budget: see above.
     """
 
-    batch_plan = HashedJointPlan
+    batch = HashedBatch
 
     def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, budget: int) -> None:
         self._cache = _CachePlacement(rows.spec)
@@ -81,9 +78,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         limit = sys.maxsize if self.spec.rows is None else self.spec.rows
         self._directory: DeviceHashIndex | None = DeviceHashIndex(slots, device, self.timeline, limit)
         self.not_captured = "the host counts its rows, to have room for them"
-        self._kind: TableFamily | None = None
-        self._kind_of: Any = None  # the addresses' kind that `_kind` was made for
-        self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
+        self._family: TableFamily | None = None
+        self._family_of: Any = None  # the addresses' kind that `_family` was made for
 
     def _placed(self, count: int) -> DeviceLayout:
         all_near = device_placing.all_open(self.spec, self.budget)
@@ -173,8 +169,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         """Switch to host planning, with a cache of the same bytes."""
         self._finish()
         self._have_room(0)
-        self._directory = self.first = self._ahead = None
-        self._forget_words()
+        self._directory = self.first = self._ahead = self._known = self._family = None
         self.not_captured = GpuExecutor.not_captured
         self._here.free()
         self._cache.budget = self.budget
@@ -183,8 +178,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def _free(self) -> None:
         if self._directory is not None:
             self._have_room(0)
-        self._directory = None
-        self._forget_words()
+        self._directory = self._known = None
         self._here.free()
         super()._free()
 
@@ -205,86 +199,73 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     # ------------------------------------------------------------ lookups and steps
 
-    @spanned("plan")
-    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
-        with self.working:
-            if self._open() is not None:
-                self.check()
-                return self._planned_or_prefetched(ids, trains, self._take())
-        return super().plan(ids, trains)
+    @property
+    def plans(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._directory is not None
 
-    def _made_plan(self, ids: Tensor, trains: bool, counts: bool, is_ahead: bool = False) -> DeviceBatchPlan:
-        self.clock.stamp += 1
-        plan = make_open_plan(ids, self.clock.stamp, self.spec.rows, None if is_ahead else self.faults.tensor)
-        if not is_ahead or self.cache.is_cache:  # else the lookup finds the slots
-            self.index.find(plan, self.tables.entries)
-            self.load(plan, plan.count, trains, counts)
-        return plan
+    @property
+    def family(self) -> TableFamily:
+        kind = self.cache.kind
+        if self._family is None or self._family_of is not kind:  # rows may have outgrown the placement
+            self._family, self._family_of = family_of(self, is_open=self._directory is not None), kind
+        return self._family
 
-    def _renewed(self, plan: DeviceBatchPlan, shape: tuple[int, ...]) -> DeviceBatchPlan:
-        plan = super()._renewed(plan, shape)
-        if plan.epoch != self.index.epoch:
-            self.index.find(plan, self.tables.entries)
-        return plan
+    @property
+    def joins(self) -> TableFamily | None:
+        is_plain = self.spec.rows is None and self.rows.history is None
+        return self.family if is_plain and self._directory is not None and not self.cache.is_cache else None
 
-    def _plan_ahead(self, ids: Tensor) -> None:
-        planner = HostPlannedExecutor if self._directory is None else DevicePlannedExecutor
-        planner._plan_ahead(self, ids)
+    @property
+    def index(self) -> DeviceHashIndex:
+        """The hash index, if the device plans."""
+        assert self._directory is not None  # the device plans
+        return self._directory
 
-    def read_rows(self, plan: DeviceBatchPlan) -> Tensor:
-        return super().read_rows(plan) if self._directory is None else GpuExecutor.read_rows(self, plan)
+    def entry_words(self) -> TableEntryWords:
+        words = super().entry_words()
+        return words if self._directory is None else words._replace(directory=self._directory.words)
 
-    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
-        if self._directory is None:
-            return super().gather(plan, positions, out)
-        if plan.epoch != self._directory.epoch:  # rows may have got slots since
-            plan.keys, plan.new = self._directory.search(plan, self.tables.entries)
-            plan.epoch = self._directory.epoch
-        return rows.read(plan.keys, plan.count, self.tables, out, plan.ids)
+    def begin(self) -> None:
+        self._open()
 
     def finds_room(self, grads: DeviceRowGradients) -> bool:
         with self.working:
-            if self._open() is not None and not self._makes_room(grads.sums):
+            if self._open() is not None and not self._makes_room(grads):
                 self._give_up()
             return self._directory is not None
 
-    def _makes_room(self, sums: Any) -> bool:
+    def _makes_room(self, grads: DeviceRowGradients) -> bool:
         index = self.index
         index.poll()
-        if index.most + ASKED_AHEAD * sums.most_rows > index.room:
+        if index.most + ASKED_AHEAD * grads.most_rows > index.room:
             index.ask()
-        if index.has_room(sums):
+        if index.has_room(grads):
             return True
         try:
             most = self._most_rows()
-            needed = self._needed(sums, most)
+            needed = self._needed(grads, most)
             if needed > most:
                 self.backend.check_room(needed - self._memory.count)  # makes others give room back, or raises
                 most = needed
             self._cover(needed, min(most, index.room + index.room // SPARE_SHARE))
         except (torch.OutOfMemoryError, MemoryBudgetError):
             return False  # the host takes exactly the room it needs, or raises
-        index.prepared = sums, index.epoch
+        index.prepared = grads.sums, index.epoch
         return True
 
-    def _needed(self, sums: Any, most: int) -> int:
+    def _needed(self, grads: DeviceRowGradients, most: int) -> int:
         """Return the number of rows that need room, at most `most` if possible.
 
         Waits for the device if room is short.
         """
-        index, count = self.index, sums.most_rows
+        index, count = self.index, grads.most_rows
         if self.cache.is_identity:
             most = min(most, self.cache.placement.near_rows)
-        if index.most_with(sums) <= most:
-            return index.most_with(sums)
+        if index.most_with(grads) <= most:
+            return index.most_with(grads)
         self.mirror.host_waits += 1
         given = index.count()
-        return given + (count if given + count <= most else self._count_new(sums.plan))
-
-    def _count_new(self, plan: DeviceBatchPlan) -> int:
-        """Return the number of a plan's rows without a slot. Waits for the device."""
-        counts, _ = self.index.search(plan, self.tables.entries)[1]
-        return int(counts.sum())
+        return given + (count if given + count <= most else _batch_of(grads).count_new())
 
     def _cover(self, needed: int, wanted: int) -> None:
         """Make room for the needed rows, and for the wanted ones if that is more.
@@ -328,7 +309,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
         if self._directory is None:
             return []
-        count = functools.partial(_count_new, self, grads.plan)
+        count = functools.partial(_count_new, self, grads)
         return [DeferredInserts(self.rows, count, functools.partial(_keep_room, self, grads.sums))]
 
     def _fit(self, slots: int) -> None:
@@ -339,11 +320,11 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             if more > len(self._here.slots.where):  # else an earlier try grew it, and memory ran out for the index
                 self._here.grow(absent(more, self.device), self.timeline)
             self.index.grow(more)
-            self._forget_words()
+            self._known = None
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
         directory = self._open()
-        return super().is_prepared(grads) if directory is None else directory.has_room(grads.sums)
+        return super().is_prepared(grads) if directory is None else directory.has_room(grads)
 
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         return super().plan_in_ram(grads) if self._directory is None else None
@@ -354,98 +335,46 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if directory is not None:
             directory.prepared = None
 
-    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
-        directory, plan = self._directory, grads.plan
-        if directory is None:
-            return super().ready(verdict, grads)
-        assert verdict is not None  # the step was checked before
-        entries = self.tables.entries
-        search = directory.search(plan, entries)
-        enter = functools.partial(directory.enter, plan, entries, search, verdict)
-        return GpuExecutor.ready(self, verdict, grads)._replace(keys=search[0], admit=enter)
-
-    def _host(self, plan: DeviceBatchPlan) -> Plan:
-        if plan.host is not None:
-            return plan.host
-        count = int(plan.count)  # the plan is older than host planning: it waits for the device
-        plan.ids, plan.starts = plan.ids[:count], as_tensor(plan.starts)[: count + 1]
-        parts = plan.ids, plan.inverse, as_tensor(plan.starts), plan.order.to(torch.int32)
+    def host_of(self, batch: Any) -> Plan:
+        if batch.host is not None:
+            return batch.host
+        count = int(batch.count)  # the batch is older than host planning: it waits for the device
+        batch.ids, batch.starts = batch.ids[:count], as_tensor(batch.starts)[: count + 1]
+        parts = batch.ids, batch.inverse, as_tensor(batch.starts), batch.order.to(torch.int32)
         ids, inverse, starts, order = (part.cpu().numpy() for part in parts)
-        with self._located(Plan(plan.shape, ids, inverse, starts, order)) as host:
-            stepped = (plan.keys[:count] != DROPPED).cpu().numpy()
-            plan.host, plan.keys = host, uploaded(np.where(stepped, host.slots, DROPPED), self.device)
-            if not stepped.all():
-                plan.stepped = SteppedRows.of(host, np.flatnonzero(stepped))
+        padding = int(as_tensor(batch.paddings))
+        with self._located(Plan((len(order),), ids, inverse, starts, order)) as host:
+            batch.host, batch.keys = host, uploaded(host.slots + FIRST_KEY, self.device)
+            batch.take_words()
+            self.leave_out(batch, padding)
         return host
-
-    # ------------------------------------------------------------ together with other tables
-
-    @property
-    def joins(self) -> TableFamily | None:
-        is_plain = self.spec.rows is None and self.rows.history is None
-        if not is_plain or self._directory is None or self.cache.is_cache:
-            return None
-        if self._kind_of is not self.cache.kind:  # rows may have outgrown the placement
-            self._kind, self._kind_of = kind_of(self, is_open=True), self.cache.kind
-        return self._kind
-
-    @property
-    def index(self) -> DeviceHashIndex:
-        """The hash index, if the device plans."""
-        assert self._directory is not None  # the device plans
-        return self._directory
-
-    @property
-    def known(self) -> TableEntryWords:
-        assert self._directory is not None  # the device plans
-        generation = self.cache.generation
-        if self._known is None or self._known[0] != generation:
-            self._known = generation, self.entry_words()
-        return self._known[1]
-
-    def entry_words(self) -> TableEntryWords:
-        words = super().entry_words()
-        return words if self._directory is None else words._replace(directory=self._directory.words)
-
-    def _forget_words(self) -> None:
-        super()._forget_words()
-        self._known = None
-
-    def take_ahead(self) -> PrefetchedPlan | None:
-        self._open()
-        self.check()
-        return self._take()
 
     # ------------------------------------------------------------ gradients
 
-    def _without(self, plan: DeviceBatchPlan, padding: int | None) -> tuple[Tensor, DeviceBatchPlan]:
-        if padding is None or self._directory is None or not plan.ids.numel():
-            return super()._without(plan, padding)
-        there = torch.arange(len(plan.ids), device=self.device) < plan.count  # beyond, ids are undefined
-        found = (plan.ids == padding) & there
-        row = torch.where(found.any(), found.to(torch.int32).argmax(), -1)
-        return row.to(torch.int32).reshape(1), self.masked(plan, found)
-
-    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> RowSums:
         if self._directory is None:
             return super()._merged(earlier, later)
         if are_dropped(earlier):
-            return later
-        (ids, values), (more_ids, more) = _stepped(earlier), _stepped(later)
+            return later.alone
         self.clock.stamp += 1
-        plan = make_open_plan(torch.cat([ids, more_ids]), self.clock.stamp, self.spec.rows, self.faults.tensor)
-        self._directory.find(plan, self.tables.entries)
-        return sum_rows(torch.cat([values, more]), plan, self.no_row)
+        parts = [_stepped(grads) for grads in (earlier, later)]
+        batch = HashedBatch.of_ids(self, torch.cat([ids for ids, _ in parts]), self.clock.stamp)
+        return sum_rows(torch.cat([values for _, values in parts]), batch)
 
 
-def _count_new(executor: HashedGpuExecutor, plan: DeviceBatchPlan) -> int:
-    """Return the number of records that a step of a plan creates. Waits for the device."""
+def _batch_of(grads: DeviceRowGradients) -> Any:
+    """Return the batch of gradients of hashed ids."""
+    return grads.batch
+
+
+def _count_new(executor: HashedGpuExecutor, grads: DeviceRowGradients) -> int:
+    """Return the number of records that a step by gradients creates. Waits for the device."""
     with executor.working:
         index = executor._open()
         if index is None:
             return 0  # the host has begun to plan
         executor.mirror.host_waits += 1
-        return index.count() + executor._count_new(plan) - executor._memory.count
+        return index.count() + _batch_of(grads).count_new() - executor._memory.count
 
 
 def _keep_room(executor: HashedGpuExecutor, sums: Any, new: int) -> None:
@@ -478,6 +407,8 @@ class _CachePlacement:
 
 def _stepped(grads: DeviceRowGradients) -> tuple[Tensor, Tensor]:
     """Return the ids of stepped rows, and their gradients. Waits for the device."""
-    plan = grads.plan
-    rows = (plan.keys[: int(plan.count)] != DROPPED).nonzero()[:, 0]
-    return plan.ids[rows], grads.scaled()[rows]
+    batch = grads.batch
+    assert batch.ids is not None
+    there = torch.arange(int(batch.count), device=batch.ids.device)
+    rows = there[there != as_tensor(batch.paddings)]
+    return batch.ids[rows], grads.scaled()[rows]

@@ -14,17 +14,19 @@ from torch import Tensor
 from embedrock.admission.lifecycle import AdmissionDecision
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
-from embedrock.device.cache import DeviceCache, load_rows
-from embedrock.device.copies import uploaded, uploaded_together
+from embedrock.device.batch import DeviceBatch, SteppedTables
+from embedrock.device.cache import DeviceCache
+from embedrock.device.copies import uploaded
 from embedrock.device.executor import GpuExecutor
-from embedrock.device.gradients import DeviceRowGradients, sum_rows
+from embedrock.device.features import FeatureLayout, TableFamily, family_of
+from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
+from embedrock.device.host_batch import FIRST_KEY, HostBatch, SteppedRows
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.plan import DeviceBatchPlan, PrefetchedPlan, SteppedRows, SteppedTables, version_of
+from embedrock.device.prefetched import PrefetchedBatch, version_of
 from embedrock.device.steps import judge
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
-from embedrock.kernels.gpu import cache, gate, rows
+from embedrock.kernels.gpu import gate, rows
 from embedrock.kernels.gpu.directory import DROPPED
-from embedrock.kernels.gpu.sums import partial_rows
 from embedrock.system.spans import spanned
 from embedrock.table import reading, stepping
 from embedrock.table.rows import NOBODY, TableState
@@ -47,7 +49,7 @@ class HostPlannedExecutor(GpuExecutor):
     """
 
     judge = staticmethod(judge)
-    nobody = DROPPED
+    batch: type[DeviceBatch] = HostBatch
 
     def __init__(self, rows: TableState, mirror: DeviceMirror) -> None:
         super().__init__(rows, rows.tier, mirror.device, mirror.timeline, mirror.clock)
@@ -106,8 +108,12 @@ class HostPlannedExecutor(GpuExecutor):
 
     # ------------------------------------------------------------ lookups and steps
 
+    @property
+    def family(self) -> TableFamily:
+        return family_of(self)
+
     @spanned("plan")
-    def plan(self, ids: Tensor, trains: bool) -> DeviceBatchPlan:
+    def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> HostBatch:
         self.check()
         ahead, self._ahead = self._ahead, None
         known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
@@ -116,45 +122,36 @@ class HostPlannedExecutor(GpuExecutor):
             host = self._host_planned(ids)
         else:
             assert known.host is not None  # the host planned
-            host = replace(known.host, shape=tuple(ids.shape))
+            host = known.host
         with self._located(host) as located:
-            if known is not None and known.plan is not None:
-                self.timeline.uses(known.plan.keys)  # one allocation holds all of the plan
+            batch: Any = None if known is None else known.batch
+            if batch is not None:
+                self.timeline.uses(batch.keys)  # one allocation holds all of the batch
                 if not self.backend.evicts or np.array_equal(located.slots, host.slots):
-                    return replace(known.plan, shape=tuple(ids.shape), host=host)
+                    return batch.for_layout(layout, host)
             # A prefetched batch was counted when it was loaded.
-            return self._planned_and_loaded(located, trains, counts=ahead is None or ahead.plan is None)
+            return self._planned_and_loaded(layout, located, trains, ahead is None or ahead.batch is None)
 
     def _host_planned(self, ids: Tensor) -> Plan:
         with self.rows.table_lock.lock:
             return reading.planned((self.rows,), [check_ids(ids.cpu().numpy(), self.spec.rows, self.rows.subject)])
 
-    def _planned_and_loaded(self, host: Plan, trains: bool, counts: bool) -> DeviceBatchPlan:
-        plan = self._planned(host)
-        self.load(plan, len(plan.keys), trains, counts)
-        return plan
+    def _planned_and_loaded(self, layout: FeatureLayout, host: Plan, trains: bool, counts: bool) -> HostBatch:
+        batch = HostBatch(layout, host, self.begin_batch(len(host.order), trains), counts)
+        self.leave_out(batch, batch.padding)
+        batch.load()
+        return batch
 
-    def load(self, plan: DeviceBatchPlan, count: Tensor | int, trains: bool, counts: bool) -> None:
-        """Load the rows of a plan into the device cache, if there is one.
+    def leave_out(self, batch: Any, padding: int) -> None:
+        """Leave the padding row out of the stepped rows; -1: there is none."""
+        if padding >= 0:
+            batch.stepped = SteppedRows.of(batch.host, np.delete(np.arange(len(batch.host.ids)), padding))
 
-        Args:
-            plan: with slots as keys.
-            count: of its rows.
-            trains: a step may follow.
-            counts: hits and misses are counted.
-        """
-        n = len(plan.keys)
-        search = self.cache.search(n, self.cache.begin_batch(n, self.clock, trains), self.timeline)
-        if search is not None:
-            tables = self.counted(counts)
-            cache.touch(tables, search, plan.keys, count)
-            load_rows(tables, search, plan.keys, count)
-
-    def _plan_ahead(self, ids: Tensor) -> None:
+    def plan_ahead_by_host(self, ids: Tensor) -> None:
         """Plan and upload the next batch while the device works, and load its rows from RAM into the cache.
 
         The read looks up rows that get a record in the meantime. A table on disk plans again if some of the rows enter
-        or leave RAM in the meantime.
+        or leave RAM in the meantime. The caller holds `working`.
         """
         if ids.device.type != "cpu":
             return  # the host would wait for the ids, and for the device's current work
@@ -163,43 +160,32 @@ class HostPlannedExecutor(GpuExecutor):
         except (IdError, IdTypeError):
             return  # the lookup raises it
         if self.backend.evicts and not self.cache.is_cache:
-            self._ahead = PrefetchedPlan(ids, version_of(ids), None, host=host)
+            self._ahead = PrefetchedBatch(ids, version_of(ids), None, host=host)
             return
         with self.timeline.aside():
-            plan = self._planned_and_loaded(host, trains=True, counts=True)
-            self._ahead = PrefetchedPlan(ids, version_of(ids), plan.stamp, plan, host)
+            batch = self._planned_and_loaded(self.layout(), host, True, True)
+            self._ahead = PrefetchedBatch(ids, version_of(ids), batch.stamps[0], batch, host)
 
-    def read_rows(self, plan: DeviceBatchPlan) -> Tensor:
-        with self._located(self._host(plan)) as host:
-            now = plan  # the plan, unless records were created or moved since
-            if host is not plan.host:
-                now = replace(plan, host=host, keys=uploaded(host.slots, self.device))
-            out = super().read_rows(now)
-            plan.found = now.found
+    def read_by_host(self, batch: Any) -> Tensor:
+        """Return the weights of a batch's rows: see `DeviceBatch.read_rows`."""
+        with self._located(self.host_of(batch)) as host, self.working:
+            self.timeline.wait_for_copies()
+            out, keys = batch.out(), batch.keys
+            fresh = out  # unused if all rows have records
+            absent = np.flatnonzero(host.slots < 0)
+            if len(absent):
+                if host.epoch < 0:  # rows are read through the cache
+                    self.rows.table_lock.wait_for_step()
+                values_of = reading.unrecorded if host.epoch >= 0 else reading.weights_of
+                fresh = uploaded(values_of(self.rows, host.ids[absent]), self.device)
+                slots = host.slots.copy()
+                slots[absent] = -1 - np.arange(len(absent))
+                keys = uploaded(slots + FIRST_KEY, self.device)
+            elif host is not batch.host:  # records were created or moved since
+                keys = uploaded(host.slots + FIRST_KEY, self.device)
+            rows.read(keys, batch.count, batch.tables, out, fresh=fresh)
+            batch.finish_read(out)
             return out
-
-    def _planned(self, host: Plan) -> DeviceBatchPlan:
-        self.clock.stamp += 1
-        count = np.array([len(host.ids)], np.int32)
-        tickets = np.zeros(1 + partial_rows(len(host.order)), np.int32)
-        parts = host.slots, host.ids, host.starts, host.order.astype(np.int64), host.inverse, count, tickets
-        keys, ids, starts, order, inverse, *rest = uploaded_together(parts, self.device)
-        return DeviceBatchPlan(
-            host.shape, keys, ids, starts, order, inverse, rest[0], rest[1], self.clock.stamp, host=host
-        )
-
-    def gather(self, plan: DeviceBatchPlan, positions: Tensor | None, out: Tensor) -> None:
-        host, keys, fresh = self._host(plan), plan.keys, out  # `fresh` is unused if all have records
-        absent = np.flatnonzero(host.slots < 0)
-        if len(absent):
-            if host.epoch < 0:  # rows are read through the cache
-                self.rows.table_lock.wait_for_step()
-            values_of = reading.unrecorded if host.epoch >= 0 else reading.weights_of
-            fresh = uploaded(values_of(self.rows, host.ids[absent]), self.device)
-            slots = host.slots.copy()
-            slots[absent] = -1 - np.arange(len(absent))
-            keys = uploaded(slots, self.device)
-        rows.read(keys, plan.count, self.tables, out, fresh=fresh)
 
     def prepare(self, grads: DeviceRowGradients) -> None:
         self.prepare_all([(self, grads)])
@@ -257,18 +243,21 @@ class HostPlannedExecutor(GpuExecutor):
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
         """Return whether the results of `prepare` still hold. Caller holds the table lock."""
-        return stepping.known(self.rows, self._stepped(grads.plan).plan) is not None
+        return stepping.known(self.rows, self._stepped(grads.batch).plan) is not None
 
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
-        return self._stepped(grads.plan).plan
+        return self._stepped(grads.batch).plan
 
-    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
-        assert verdict is not None  # the step was checked before
-        self._of_shared, plan = None, grads.plan
+    def ready_by_host(
+        self, batch: Any, values: Tensor, verdicts: Tensor | None, clip: float | None
+    ) -> SteppedTables:
+        """Prepare a step of a batch: see `DeviceBatch.ready`."""
+        assert verdicts is not None  # the step was checked before
+        self._of_shared, verdict = None, verdicts[0]
         with self._table_lock(), self.mirror.at_work():
-            due = self._due(plan, verdict)
-            stepped = super().ready(verdict, grads)
+            due = self._due(batch, verdict)
+            stepped = batch.as_ready()
             if due is None:
                 return stepped
             now = stepping.prepare(self.rows, due.plan)
@@ -277,8 +266,8 @@ class HostPlannedExecutor(GpuExecutor):
             leaving = self.mirror.write_back_slots(here) if len(here) else None
             if now.plan.slots is due.plan.slots and not now.plan.missing:
                 return stepped._replace(admit=lambda: self._begin(now, leaving))
-            self._of_shared = self._shared_gradient(due, now.decision, grads, verdict)
-            keys, fill = _slot_buffer(plan.keys.shape[0], _taking_part(due, now.decision), self.device)
+            self._of_shared = self._shared_gradient(due, now.decision, values, clip, verdict)
+            keys, fill = _slot_buffer(batch.keys.shape[0], _taking_part(due, now.decision), self.device)
             return stepped._replace(keys=keys, admit=lambda: fill(self._begin(now, leaving)))
 
     def _begin(self, now: stepping.PoolStep, leaving: tuple[np.ndarray, Tensor] | None) -> np.ndarray:
@@ -289,9 +278,9 @@ class HostPlannedExecutor(GpuExecutor):
         finally:
             self.mirror.leaving = None
 
-    def _due(self, plan: DeviceBatchPlan, verdict: Tensor) -> SteppedRows | None:
+    def _due(self, batch: Any, verdict: Tensor) -> SteppedRows | None:
         """Return the rows that a verdict allows to step; None: no rows. Waits for it if records may be created."""
-        stepped = self._stepped(plan)
+        stepped = self._stepped(batch)
         if self.rows.lifecycle is None:
             return stepped if not stepped.plan.missing or bool(verdict[gate.LIVE]) else None
         self.mirror.host_waits += 1
@@ -301,16 +290,16 @@ class HostPlannedExecutor(GpuExecutor):
         return None if is_refused else SteppedRows.of(stepped.plan, NOBODY)  # its gradients were zeroed
 
     def _shared_gradient(
-        self, due: SteppedRows, decision: AdmissionDecision | None, grads: DeviceRowGradients, verdict: Tensor
+        self, due: SteppedRows, decision: AdmissionDecision | None, values: Tensor, clip: float | None, verdict: Tensor
     ) -> np.ndarray | None:
         """Return the gradient of the default row: the sum over rows that were not admitted. None without one."""
         if self.rows.shared is None or decision is None or decision.rows is None:
             return None
         rows = np.flatnonzero(~decision.rows)
-        values = grads.values[uploaded(rows if due.rows is None else due.rows[rows], self.device)]
+        values = values[uploaded(rows if due.rows is None else due.rows[rows], self.device)]
         values = values * verdict[gate.FACTOR : gate.FACTOR + 1].view(torch.float32)
-        if grads.clip_value is not None:
-            values = values.clamp(-grads.clip_value, grads.clip_value)
+        if clip is not None:
+            values = values.clamp(-clip, clip)
         return self.rows.shared.gradient(values.cpu().numpy(), np.arange(len(rows)))
 
     def step_beside(self, numbers: Any) -> None:
@@ -323,37 +312,27 @@ class HostPlannedExecutor(GpuExecutor):
         # A new record begins with the row's initial value, even if the lookup read the default row.
         return super().keeps_weights and self.rows.default_row() is None
 
-    def _stepped(self, plan: DeviceBatchPlan) -> SteppedRows:
-        host = self._host(plan)  # which may have to be made
-        return plan.stepped or SteppedRows(host, None)
+    def _stepped(self, batch: Any) -> SteppedRows:
+        host = self.host_of(batch)  # which may have to be made
+        return batch.stepped or SteppedRows(host, None)
 
-    def _host(self, plan: DeviceBatchPlan) -> Plan:
-        assert plan.host is not None  # it was made here
-        return plan.host
+    def host_of(self, batch: Any) -> Plan:
+        """Return the host's plan of a batch."""
+        return batch.host
 
     # ------------------------------------------------------------ gradients
 
-    def _without(self, plan: DeviceBatchPlan, padding: int | None) -> tuple[Tensor, DeviceBatchPlan]:
-        if padding is None:
-            return self.no_row, plan
-        host = self._host(plan)
-        rows = np.flatnonzero(host.ids != padding)
-        if len(rows) == len(host.ids):
-            return self.no_row, plan
-        skip, plan = super()._without(plan, padding)
-        plan.stepped = SteppedRows.of(host, rows)
-        return skip, plan
-
-    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> DeviceRowGradients:
+    def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> RowSums:
         if are_dropped(earlier):
-            return later
-        due = [self._stepped(grads.plan) for grads in (earlier, later)]
+            return later.alone
+        due = [self._stepped(grads.batch) for grads in (earlier, later)]
         values = [
             values[: len(stepped.plan.ids)] if stepped.rows is None else values[uploaded(stepped.rows, self.device)]
-            for stepped, values in zip(due, (earlier.scaled(), later.values), strict=True)
+            for stepped, values in zip(due, (earlier.scaled(), later.alone.values), strict=True)
         ]
         with self._located(make_plan(np.concatenate([stepped.plan.ids for stepped in due]))) as host:
-            return sum_rows(torch.cat(values), self._planned(host), self.no_row)
+            self.clock.stamp += 1
+            return sum_rows(torch.cat(values), HostBatch(FeatureLayout([self], [None]), host))
 
 
 def _taking_part(due: SteppedRows, decision: AdmissionDecision | None) -> np.ndarray | slice:
@@ -367,7 +346,7 @@ def _taking_part(due: SteppedRows, decision: AdmissionDecision | None) -> np.nda
 def _slot_buffer(
     count: int, stepped: np.ndarray | slice, device: torch.device
 ) -> tuple[Tensor, Callable[[np.ndarray], None]]:
-    """Return device memory int64 (count,) for slots of rows whose records will be created later, and how to fill it.
+    """Return device memory int64 (count,) for keys of rows whose records will be created later, and how to fill it.
 
     The function takes the slots of the `stepped` rows. It allocates no memory, and the host does not wait.
     """
@@ -375,7 +354,7 @@ def _slot_buffer(
     host = torch.full((count,), DROPPED, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     def fill(slots: np.ndarray) -> None:
-        host.numpy()[stepped] = slots
+        host.numpy()[stepped] = slots + FIRST_KEY
         tensor.copy_(host, non_blocking=True)
 
     return tensor, fill

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from embedrock.device.batch import DeviceBatch
 from embedrock.device.features import FeatureBags
-from embedrock.device.plan import DeviceBatchPlan, carved, layout
+from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import pooling, sums
-from embedrock.kernels.gpu.addresses import DeviceTables
-from embedrock.kernels.gpu.binding import TensorPart
-
-
-class PlannedTables(NamedTuple):
-    """Tables with a plan of the ids of their bags.
-
-    Attributes:
-        executor: of one of the tables.
-        plan: of the ids.
-        tables: the tables for kernels.
-        paddings: int32 (k,), the row of each table that counts in no bag, -1 for none.
-        tickets: int32 (1 + k,), zeros, see `kernels.bags`.
-    """
-
-    executor: Any
-    plan: DeviceBatchPlan
-    tables: DeviceTables
-    paddings: Tensor | TensorPart
-    tickets: Tensor | TensorPart
 
 
 class DeviceBags:
@@ -40,24 +21,24 @@ class DeviceBags:
     Args:
         all_bags: of the features: sums and means, or all of mode "max".
         sizes: ids of each feature.
-        of: the tables.
+        batch: of the ids.
         cuts: int64, on the device, see `kernels.bags`.
 
     Attributes:
-        of: see above.
+        batch: see above.
         counts: bags of each feature.
     """
 
-    def __init__(self, all_bags: Sequence[FeatureBags], sizes: Sequence[int], of: PlannedTables, cuts: Tensor) -> None:
-        self.of, executor, device = of, of.executor, cuts.device
+    def __init__(self, all_bags: Sequence[FeatureBags], sizes: Sequence[int], batch: DeviceBatch, cuts: Tensor) -> None:
+        self.batch, executor, device = batch, batch.layout.first, cuts.device
         self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
         self.counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]
-        self._weights = _joined_weights(all_bags, sizes, of.plan.inverse)
+        self._weights = _joined_weights(all_bags, sizes, batch.inverse)
         starts = [bags.starts for bags in all_bags if bags.starts is not None]
         joined = _joined_starts(starts, executor) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
         self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
-        args = of.tables, of.paddings, of.tickets, self._offsets, self._of_positions, self._words
+        args = batch.tables, batch.paddings, batch.tickets_of_bags, self._offsets, self._of_positions, self._words
         kernels.bags(joined, cuts, len(sizes), *args)
 
     def pool(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +49,7 @@ class DeviceBags:
         """
         count, dim, device = len(self._words), rows.shape[1], rows.device
         out = torch.empty(count, dim, dtype=torch.float32, device=device)
-        args = rows, self.of.plan.inverse, self._offsets
+        args = rows, self.batch.inverse, self._offsets
         if self._are_maxima:
             trace = torch.empty(count, dim, dtype=torch.int32, device=device)  # places of maxima
             pooling.pool_max(*args, self._words, out, trace)
@@ -91,7 +72,7 @@ class DeviceBags:
     def weight_grads(self, grads: Tensor, rows: Tensor) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), from those of the bags; `rows`: see `pool`."""
         out = torch.empty(len(self._of_positions), dtype=torch.float32, device=grads.device)
-        pooling.weight_grads(grads, rows, self.of.plan.inverse, self._of_positions, self._words, out)
+        pooling.weight_grads(grads, rows, self.batch.inverse, self._of_positions, self._words, out)
         return out
 
 

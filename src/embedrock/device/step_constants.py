@@ -63,22 +63,22 @@ def draft_step(executor: Any, rule: Rule) -> Any:
     return executor.constants.uploaded(next_numbers(executor.rows, rule))
 
 
-def count_step(executor: Any, rule: Rule, draft: Any, number: Any) -> tuple[Any, Any]:
+def count_step(executor: Any, rows: TableState, rule: Rule, draft: Any, number: Any) -> tuple[Any, Any]:
     """Count a drafted step; return its number and the rule's step constants, for kernels.
 
     Args:
         executor: a `GpuExecutor`.
+        rows: of the table.
         rule: with the layout of the table's rule.
         draft: the result of `draft_step`.
         number: see `steps.DeviceStep`.
     """
     captured = executor.timeline.captured
-    return count_launched(executor, draft, number) if captured is None else captured.begin_step(executor, rule)
+    return count_launched(executor, rows, draft, number) if captured is None else captured.begin_step(executor, rule)
 
 
-def count_launched(executor: Any, draft: Any, number: int) -> tuple[int, Any]:
+def count_launched(executor: Any, rows: TableState, draft: Any, number: int) -> tuple[int, Any]:
     """Count a step that is launched now or by the next replay: see `count_step`."""
-    rows = executor.rows
     rows.count(draft)
     executor.mark_changed()
     if number:

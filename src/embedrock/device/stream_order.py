@@ -67,13 +67,14 @@ class StreamOrder:
     Attributes:
         captured: the `GraphCapture` that is in warm-up or recording now; None: none.
         is_recorded: launches are being recorded, and the host counts at replays instead.
+        copied: event after the copies that the caller's stream has not waited for; None without any.
     """
 
     def __init__(self, device: torch.device, subject: str) -> None:
         self.device, self.is_cuda, self.subject = device, device.type == "cuda", subject
         self._copying = torch.cuda.Stream(device) if self.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # of the last work
-        self._copied: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None
         self.captured: Any = None
         self.is_recorded = False
 
@@ -115,12 +116,12 @@ class StreamOrder:
         finally:  # part of the work may be under way
             for tensor in tensors:
                 tensor.record_stream(self._copying)
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._copying)
+            self.copied = torch.cuda.Event()
+            self.copied.record(self._copying)
 
     def wait_for(self, other: StreamOrder) -> None:
         """Make `wait_for_copies` wait for the copies of another table."""
-        self._copied = other._copied
+        self.copied = other.copied
 
     def uses(self, *tensors: Tensor) -> None:
         """Keep the memory of tensors from other streams until the caller's stream is done with it.
@@ -134,9 +135,9 @@ class StreamOrder:
 
     def wait_for_copies(self) -> None:
         """Order later work on the caller's stream after the copies so far. The host does not wait."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._copied)
-            self._copied = None  # other streams wait for this one
+        if self.copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+            self.copied = None  # other streams wait for this one
 
     def finish(self) -> None:
         """Wait until all work so far of the table and of the caller's stream is done.
@@ -148,8 +149,8 @@ class StreamOrder:
         with cuda_runtime().beside_captures():
             if self._stream is not None:
                 self._stream.synchronize()
-            if self._copied is not None:
-                self._copied.synchronize()
+            if self.copied is not None:
+                self.copied.synchronize()
         wait_for_caller(self.device)
 
 

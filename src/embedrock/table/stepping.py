@@ -39,7 +39,7 @@ STEP_HERE_BYTES = 1 << 20  # of records: handing a smaller step to a thread take
 # Returns new weights from the stepped weights, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
 NO_RULE = SGD(lr=0.0)
-Part = tuple[RowGradients, Rule, int, TableState]  # joint gradients, rule, and the number and the state of a table
+Part = tuple[Any, Rule, int, TableState]  # joint gradients, rule, and the number and the state of a table
 _TOGETHER, _NUMBERED = itemgetter(0, 1), itemgetter(2, 3)
 # Many tables are read by one call of `map`.
 _EXECUTOR, _LIFECYCLE, _RULE = attrgetter("executor"), attrgetter("lifecycle"), attrgetter("spec.rule")
@@ -88,10 +88,13 @@ class StepRequest(NamedTuple):
         found: list[StepRequest] = []
         for (joint, rule), run in groupby(parts, _TOGETHER):
             tables = dict(map(_NUMBERED, run))
-            if len(tables) >= len(joint.plan.rows) - 1:  # `rows` may be empty for one table
-                found += (StepRequest(list(map(tables.__getitem__, range(len(tables)))), rule, joint),)
+            executor = joint.executor
+            if len(tables) >= joint.count_of_tables:
+                own = list(map(tables.__getitem__, range(len(tables))))
+                found += (StepRequest(own, rule, joint, None, executor),)
             else:
-                found += [StepRequest((own,), rule, joint.of(k)) for k, own in tables.items()]
+                parts = [(own, joint.of(k)) for k, own in tables.items()]
+                found += [StepRequest((own,), rule, part, None, part.executor) for own, part in parts]
         return found
 
     def split(self) -> list[StepRequest]:

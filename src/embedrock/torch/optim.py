@@ -271,7 +271,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for handle, rule, clip, rows in bound:
             pending = handle.pending
             joint = pending.joint
-            if joint is not None and rule is not None and clip is None and not handle.followers:
+            if joint is not None and rule is not None and clip is None and not handle.followers and joint.is_current:
                 together += ((joint, rule, pending.number, rows),)
             elif (grads := handle.gradients()) is not None:
                 if rule is None:

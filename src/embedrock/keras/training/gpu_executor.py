@@ -28,7 +28,7 @@ from torch.utils import dlpack
 
 from embedrock.device.executor import GpuExecutor
 from embedrock.device.gradients import DeviceRowGradients
-from embedrock.device.plan import DeviceBatchPlan
+from embedrock.device.lookup import DeviceLookup
 from embedrock.device.requirements import device_side
 from embedrock.device.stream_order import wait_for_caller
 from embedrock.errors import IdError, UnsupportedError
@@ -132,15 +132,6 @@ class TensorFlowGpuExecutor(ProgramExecutor):
     def host_array(self, array: Any) -> np.ndarray:
         return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
 
-    def plan(self, ids: Tensor) -> DeviceBatchPlan:
-        """Return the plan of a batch of ids (n,), which it may keep.
-
-        Raises:
-            IdError: an id is outside of the table.
-        """
-        self.check_range(ids)
-        return self.stepped.plan(ids, trains=True)
-
     def check_range(self, ids: Tensor) -> None:
         """Raise `IdError` if an id is outside of the table.
 
@@ -157,10 +148,12 @@ class TensorFlowGpuExecutor(ProgramExecutor):
 
     def shown(self, grads: DeviceRowGradients, is_last: bool) -> list[Tensor]:
         with self.stepped.working:
-            count = int(grads.plan.count)
-            return [grads.whole()[:count], grads.plan.ids[:count]]
+            ids = grads.batch.row_ids()
+            return [grads.whole()[: len(ids)], ids]
 
     def of_rows(self, values: Any, ids: Any, plans: Sequence[Any]) -> DeviceRowGradients:
-        of_positions = torch.as_tensor(values, device=self.device)
-        plan = self.plan(torch.as_tensor(ids, device=self.device).clone())
-        return self.stepped.sum(plan, of_positions, None, by_frequency=False)
+        given = torch.as_tensor(ids, device=self.device).clone()  # the lookup may keep it
+        self.check_range(given)
+        lookup = DeviceLookup(self.stepped.layout(), [given], trains=True)
+        ((sums, _),) = lookup.sums([torch.as_tensor(values, device=self.device)])
+        return sums.of(0)

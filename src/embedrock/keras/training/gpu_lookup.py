@@ -12,14 +12,14 @@ import tensorflow as tf
 import torch
 from torch import Tensor
 
-from embedrock.device.features import DeviceFeature, FeatureBags
+from embedrock.device.features import FeatureBags
 from embedrock.device.gradients import DeviceRowGradients
-from embedrock.device.joint import SingleLookup
+from embedrock.device.lookup import DeviceLookup
 from embedrock.keras.training.requests import HostLookup, LookupRequest
 
 
 class GpuLookup(HostLookup):
-    """A `HostLookup` for one table, on its GPU. Inputs are tensors, and a plan is a `SingleLookup`."""
+    """A `HostLookup` for one table, on its GPU. Inputs are tensors, and a plan is a `DeviceLookup`."""
 
     def __init__(self, requests: Sequence[LookupRequest], which: Sequence[int]) -> None:
         super().__init__(requests, which)
@@ -28,7 +28,7 @@ class GpuLookup(HostLookup):
     def plan(self, inputs: Sequence[Tensor], trains: bool = True) -> Any:
         return self._asking(functools.partial(self._joined, trains), inputs)
 
-    def _joined(self, trains: bool, layout: Any, given: Any, all_offsets: Any, weights: Any) -> SingleLookup:
+    def _joined(self, trains: bool, layout: Any, given: Any, all_offsets: Any, weights: Any) -> DeviceLookup:
         """Return the lookup of all features as one. Rows are bags of one if others are bags."""
         executor: Any = self.requests[0].handle.executor
         parts, bags = [part.reshape(-1) for part in given], None
@@ -45,13 +45,15 @@ class GpuLookup(HostLookup):
                 pairs = zip(weights, sizes, strict=True)
                 joined = torch.cat([torch.ones(n, device=ids.device) if own is None else own for own, n in pairs])
             bags = FeatureBags("max" if self._is_max else "sum", 0, torch.cat(starts), joined)
-        return SingleLookup(DeviceFeature(executor.stepped, ids, None, bags), False, trains)
+        lookup = DeviceLookup(executor.stepped.layout(), [ids], None if bags is None else [bags], trains)
+        lookup.plan()
+        return lookup
 
     def read(
         self, inputs: Sequence[Tensor], keep: bool, plan: Any = None, rows: Any = None
     ) -> tuple[list[Tensor], Tensor | None, Any]:
         lookup = self.plan(inputs, keep)
-        found = lookup.read()
+        (found,) = lookup.read(self._is_weighted)
         saved = lookup.trace if self._is_max else lookup.rows if self._is_weighted else None
         lookup.trace = lookup.rows = None  # the program keeps them
         shapes = [
@@ -67,9 +69,9 @@ class GpuLookup(HostLookup):
         handle, lookup = self.requests[0].handle, self.plan(inputs) if plan is None else plan
         flat = torch.cat([grads[k].reshape(-1, handle.table.dim) for k in self.which])
         lookup.trace = saved.to(torch.int32) if self._is_max and saved is not None else flat.new_ones(len(flat))
-        summed = [(handle, lookup.sum(flat))]
+        summed = [(handle, sums.of(0)) for sums, _ in lookup.sums([flat])]
         if not self._is_weighted:
             return summed, []
         lookup.rows = saved
-        of_all = torch.split_with_sizes(lookup.weight_grads(flat), [inputs[one.ids].numel() for one in self.requests])
+        of_all = torch.split_with_sizes(lookup.weight_grads([flat])[0], [inputs[one.ids].numel() for one in self.requests])
         return summed, [part for part, one in zip(of_all, self.requests, strict=True) if one.weights is not None]

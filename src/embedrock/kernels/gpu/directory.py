@@ -180,7 +180,7 @@ def _rows_of(program, ids, starts, tables, count, LANES: tl.constexpr):
     u = program * LANES + tl.arange(0, LANES)
     here = u < tl.load(count)
     id = tl.load(ids + u, mask=here, other=0)  # noqa: A001
-    table, first, last = tl.zeros_like(u), 0, 0
+    table, first, last = tl.zeros_like(u), program * 0, program * 0
     if tables is not None:
         table = tl.load(tables + tl.load(starts + u, mask=here, other=0), mask=here, other=0).to(tl.int32)
         first, last = tl.min(tl.where(here, table, 2**30), axis=0), tl.max(tl.where(here, table, -1), axis=0)
@@ -221,7 +221,6 @@ def _search(
     count,
     cuts,
     entries,
-    known,
     keys,
     counts,
     news,
@@ -232,45 +231,34 @@ def _search(
 ):
     program = tl.program_id(0)
     u, here, id, table, this, last = _rows_of(program, ids, starts, tables, count, LANES)  # noqa: A001
-    if tables is None:
-        seeks = here
-        if known is not None:
-            seeks &= tl.load(known + u, mask=here, other=_DROPPED) != _DROPPED
-            tl.store(keys + u, tl.zeros_like(id) + _DROPPED, mask=here & (seeks == 0))
-        total = tl.sum(_search_table(u, id, seeks, entries, keys).to(tl.int32))
-        if total > 0:
-            tl.atomic_add(news, total, sem="relaxed")
-    else:
-        padding = _is_padding(id, entries + table * _WORDS, here)
-        total = this * 0
-        while this <= last:
-            without = _search_table(u, id, here & (table == this), entries + this * _WORDS, keys)
-            new = tl.sum((without & (padding == 0)).to(tl.int32))
-            if new > 0:
-                tl.atomic_add(news + this, new, sem="relaxed")
-            total += new
-            this += 1
+    padding = _is_padding(id, entries + table * _WORDS, here)
+    total = this * 0
+    while this <= last:
+        without = _search_table(u, id, here & (table == this), entries + this * _WORDS, keys)
+        new = tl.sum((without & (padding == 0)).to(tl.int32))
+        if new > 0:
+            tl.atomic_add(news + this, new, sem="relaxed")
+        total += new
+        this += 1
     tl.store(counts + program, total)
-    if bounds is not None:  # noqa: SIM102
-        if program == 0:  # (Triton would evaluate both sides of `and`)
-            _write_bounds(ids, starts, count, entries, cuts, bounds, count_of_tables, TABLES)
+    if program == 0:
+        _write_bounds(ids, starts, count, entries, cuts, bounds, count_of_tables, TABLES)
 
 
-def search(plan, entries, keys, counts, news, bounds=None, known=None):
+def search(plan, entries, keys, counts, news, bounds):
     """Write the keys of rows, count those without a slot, and write the bounds of tables.
 
     Args:
-        plan: ids int64 (n,), starts, tables int (n,) of the sorted positions, count, and `cuts` as for `tables`. No
-            tables: the rows are of one table, which needs no starts and cuts.
+        plan: ids int64 (n,), starts, tables int (n,) of the sorted positions (None: all rows are of one table), count,
+            and `cuts` as for `tables`.
         entries: see `addresses.DeviceTables`.
         keys: int64 (n,), see above; unchanged beyond the existing rows.
         counts: int32, see `blocks`: rows without a slot.
         news: int32 (k,), zeros, receives each table's number of rows without a slot, except its padding.
-        bounds: see `plan.bounds`; None: not wanted.
-        known: of one table, int64 (n,): `DROPPED` for rows without a step, copied to `keys`; None: all are stepped.
+        bounds: see `plan.bounds`.
     """
     k = entries.shape[0]
-    args = *plan, entries, known, keys, counts, news, bounds, k
+    args = *plan, entries, keys, counts, news, bounds, k
     launch(_search, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(k))
 
 
@@ -316,19 +304,15 @@ def _enter(
     u, here, id, table, this, last = _rows_of(program, ids, starts, tables, count, LANES)  # noqa: A001
     key = tl.load(keys + u, mask=here, other=0)
     before = sum_before(counts, program)
-    if tables is None:
-        new = here & (key == _NEW) & (tl.load(verdicts + _LIVE) != 0)
-        _enter_table(u, id, new, before, entries, keys)
-    else:
-        padding = _is_padding(id, entries + table * _WORDS, here)
-        this, last = tl.maximum(this, begin), tl.minimum(last, end - 1)
-        while this <= last:
-            entry = entries + this * _WORDS
-            if tl.load(verdicts + (this - begin) * _LINE + _LIVE) != 0:
-                new = here & (table == this) & (key < tl.load(entry)) & (padding == 0)
-                # The table's new rows in earlier programs: none if its rows begin in this one.
-                _enter_table(u, id, new, tl.maximum(before - sum_before(news, this), 0), entry, keys)
-            this += 1
+    padding = _is_padding(id, entries + table * _WORDS, here)
+    this, last = tl.maximum(this, begin), tl.minimum(last, end - 1)
+    while this <= last:
+        entry = entries + this * _WORDS
+        if tl.load(verdicts + (this - begin) * _LINE + _LIVE) != 0:
+            new = here & (table == this) & (key < tl.load(entry)) & (padding == 0)
+            # The table's new rows in earlier programs: none if its rows begin in this one.
+            _enter_table(u, id, new, tl.maximum(before - sum_before(news, this), 0), entry, keys)
+        this += 1
     if is_last(ticket, tl.num_programs(0) - 1):
         _count_given(entries, news, verdicts, begin, end, TABLES)
 

@@ -262,7 +262,7 @@ def _step(
 @kernel("steps")
 def _refresh(rows, keys, count, entries, numbers, steps, REFRESH: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr):
     u, here = rows_of_program(count, FORM)
-    key = tl.load(keys + u, mask=here, other=-1)
+    key = tl.load(keys + u, mask=here, other=0) - tl.load(entries)
     place, _, has, _ = find(key, here, homes_of(entries, KIND), KIND, FORM.record_bytes)
     at, inside = _elements(u, here, FORM)
     w = tl.load(rows + at, mask=inside, other=0.0)

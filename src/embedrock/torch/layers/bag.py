@@ -18,11 +18,11 @@ from embedrock.torch.layers.features import BagInput, check_bounds
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
+    DeviceLookupState,
     HostInput,
     HostLookup,
     LayerLayout,
     LookupState,
-    SingleLookupState,
     check_ids,
     host_ids,
     looked_up,
@@ -155,7 +155,8 @@ class EmbeddingBag(RowLayer):
             if layout.features is None:
                 if offsets is None and getattr(ids, "ndim", 0) == 1:  # no samples, as in a collection
                     self._flat(ids, None, self.handle)  # an error
-                return SingleLookupState(layout, trained, *self.gpu_input(value))
+                ids, bags, weights = self.gpu_input(value)
+                return DeviceLookupState(layout, trained, (weights,), ([ids], [bags]))
             arrays = layout.plain((ids,)) if offsets is None else None
             if arrays is not None and arrays[0].ndim == 2:
                 array, bounds, factors = arrays[0], None, self._flat_weights(ids, weights, arrays[0].size)
@@ -201,7 +202,7 @@ class EmbeddingBag(RowLayer):
         flat, cuts = self._flat(ids, offsets, self.handle)
         return HostInput(flat.cpu().numpy(), cuts.cpu().numpy(), self._flat_weights(ids, weights, len(flat)))
 
-    def gpu_input(self, value: Any) -> tuple[Any, Tensor | None]:
+    def gpu_input(self, value: Any) -> tuple[Tensor, Any, Tensor | None]:
         handle, (ids, offsets, weights) = self.handle, BagInput.of(value).arguments
         if not isinstance(ids, Tensor):
             check_ids(ids, handle.label)  # an error
@@ -214,7 +215,7 @@ class EmbeddingBag(RowLayer):
             starts = bounds[:-1]
         weights = self._flat_weights(ids, weights, flat.numel())
         executor: Any = handle.pending.executor
-        return executor.pooled_feature(flat, self.padding_idx, self.mode, starts, weights), weights
+        return flat, executor.bags(flat, self.mode, starts, weights), weights
 
     def outside(self, error: IdError, value: Any) -> IdError:
         ids, offsets, _ = BagInput.of(value).arguments

@@ -344,8 +344,12 @@ class Collection(nn.Module):
         if is_on_host and (arrays := layout.plain(values)) is not None:
             return looked_up(HostLookup(layout, trained, arrays, side_by_side))
         if not is_on_host:
+            plain = layout.ids_on_device(values) if self.layer_type is Embedding else None
+            if plain is not None:
+                return look_up_on_gpu(layout, trained, plain)
             inputs = self._call_for_each(lambda each: layers[each].gpu_input(given[each]), layers)
-            outputs = look_up_on_gpu(layout, trained, *zip(*inputs, strict=True))
+            ids, bags, weights = map(list, zip(*inputs, strict=True))
+            outputs = look_up_on_gpu(layout, trained, ids, None if self.layer_type is Embedding else bags, weights)
         else:
             inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), layers)
             ids, bounds, weights = map(list, zip(*inputs, strict=True))

@@ -20,11 +20,11 @@ from embedrock.torch.layers.features import BagInput
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import (
+    DeviceLookupState,
     HostInput,
     HostLookup,
     LayerLayout,
     LookupState,
-    SingleLookupState,
     check_ids,
     host_ids,
     looked_up,
@@ -276,7 +276,8 @@ class Embedding(RowLayer):
                 if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
                     self._shrink(arrays[0], self.max_norm)
                 return HostLookup(layout, trained, arrays)
-            return SingleLookupState(layout, trained, *self.gpu_input(ids))
+            plain = layout.ids_on_device((ids,)) or [self.gpu_input(ids)[0]]
+            return DeviceLookupState(layout, trained, (), (plain, None))
         except Exception as error:  # of all processes that share the rows
             layout.handles[0].refuse(error, bool(trained))
 
@@ -327,11 +328,9 @@ class Embedding(RowLayer):
         """Return the input of a lookup on the CPU together with other layers."""
         return HostInput(host_ids(flat_ids(ids), self.handle.label))
 
-    def gpu_input(self, ids: Tensor) -> tuple[Any, None]:
-        """Return the feature and the weights of a lookup on a GPU together with other layers."""
-        handle: Any = self._parameters["handle"]
-        flat = check_ids(ids if type(ids) is Tensor else flat_ids(ids), handle.label)
-        return handle.pending.executor.feature(flat, self.padding_idx), None
+    def gpu_input(self, ids: Tensor) -> tuple[Tensor, None, None]:
+        """Return the ids, the bags and the weights of a lookup on a GPU together with other layers."""
+        return check_ids(ids if type(ids) is Tensor else flat_ids(ids), self._own_handle().label), None, None
 
     def outside(self, error: IdError, value: Tensor) -> IdError:
         """Return the error of a lookup, with the position of the id in the layer's input."""

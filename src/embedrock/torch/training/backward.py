@@ -15,12 +15,11 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo import decorators
 from torch.autograd import Variable, profiler
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.system.spans import PREFIX, trace_by
-from embedrock.torch.training.executor import Gradients
+from embedrock.torch.training.executor import Gradients, JointGradients
 from embedrock.torch.training.handle_gradient import Pending, number_of
 
-Block = tuple[RowGradients, list[Any]]  # gradients of tables, and their handles
+Block = tuple[JointGradients, list[Any]]  # gradients of tables, and their handles
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Returns the compiler of frames that are run now, None without one.
@@ -81,16 +80,16 @@ class BackwardPass:
             Variable._execution_engine.queue_callback(run._end)
         return run
 
-    def take(self, handle: Any) -> RowGradients | None:
+    def take(self, handle: Any) -> Gradients | None:
         """Take what was brought for a handle out of `brought`; None without any."""
-        parts: list[RowGradients] = []
+        parts: list[Any] = []
         for grads, handles in self.brought:
             for number, each in enumerate(handles):
                 if each is handle:
                     handles[number] = None
                     parts.append(grads.of(number))
         self.brought = [block for block in self.brought if any(each is not None for each in block[1])]
-        return RowGradients.sum_of(parts) if parts else None
+        return parts[0].sum_of(parts) if parts else None
 
     def arrive(self) -> None:
         """Make what was brought pending."""
@@ -114,15 +113,15 @@ def each_once(blocks: list[Block]) -> list[Block]:
     handles = [handle for _, several in blocks for handle in several if handle is not None]
     if len(set(map(id, handles))) == len(handles):
         return blocks
-    parts: dict[int, tuple[Any, list[RowGradients]]] = {}
+    parts: dict[int, tuple[Any, list[Any]]] = {}
     for grads, several in blocks:
         for number, handle in enumerate(several):
             if handle is not None:
                 parts.setdefault(id(handle), (handle, []))[1].append(grads.of(number))
-    return [(RowGradients.sum_of(own), [handle]) for handle, own in parts.values()]
+    return [(own[0].sum_of(own), [handle]) for handle, own in parts.values()]
 
 
-def _taken(grads: RowGradients, handles: Sequence[Any]) -> list[tuple[Any, int]]:
+def _taken(grads: JointGradients, handles: Sequence[Any]) -> list[tuple[Any, int]]:
     """Make gradients pending that no code looks at. Return the other handles, whose gradients must be added."""
     others: list[tuple[Any, int]] = []
     with Pending.arriving:
@@ -137,7 +136,8 @@ def _taken(grads: RowGradients, handles: Sequence[Any]) -> list[tuple[Any, int]]
             handle.is_applied = False
             if check.is_settled and check.holder is not None and check.holder() is not None:
                 continue
-            if math.isfinite(pending.shown):
+            shown = pending.shown  # a GPU's number is unknown yet
+            if not isinstance(shown, float) or math.isfinite(shown):
                 check.received()
     return others
 

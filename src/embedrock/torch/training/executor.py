@@ -32,6 +32,28 @@ class Gradients(Protocol):
     def growth_since(self, earlier: Any) -> float | Tensor: ...
 
 
+class JointGradients(Protocol):
+    """Row gradients of one table or several that were summed together: `RowGradients`, or `RowSums` of
+    `embedrock.device`.
+    """
+
+    @property
+    def count_of_tables(self) -> int: ...
+    @property
+    def executor(self) -> Any:
+        """The `GpuExecutor` of the first table; None: the CPU has the rows."""
+        ...
+
+    @property
+    def is_current(self) -> bool:
+        """True if a step can take them as they are."""
+        ...
+
+    def of(self, table: int) -> Gradients:
+        """Return the gradients of one table."""
+        ...
+
+
 class Executor(Protocol):
     """Executor of a table's rows: `CpuExecutor`, or `GpuExecutor` of `embedrock.device`."""
 

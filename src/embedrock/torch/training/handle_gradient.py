@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._mode_utils import no_dispatch
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.errors import UnsupportedError
 from embedrock.system import forks
-from embedrock.torch.training.executor import Executor, Gradients
+from embedrock.torch.training.executor import Executor, Gradients, JointGradients
 from embedrock.torch.training.ranks import are_there_groups
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
@@ -363,6 +362,14 @@ number_of: Callable[[Tensor], Any] = _GRAD.__get__  # ``.grad`` of a handle, if 
 set_number: Callable[[Tensor, Any], None] = _GRAD.__set__
 
 
+def _number_of(grads: Gradients, device: torch.device) -> Tensor:
+    """Return the norm of gradients as a new number. The host does not wait for a GPU."""
+    if not isinstance(grads.shown, Tensor):
+        return torch.scalar_tensor(float(grads.shown), dtype=torch.float32, device=device)
+    own = grads.spare[1].detach()
+    return own if own.device == device else own.to(device)
+
+
 class Pending:
     """Row gradients since the last zeroing. Other code sees their norm (`Gradients.shown`).
 
@@ -381,7 +388,7 @@ class Pending:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.joint: RowGradients | None = None
+        self.joint: JointGradients | None = None
         self.number = 0
         self.seen: Gradients | None = None
         self._lock = forks.lock(forks.LockRank.SECTION)
@@ -415,8 +422,7 @@ class Pending:
             if self.joint is None or grads is None:
                 return
             if number is None:
-                number = torch.scalar_tensor(float(grads.shown), dtype=torch.float32, device=handle.device)
-                set_number(handle, _as_gradient(number, _Proxied(grads, self)))
+                set_number(handle, _as_gradient(_number_of(grads, handle.device), _Proxied(grads, self)))
             else:
                 set_number(handle, HandleGradient.show(grads, number, self))
             self.grads = grads

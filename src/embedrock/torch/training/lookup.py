@@ -23,7 +23,7 @@ from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import FeatureLayout
 from embedrock.table.table import rows_of
-from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, as_it_is, each_once
+from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, Block, as_it_is, each_once
 from embedrock.torch.training.cpu_executor import CpuExecutor, host_grads, host_weights
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.generation import generation
@@ -127,6 +127,7 @@ class LayerLayout:
         executor: of the rows, if the CPU has them; else None.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
+        are_as_found: these are float32, on the GPU that has the rows.
         most_dims: most dimensions of a feature's ids.
     """
 
@@ -149,6 +150,9 @@ class LayerLayout:
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
+        self.are_as_found = forms == {(getattr(executor, "device", None), torch.float32)}
+        self._executors = () if self.executor is not None else [handle.executor() for handle in self.handles]
+        self._on_device: dict[tuple[int, ...] | None, DeviceFeatures] = {}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         generation.layouts.add(self)
 
@@ -156,6 +160,34 @@ class LayerLayout:
         """Drop the tables if one is of this handle: their records may go."""
         if any(own is handle for own in self.distinct):
             self.features, self.executor, self.by_table = None, None, {}
+            self._executors, self._on_device = (), {}
+
+    def on_device(self, numbers: tuple[int, ...] | None = None) -> DeviceFeatures:
+        """Return some of the features, None: all, as a GPU looks them up."""
+        known = self._on_device.get(numbers)
+        if known is None:
+            from embedrock.device.features import FeatureLayout as OnDevice  # needs Triton, like the executors
+
+            which = range(len(self.handles)) if numbers is None else numbers
+            executors = [self._executors[k] for k in which]
+            made = OnDevice(executors, [self.paddings[k] for k in which])
+            pairs = zip(executors, [self.handles[k] for k in which], strict=True)
+            known = self._on_device[numbers] = DeviceFeatures(made, list(pairs))
+        return known
+
+    def shares(self, bags: Sequence[Any] | None) -> list[list[int]]:
+        """Return lists of features that a GPU looks up together."""
+        from embedrock.device.features import shares_of  # needs Triton, like the executors
+
+        if len(self.handles) == 1:
+            return [[0]]
+        return shares_of(self._executors, bags or [None] * len(self.handles), self.paddings)
+
+    def ids_on_device(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
+        """Return ids that a GPU can look up as they are; None if some need a check."""
+        if set(map(type, given)) != _TENSORS or not _ID_FORMS.issuperset(map(_ID_FORM, given)):
+            return None
+        return None if any(map(Tensor.is_neg, given)) else given
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
@@ -211,6 +243,17 @@ _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 _FORM, _WATCHED, _HANDLE = attrgetter("dtype", "ndim"), attrgetter("is_watched"), itemgetter("handle")
 
 
+_ID_FORM = attrgetter("dtype", "layout", "is_nested")
+_ID_FORMS = {(dtype, torch.strided, False) for dtype in ID_DTYPES}
+
+
+class DeviceFeatures(NamedTuple):
+    """Features as a GPU looks them up: their `FeatureLayout` of `embedrock.device`, and each executor's handle."""
+
+    layout: Any
+    handles: Sequence[tuple[Any, Handle]]
+
+
 class HostInput(NamedTuple):
     """Input of a lookup on the CPU, for one feature: see `Batch`. Weights (n,) may get gradients."""
 
@@ -262,18 +305,34 @@ class LookupState(ABC):
         return [None if own is None else own.resolve_neg() for own in grads]
 
     def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
-        """Sum the gradients of the outputs by row. Return what autograd adds for each handle of `trained`.
+        """Sum the gradients of the outputs by row, which become pending when the backward ends.
+
+        Autograd accumulates those that other code must see before: see `Handle.receive`.
 
         Args:
             grads: what `taken` returned.
             ctx: autograd's context of the lookup.
+
+        Returns:
+            What autograd adds for each handle of `trained`.
         """
-        found, run = self.sums(grads), BackwardPass.current()
-        pairs = zip(self.trained, ctx.next_functions[1:], strict=False)
-        return [
-            None if (own := found.get(id(handle))) is None else handle.receive(own, node, run)
-            for handle, (node, _) in pairs
-        ]
+        brought, run = self.blocks(grads), BackwardPass.current()
+        run.brought += brought if len(brought) < 2 else each_once(brought)
+        is_plain = torch._C._will_engine_execute_node(NODE_OF_ANCHOR) and not run.gradients
+        is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region
+        found: list[Tensor | None] = [None] * len(self.trained)
+        if is_plain and not any(map(_WATCHED, self.trained)):
+            return found
+        for number, handle in enumerate(self.trained):
+            if not is_plain or handle.is_watched:
+                summed = run.take(handle)
+                if summed is not None:
+                    found[number] = handle.receive(summed, ctx.next_functions[number + 1][0], run)
+        return found
+
+    @abstractmethod
+    def blocks(self, grads: Sequence[Any]) -> list[Block]:
+        """Return row gradients that were summed together, with the handle of each table; None: none trains."""
 
     @abstractmethod
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
@@ -293,9 +352,9 @@ class DeviceLookupState(LookupState):
     """Lookup of features of tables of one family on a GPU.
 
     Args:
-        features: features of the layout, `DeviceFeature`s.
-        numbers: of the features to look up.
         layout, trained, weights: of all features: see `LookupState`.
+        given: ids of the features, and bags or None.
+        numbers: of the features to look up; None: all.
     """
 
     def __init__(
@@ -303,56 +362,44 @@ class DeviceLookupState(LookupState):
         layout: LayerLayout,
         trained: Sequence[Handle],
         weights: Sequence[Tensor | None],
-        features: Sequence[Any],
-        numbers: Sequence[int],
+        given: tuple[Sequence[Tensor], Sequence[Any] | None],
+        numbers: Sequence[int] | None = None,
     ) -> None:
-        from embedrock.device.joint import DeviceLookup  # needs Triton, like the executors
+        from embedrock.device.lookup import DeviceLookup  # needs Triton, like the executors
 
-        super().__init__(layout, trained, [weights[number] for number in numbers])
-        self.handles = [layout.handles[number] for number in numbers]
-        self._features = [features[number] for number in numbers]
-        own = set(map(id, self.handles))
-        self.trained = [handle for handle in trained if id(handle) in own]
-        self._dtypes = [layout.dtypes[number] for number in numbers]
-        self._found: Any = DeviceLookup(self._features, bool(self.trained))
+        super().__init__(layout, trained, weights)
+        self._dtypes, (ids, bags) = layout.dtypes, given
+        if numbers is not None:
+            self.weights = weights and [weights[number] for number in numbers]
+            self.handles = [layout.handles[number] for number in numbers]
+            self._dtypes = [layout.dtypes[number] for number in numbers]
+            own = set(map(id, self.handles))
+            self.trained = [handle for handle in trained if id(handle) in own]
+            ids, bags = [ids[number] for number in numbers], bags and [bags[number] for number in numbers]
+        features = layout.on_device(None if numbers is None else tuple(numbers))
+        self._by_executor = dict(features.handles)
+        self._found: Any = DeviceLookup(features.layout, ids, bags, bool(self.trained), layout.by_frequency)
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         found = self._found.read(for_weights)
+        if self.layout.are_as_found:
+            return found
         forms = zip(found, self._dtypes, self.handles, strict=True)
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
+    def blocks(self, grads: Sequence[Any]) -> list[Block]:
+        if len(self.trained) < len(self._by_executor):
+            pairs = zip(grads, self.row_trains(), strict=True)
+            grads = [own if trains else None for own, trains in pairs]
+        by_executor = self._by_executor.get
+        return [(sums, list(map(by_executor, executors))) for sums, executors in self._found.sums(grads)]
+
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
-        pairs = zip(grads, self.row_trains(), strict=True)
-        found = self._found.sum([own if trains else None for own, trains in pairs])
-        of = zip(self.handles, self._features, strict=True)
-        return {id(handle): found[feature.executor] for handle, feature in of if feature.executor in found}
+        return {id(handle): sums.of(k) for sums, handles in self.blocks(grads) for k, handle in enumerate(handles)}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return self._found.weight_grads(grads)
-
-
-class SingleLookupState(LookupState):
-    """Lookup of the feature of a layer alone on a GPU, a `DeviceFeature`."""
-
-    def __init__(self, layout: LayerLayout, trained: Sequence[Handle], feature: Any, weights: Tensor | None) -> None:
-        from embedrock.device.joint import SingleLookup  # needs Triton, like the executors
-
-        super().__init__(layout, trained, (weights,))
-        self._found = SingleLookup(feature, False, bool(trained), layout.by_frequency)
-
-    @spanned("read")
-    def read(self, for_weights: bool) -> Sequence[Tensor]:
-        out = self._found.read()
-        if not for_weights:
-            self._found.rows = None
-        return (out.to(self.handles[0].device, self.layout.dtypes[0]),)
-
-    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
-        return {id(self.handles[0]): self._found.sum(grads[0])}
-
-    def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return [self._found.weight_grads(grads[0])]
 
 
 class HostLookup(LookupState):
@@ -414,11 +461,7 @@ class HostLookup(LookupState):
         forms = zip(outputs, layout.dtypes, layout.handles, strict=True)
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
-    def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
-        """Sum the gradients, which become pending when the backward ends.
-
-        Autograd accumulates those that other code must see before: see `Handle.receive`.
-        """
+    def blocks(self, grads: Sequence[Any]) -> list[Block]:
         handles, tables = self._by_table, self._given[0].tables
         if self.side_by_side:
             blocks = batches.sum_array(self._batch, grads[0])
@@ -431,19 +474,7 @@ class HostLookup(LookupState):
                 handles = {table: handle for table, handle in handles.items() if table in given}
         if len(handles) < len(self.layout.distinct):
             batches.bind_unstepped(self._batch, handles)
-        brought, run = [(own, list(map(handles.get, tables))) for tables, own in blocks], BackwardPass.current()
-        run.brought += brought if len(brought) < 2 else each_once(brought)
-        is_plain = torch._C._will_engine_execute_node(NODE_OF_ANCHOR) and not run.gradients
-        is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region
-        found: list[Tensor | None] = [None] * len(self.trained)
-        if is_plain and not any(map(_WATCHED, self.trained)):
-            return found
-        for number, handle in enumerate(self.trained):
-            if not is_plain or handle.is_watched:
-                summed = run.take(handle)
-                if summed is not None:
-                    found[number] = handle.receive(summed, ctx.next_functions[number + 1][0], run)
-        return found
+        return [(own, list(map(handles.get, tables))) for tables, own in blocks]
 
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
         blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`
@@ -458,13 +489,24 @@ class HostLookup(LookupState):
 
 
 def look_up_on_gpu(
-    layout: LayerLayout, trained: Sequence[Handle], features: Sequence[Any], weights: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """Return the outputs of features of tables of one family on a GPU: see `Executor.joins`."""
+    layout: LayerLayout,
+    trained: Sequence[Handle],
+    ids: Sequence[Tensor],
+    bags: Sequence[Any] | None = None,
+    weights: Sequence[Tensor | None] = (),
+) -> Sequence[Tensor]:
+    """Return the outputs of features of tables of one family on a GPU: see `Executor.joins`.
+
+    `bags`: of the features; None: the outputs are rows.
+    """
+    shares = layout.shares(bags)
+    if len(shares) == 1:
+        return looked_up(DeviceLookupState(layout, trained, weights, (ids, bags)))
     found: dict[int, Tensor] = {}
-    for share in layout.joins.shares(features):
-        found |= zip(share, looked_up(DeviceLookupState(layout, trained, weights, features, share)), strict=True)
-    return [found[number] for number in range(len(features))]
+    for share in shares:
+        reading = DeviceLookupState(layout, trained, weights, (ids, bags), share)
+        found |= zip(share, looked_up(reading), strict=True)
+    return [found[number] for number in range(len(ids))]
 
 
 def looked_up(reading: LookupState) -> Sequence[Tensor]:

@@ -1,0 +1,348 @@
+"""`DeviceBatch`: the ids of one table or several, planned on a GPU as if they were of one table."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from embedrock.device.cache import load_rows, scratch_of, shares_of, times_of
+from embedrock.device.features import BatchSizes, FeatureLayout, TableFamily
+from embedrock.device.workspace import carved, layout
+from embedrock.kernels.gpu import joint as kernels
+from embedrock.kernels.gpu import plan as plan_kernels
+from embedrock.kernels.gpu import rows
+from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.binding import TensorPart, as_tensor
+from embedrock.kernels.gpu.sums import partial_rows
+
+NO_PADDING = -2
+
+
+@dataclass(eq=False)
+class FoundWeights:
+    """Weights of a batch's rows as a lookup read them, for the next step.
+
+    Attributes:
+        weights: float32 (n, dim), without other references.
+        versions: of the rows of each table at the read, see `ChangeCounter`.
+    """
+
+    weights: Tensor | None
+    versions: tuple[int, ...]
+
+
+class SteppedTables(NamedTuple):
+    """Neighbouring tables of one batch that are ready to be stepped: see `rows.step`.
+
+    Attributes:
+        tables, keys, ids, row_count, bounds: for the kernel, valid once records are created.
+        found: weights of the rows that a lookup has read.
+        admit: creates records, or gives slots to new rows; None: nothing is new, or the step's kernel does so.
+    """
+
+    tables: DeviceTables
+    keys: Tensor
+    ids: Tensor | None
+    row_count: Tensor
+    bounds: Tensor | TensorPart
+    found: FoundWeights | None = None
+    admit: Callable[[], object] | None = None
+
+
+@functools.lru_cache(maxsize=64)
+def entries_of(
+    known: tuple[tuple[TableEntryWords, int | None], ...], device: torch.device
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the entries of tables with their paddings, their first keys, and the end of the last table."""
+    firsts, words = [1], []
+    for table, padding in known:
+        pads = padding is not None
+        directory = *table.directory[:-1], int(pads)
+        given = {"first": firsts[-1], "padding": padding if pads else NO_PADDING, "directory": directory}
+        words.append(table._replace(**given).words)
+        firsts.append(firsts[-1] + table.rows + 2)
+    return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
+
+
+class DeviceBatch:
+    """Ids of one table or several of a family, planned on a device. Rows and positions lie table by table.
+
+    Only the device knows the number of rows, so arrays have room for n. The key of a row is the one of its table's
+    first row plus its slot. This class is of tables whose slots are ids.
+
+    Args:
+        features: layout of the lookup.
+        sizes: of the batch.
+        trains: a step may follow.
+        counts: for each table, whether hits and misses are counted.
+
+    Attributes:
+        layout, executors, family: of the tables.
+        sizes: see above.
+        stamps: the number of the batch, for each table.
+        tables: the tables for kernels.
+        firsts: the key of each table's first row.
+        placed: words about the features on the device.
+        given: ids of all positions (n,), on the device: int64 or int32.
+        keys: int64 (n,), of the rows, ascending in each table.
+        ids: int64 (n,), of the rows; None: the keys determine them.
+        starts: int32 (n + 1,); positions ``order[starts[k] : starts[k + 1]]`` hold row k.
+        order: int64 (n,), all positions, grouped by row, in order of occurrence.
+        inverse: int32 (n,), the row of each position.
+        count: int32 (1,), number of rows.
+        tickets: int32, zeros, counters by which programs find the last one.
+        positions: int32 (n,), the key of each position; None: unknown.
+        bounds: int32 (2 * k + 1,), begin of each table's rows, the end of the last, and each table's padding row.
+        found: weights that a lookup has read from RAM, for a step of the same rows.
+    """
+
+    keys: Tensor
+    starts: Tensor | TensorPart
+    order: Tensor
+    inverse: Tensor
+    count: Tensor
+    tickets: Tensor | TensorPart
+    bounds: Tensor | TensorPart
+    ids: Tensor | None = None
+    positions: Tensor | None = None
+    found: FoundWeights | None = None
+    placed: Tensor
+    _space: Any = None
+    _search: Any = None
+
+    def __init__(self, features: FeatureLayout, sizes: BatchSizes, trains: bool, counts: Sequence[bool]) -> None:
+        self.layout, self.sizes, self.executors, first = features, sizes, features.executors, features.first
+        self.family: TableFamily = first.family
+        pairs = zip(self.executors, sizes.positions, strict=True)
+        self._times = [executor.begin_batch(n, trains) for executor, n in pairs]
+        self.stamps = [executor.clock.stamp for executor in self.executors]
+        self._use([
+            executor.known if counted or not self.family.kind.is_cached
+            else executor.known.uncounted(executor.cache.not_counted)
+            for executor, counted in zip(self.executors, counts, strict=True)
+        ])  # fmt: skip
+        self._place()
+
+    def _use(self, known: Sequence[TableEntryWords]) -> None:
+        """Use words about the tables in kernels."""
+        first, family = self.layout.first, self.family
+        entries, self.firsts = entries_of(tuple(zip(known, self.layout.paddings, strict=True)), first.device)
+        first.timeline.keep(entries)
+        self.tables = DeviceTables(entries, family.kind, family.draw, family.form)
+
+    def _place(self) -> None:
+        """Place the words about the batch on the device."""
+        first, (_, positions, _, words, recurs) = self.layout.first, self.sizes
+        if not self.family.kind.is_cached:
+            self.placed = first.placed(words, recurs)
+            return
+        shares = shares_of(self.executors, positions)
+        self.placed = first.placed((*words, *shares.words, *times_of(self._times)), recurs=False)
+        self._search = shares, self.placed[len(words) :], self._times[0]
+
+    # ------------------------------------------------------------ plans
+
+    def make(self, given: Tensor, is_ahead: bool = False) -> Self:
+        """Plan the batch of ids (n,), and load its rows; `is_ahead`: `look_up` follows when they are looked up."""
+        self.given = given
+        n, k, family = self.sizes.n, len(self.executors), self.family
+        self._space = self.layout.take((n, k), 44 * n, _space, family.device, n, k)
+        keys, self.inverse, positions, self.count, self.starts, counts, self.tickets, self.bounds = self._space.arrays
+        self.keys = keys.view(torch.int64)
+        kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)
+        ordered, self.order = torch.sort(positions, stable=True)
+        plan_kernels.mark(ordered, 0, counts, None, self.tickets, self.stamps[0])
+        self.positions = positions
+        search = None if self._search is None else scratch_of(n, family.device, self._search, self.misses)
+        found = None if is_ahead else (given, self.bounds, self.stamps[0])
+        plan = self.keys, self.starts, self.inverse, self.count, self.tickets
+        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, counts, *plan, self.tables, search, found)
+        if search is not None:
+            load_rows(self.tables, search, ordered, n)
+        return self
+
+    def look_up(self) -> None:
+        """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
+        args = self.tables, self.keys, self.count, self.given, self.order, self.starts, self.bounds, self.stamps[0]
+        plan_kernels.bounds(*args)
+
+    @property
+    def allocations(self) -> list[Tensor]:
+        """One tensor of each allocation."""
+        return [self.given, self.keys, self.order]
+
+    # Zeroed counters, by which programs find the last one, or count. The counters of sums come before them.
+    @property
+    def tickets_of_bags(self) -> Tensor | TensorPart:
+        """Counters of `kernels.bags`: int32 (1 + k,)."""
+        k = len(self.executors)
+        return self.tickets[-3 * k - 1 : -2 * k]
+
+    @property
+    def misses(self) -> Tensor | TensorPart:
+        """Number of rows to load of each table: int32 (k,)."""
+        k = len(self.executors)
+        return self.tickets[-2 * k : -k]
+
+    @property
+    def tickets_of_norms(self) -> Tensor | TensorPart:
+        """Counters of `kernels.norms`: int32 (k,)."""
+        return self.tickets[-len(self.executors) :]
+
+    @property
+    def paddings(self) -> Tensor | TensorPart:
+        """The padding row of each table, -1 for none: int32 (k,)."""
+        return self.bounds[len(self.executors) + 1 :]
+
+    # ------------------------------------------------------------ rows
+
+    def read(self) -> Tensor:
+        """Return the weights of the row of each position: float32 (n, dim)."""
+        if self.positions is None or not self.family.kind.is_identity or self.layout.first.lags:
+            return self.read_rows().index_select(0, self.inverse)
+        with self.layout.working:  # one kernel reads device rows into their final places
+            self.layout.wait_for_copies()
+            out = self.out()
+            rows.read(self.positions, self.sizes.n, self.tables, out)
+            self.layout.use()
+        return out
+
+    def read_rows(self) -> Tensor:
+        """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
+        with self.layout.working:
+            return self._read_rows()
+
+    def _read_rows(self) -> Tensor:
+        self.layout.wait_for_copies()
+        out = self.out()
+        tables, keys, ids = self.known
+        rows.read(keys, self.count, tables, out, ids)
+        self.finish_read(out)
+        return out
+
+    def out(self) -> Tensor:
+        """Return memory for a line of each position: float32 (n, dim)."""
+        return torch.empty(self.sizes.n, self.family.form.dim, dtype=torch.float32, device=self.family.device)
+
+    def finish_read(self, out: Tensor) -> None:
+        """Catch up rows that were read, float32 (n, dim), and keep them for a step if it can use them."""
+        if len(self.executors) == 1:
+            self.layout.first.refresh(out, self)
+        self.layout.use()
+        if all([executor.keeps_weights for executor in self.executors]):
+            self.found = FoundWeights(out, tuple([executor.rows.version.of_rows for executor in self.executors]))
+
+    def is_of_family(self) -> bool:
+        """Return whether all tables still are of the family. Open ids may outgrow theirs."""
+        return all([executor.family is self.family for executor in self.executors])
+
+    @property
+    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
+        """The tables for kernels, the current keys of their rows, and the ids; None: the keys determine these."""
+        return self.tables, self.keys, self.ids
+
+    # ------------------------------------------------------------ steps
+
+    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Tensor | None, clip: float | None) -> SteppedTables:
+        """Return the tables from the first to the last of `which`, which have begun a step. No row changes.
+
+        Args:
+            which: the first table, and the one after the last.
+            values: gradients of the rows of all tables.
+            verdicts: of these tables; None: the step's kernel decides.
+            clip: limit of the gradients.
+        """
+        return self.as_ready()
+
+    def as_ready(self) -> SteppedTables:
+        """Return the tables as their current records can be stepped."""
+        tables, keys, ids = self.known
+        return SteppedTables(tables, keys, ids, self.count, self.bounds, self.found)
+
+    # ------------------------------------------------------------ batches of one table
+
+    @classmethod
+    def of_one(cls, executor: Any, padding: int | None, n: int, stamp: int) -> Self:
+        """Return the batch of n positions of one table, without arrays."""
+        own = object.__new__(cls)
+        own.layout = features = FeatureLayout([executor], [padding])
+        own.executors, own.family = features.executors, executor.family
+        own.sizes, own.stamps = features.sizes((n,)), [stamp]
+        return own
+
+    def of(self, table: int, executor: Any) -> DeviceBatch:
+        """Return the batch of one of the tables, for the executor that has its rows now."""
+        begin, n = self.sizes.cuts[table], self.sizes.positions[table]
+        own = executor.batch.of_one(executor, self.layout.paddings[table], n, self.stamps[table])
+        own._use([executor.known])
+        bounds, k = as_tensor(self.bounds), len(self.executors)
+        row, stop, padding = bounds[table], bounds[table + 1], bounds[k + 1 + table]
+        own.count = (stop - row).reshape(1)
+        own.bounds = torch.stack([torch.zeros_like(row), stop - row, torch.where(padding < 0, -1, padding - row)])
+        lane = torch.arange(n + 1, device=row.device)
+        place = lane + row
+        own._take_keys(self, table, place[:n].clamp(max=len(self.keys) - 1), lane[:n] >= own.count)
+        own.starts = as_tensor(self.starts)[place.clamp(max=self.sizes.n)] - begin
+        own.order = self.order[begin : begin + n] - begin
+        own.inverse = self.inverse[begin : begin + n] - row
+        own.tickets = torch.zeros(tickets_of(n, 1), dtype=torch.int32, device=row.device)
+        return own
+
+    def _take_keys(self, whole: DeviceBatch, table: int, place: Tensor, is_none: Tensor) -> None:
+        """Take the keys of a table's rows at places in a batch of several; `is_none`: no rows."""
+        keys = whole.keys[place] - whole.firsts[table] + self.firsts[0]
+        self.keys = torch.where(is_none, self.nobody, keys)
+
+    @property
+    def nobody(self) -> int:
+        """The key of no row."""
+        return self.firsts[-1] - 1
+
+    @classmethod
+    def of_rows(cls, executor: Any, parts: Sequence[tuple[DeviceBatch, Tensor]], stamp: int) -> Self:
+        """Return the batch of the rows of earlier batches of one table, without those that are dropped, bool ()."""
+        ids = torch.cat([
+            torch.where(batch._is_padding() | dropped, executor.spec.rows, batch.keys - batch.firsts[0])
+            for batch, dropped in parts
+        ])  # fmt: skip
+        own = cls.of_one(executor, None, len(ids), stamp)
+        own._use([executor.known._replace(fault=executor.no_fault.data_ptr())])
+        own.placed = executor.placed(own.sizes.words, True)
+        own.make(ids)
+        own.keys = own.keys[: executor.spec.rows + 1]  # a bound for any number of accumulated batches
+        own.count = (own.keys < own.nobody).sum(dtype=torch.int32).reshape(1)
+        return own
+
+    def _is_padding(self) -> Tensor:
+        return torch.arange(len(self.keys), device=self.keys.device) == as_tensor(self.paddings)
+
+    # ------------------------------------------------------------ for other code
+
+    def row_ids(self) -> Tensor:
+        """Return the ids of the rows of one table. Waits for the device."""
+        count = int(self.count)
+        return self.keys[:count] - self.firsts[0] if self.ids is None else self.ids[:count].clone()
+
+    def most_rows(self, table: int) -> int:
+        """Return an upper bound of the number of a table's rows."""
+        return self.sizes.positions[table] if len(self.executors) > 1 else len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory of the large arrays."""
+        return sum(array.nbytes for array in (self.keys, self.order, self.inverse))
+
+
+def tickets_of(n: int, k: int) -> int:
+    """Return the number of counters for n positions of k tables."""
+    return 1 + partial_rows(n) + 3 * k + 1
+
+
+def _space(device: torch.device, n: int, k: int) -> list[Any]:
+    """Return keys, inverse, positions and count; starts, counts, tickets and bounds, as parts."""
+    return carved(device, layout((2 * n, n, n, 1), (n + 1, plan_kernels.blocks(n), tickets_of(n, k), 2 * k + 1)))

@@ -1,0 +1,208 @@
+"""`HashedBatch`: a batch of tables of hashed ids, each with a hash index on the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from embedrock.device.batch import DeviceBatch, SteppedTables, tickets_of
+from embedrock.device.cache import load_rows, scratch_of, shares_of, times_of
+from embedrock.device.workspace import carved, layout
+from embedrock.kernels.gpu import cache
+from embedrock.kernels.gpu import directory as kernels
+from embedrock.kernels.gpu import plan as plan_kernels
+from embedrock.kernels.gpu.addresses import DeviceTables
+from embedrock.kernels.gpu.binding import TensorPart
+
+NARROW = 256  # maximum number of tables with indices of one byte
+
+
+class FoundSlots(NamedTuple):
+    """The slots of a batch's rows, and the state of the hash indexes they come from.
+
+    Attributes:
+        tables, keys: for kernels.
+        counts, news: numbers of rows without a slot, see `directory.search`.
+        states: of the hash indexes.
+    """
+
+    tables: DeviceTables
+    keys: Tensor
+    counts: Tensor
+    news: Tensor | TensorPart
+    states: list[Any]
+
+
+class HashedBatch(DeviceBatch):
+    """Batch of tables of hashed ids: see `DeviceBatch`. A search gives the rows their keys.
+
+    If the only table outgrows its RAM, the host plans: then its executor does what follows (`HostBatch`).
+
+    Attributes:
+        of_positions: the table of each position, in the order of `order`; None: of one table.
+        begins: int64 (k + 1,), begin of each table's positions, and the end of the last.
+        slots: of the rows, from the last search.
+        host, stepped: see `HostBatch`, once the host plans.
+    """
+
+    of_positions: Tensor | None = None
+    slots: FoundSlots | None = None
+    host: Any = None
+    stepped: Any = None
+    ids: Tensor
+
+    def _place(self) -> None:
+        if not self.family.kind.is_cached:
+            return self._place_cuts()
+        first, (_, positions, cuts, words, _) = self.layout.first, self.sizes
+        shares = shares_of(self.executors, positions)
+        own = *words, *cuts
+        self.placed = first.placed((*own, *shares.words, *times_of(self._times)), recurs=False)
+        self._search = shares, self.placed[len(own) :], self._times[0]
+        self.begins = self.placed[len(words) :]
+
+    # ------------------------------------------------------------ plans
+
+    def make(self, given: Tensor, is_ahead: bool = False) -> Self:
+        self.given, n, k = given, self.sizes.n, len(self.executors)
+        self._space = self.layout.take((n, k), 80 * n, _space, self.family.device, n, k)
+        *wide, self.inverse, self.count, new, self.starts, counts, self.tickets, self.bounds = self._space.arrays
+        self.keys, self.ids, ordered, order = (part.view(torch.int64) for part in wide)
+        ids = given.to(torch.int64)
+        plan = self.ids, self.starts, self.inverse, self.count, self.tickets
+        if k == 1:
+            ordered, self.order = torch.sort(ids, stable=True)
+            self._mark(ordered, counts, is_ahead)
+        else:
+            of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=ids.device)
+            by_id, first = torch.sort(ids, stable=True)
+            kernels.tables(first, self.begins, k, of_positions)
+            self.of_positions, second = torch.sort(of_positions, stable=True)
+            kernels.mark(by_id, first, second, self.of_positions, ordered, order, counts, self.tickets)
+            self.order = order
+        self._ordered = ordered
+        plan_kernels.collect(ordered, 0, self.order, counts, *plan, of=self.of_positions)
+        self._new = new, self.tickets[-4 * k - 1 : -3 * k - 1]
+        if not is_ahead or self._search is not None:  # else the lookup finds the slots
+            self._find(*self._new)
+        if self._search is not None:
+            self._load()
+        return self
+
+    def _mark(self, ordered: Tensor, counts: Any, is_ahead: bool) -> None:
+        executor: Any = self.layout.first
+        rows, fault = executor.spec.rows, executor.faults.tensor
+        is_checked = rows is not None and not is_ahead
+        plan_kernels.mark(ordered, rows or 0, counts, fault if is_checked else None, self.tickets, self.stamps[0])
+
+    def _load(self) -> None:
+        """Load the rows into the device cache."""
+        search = scratch_of(self.sizes.n, self.family.device, self._search, self.misses)
+        if search is not None:
+            tables = self._found().tables
+            cache.touch(tables, search, self.keys, self.count)
+            load_rows(tables, search, self.keys, self.count)
+
+    def look_up(self) -> None:
+        """Find the slots of rows that were planned ahead, and record an id that is outside of its table."""
+        executor: Any = self.layout.first
+        if (rows := executor.spec.rows) is not None:
+            mark = plan_kernels.mark
+            mark(self._ordered, rows, self._space.arrays[-3], executor.faults.tensor, self.tickets, self.stamps[0])
+        if self.slots is None:
+            self._find(*self._new)
+
+    # ------------------------------------------------------------ slots
+
+    def _find(self, counts: Tensor, news: Tensor | TensorPart) -> None:
+        self.slots = self._searched(self.keys, counts, news)
+
+    def _found(self) -> FoundSlots:
+        """Return the current slots of the rows."""
+        slots = self.slots
+        if slots is None or slots.states != self._states():  # rows may have got slots since
+            n, device = len(self.ids), self.family.device
+            keys, counts = carved(device, layout((2 * n, kernels.blocks(n + 1))))
+            news = torch.zeros(len(self.executors), dtype=torch.int32, device=device)
+            slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
+            self.keys = slots.keys
+        return slots
+
+    def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> FoundSlots:
+        self.family = self.layout.first.family  # a table alone may have outgrown the last one
+        states = self._states()
+        self._use(states[::2])
+        kernels.search(self._arrays, self.tables.entries, keys, counts, news, self.bounds)
+        return FoundSlots(self.tables, keys, counts, news, states)
+
+    def _states(self) -> list[Any]:
+        executors: Any = self.executors
+        return [part for executor in executors for part in (executor.known, executor.index.epoch)]
+
+    @property
+    def _arrays(self) -> tuple[Any, ...]:
+        return self.ids, self.starts, self.of_positions, self.count, self.begins
+
+    def count_new(self) -> int:
+        """Return the number of rows of one table without a slot. Waits for the device."""
+        return int(self._found().counts.sum())
+
+    # ------------------------------------------------------------ rows and steps
+
+    @property
+    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
+        executor: Any = self.layout.first
+        return (*self._found()[:2], self.ids) if executor.plans else (self.tables, self.keys, self.ids)
+
+    def read_rows(self) -> Tensor:
+        executor: Any = self.layout.first
+        return super().read_rows() if executor.plans else executor.read_by_host(self)
+
+    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Tensor | None, clip: float | None) -> SteppedTables:
+        executor: Any = self.layout.first
+        if not executor.plans:
+            return executor.ready_by_host(self, values, verdicts, clip)
+        found = self._found()
+        return self.as_ready()._replace(admit=lambda: self._enter(found, which, verdicts))
+
+    def _enter(self, found: FoundSlots, which: tuple[int, int], verdicts: Any) -> None:
+        """Give slots to the new rows of consecutive tables, by their verdicts."""
+        tables, keys, counts, news, _ = found
+        kernels.enter(self._arrays, tables.entries, keys, counts, news, self.tickets, which, verdicts)
+        for table in range(*which):
+            executor: Any = self.executors[table]
+            executor.index.record_inserts(self.sizes.positions[table])
+
+    # ------------------------------------------------------------ batches of one table
+
+    def _take_keys(self, whole: DeviceBatch, table: int, place: Tensor, is_none: Tensor) -> None:
+        assert whole.ids is not None
+        self.ids = whole.ids[place]  # a later search finds the slots
+        self.keys = torch.zeros_like(self.ids)
+        self._place_cuts()
+
+    @classmethod
+    def of_ids(cls, executor: Any, ids: Tensor, stamp: int) -> Self:
+        """Return the batch of ids (n,) of one table, without a cache."""
+        own = cls.of_one(executor, None, len(ids), stamp)
+        own._use([executor.known])
+        own._place_cuts()
+        return own.make(ids)
+
+    def _place_cuts(self) -> None:
+        words = self.sizes.words
+        self.placed = self.layout.first.placed((*words, *self.sizes.cuts), self.sizes.recurs)
+        self.begins = self.placed[len(words) :]
+
+    def take_words(self) -> None:
+        """Take the words about the table, which the host plans from now on."""
+        self.family = self.layout.first.family
+        self._use([self.layout.first.known])
+
+
+def _space(device: torch.device, n: int, k: int) -> list[Any]:
+    """Return keys, ids, sorted ids, order, inverse, count and new; starts, counts, tickets and bounds, as parts."""
+    more = n + 1, plan_kernels.blocks(n), tickets_of(n, k) + k, 2 * k + 1
+    return carved(device, layout((*(2 * n,) * 4, n, 1, kernels.blocks(n + 1)), more))

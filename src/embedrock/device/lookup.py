@@ -1,0 +1,246 @@
+"""`DeviceLookup`: a lookup of one feature or several on a GPU, and the sums of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embedrock.device.batch import DeviceBatch
+from embedrock.device.features import FeatureBags, FeatureLayout, are_rows, bag_words
+from embedrock.device.gradients import RowSums, sum_rows
+from embedrock.device.pooling import DeviceBags
+from embedrock.device.prefetched import plan_ahead, taken_ahead
+from embedrock.system.spans import spanned
+
+Block = tuple[RowSums, list[Any]]  # sums, and the executor of each table; None: nothing came for the table
+
+
+class DeviceLookup:
+    """Lookup of features of one table family, and the sums of the gradients that come back.
+
+    Args:
+        layout: of the features.
+        ids: of each feature, of any shape, on the host or the device.
+        all_bags: of each feature, rows or bags, all of mode "max" or none; None: the lookup returns rows.
+        trains: a step may follow.
+        by_frequency: divide a row's gradient by the number of times its id occurs. Of one feature.
+
+    Attributes:
+        trace: of the pooling, see `DeviceBags.pool`.
+        rows: unique rows of bags, if `read` kept them.
+    """
+
+    trace: Any = None
+    rows: Any = None
+
+    def __init__(
+        self,
+        layout: FeatureLayout,
+        ids: Sequence[Tensor],
+        all_bags: Sequence[FeatureBags | None] | None = None,
+        trains: bool = False,
+        by_frequency: bool = False,
+    ) -> None:
+        self._layout, self._trains, self._by_frequency, self._ids = layout, trains, by_frequency, ids
+        order = layout.order
+        self._given = [ids[k] for k in order] if len(order) > 1 else ids
+        self._all_bags: list[Any] | None = None if all_bags is None else [all_bags[k] for k in order]
+        self._outputs = self._sizes = list(map(Tensor.numel, self._given))  # output lines of each feature
+        self._bags: DeviceBags | None = None
+        self._batch: DeviceBatch | None = None
+        self._alone: list[DeviceLookup] | None = None
+
+    # ------------------------------------------------------------ plans
+
+    def plan(self) -> DeviceBatch | None:
+        """Plan the batch, once, and return it; None if the features are looked up one by one."""
+        if self._batch is None and self._alone is None:
+            layout = self._layout
+            if layout.first.plans:
+                with layout.working:
+                    self._batch = self._planned()
+            if self._batch is None and len(layout.executors) == 1:
+                self._batch = layout.first.planned_by_host(layout, self._given[0], self._trains)
+                with layout.working:
+                    self._pool(self._batch)
+                    layout.first.faults.ask_again()
+            if self._batch is None:
+                self._alone = [self._feature(k) for k in range(len(self._ids))]
+        return self._batch
+
+    @spanned("plan")
+    def _planned(self) -> DeviceBatch | None:
+        """Plan on the device. Return None if the host has to, or if the tables are of one family no longer."""
+        layout, executors, trains = self._layout, self._layout.executors, self._trains
+        aheads = layout.begin()
+        if not layout.are_joined():
+            return None
+        batch = None
+        if aheads is not None and trains:
+            batch = taken_ahead(layout, self._given, aheads)
+        if batch is None:
+            counts = (True,) * len(executors) if aheads is None else [ahead is None for ahead in aheads]
+            batch = layout.first.batch(layout, self._batch_sizes(), trains, counts).make(self._joined_ids())
+        else:
+            batch.look_up()
+        self._pool(batch)
+        layout.end(trains)
+        return batch
+
+    def _batch_sizes(self) -> Any:
+        all_bags = self._all_bags
+        if all_bags is None:
+            return self._layout.sizes(tuple(self._sizes))
+        recurs = all(bags.starts is None for bags in all_bags)
+        return self._layout.sizes(tuple(self._sizes), bag_words(all_bags, self._sizes), recurs)
+
+    def _joined_ids(self) -> Tensor:
+        """Return the ids of all features on the device: (n,)."""
+        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in self._given]
+        first = self._layout.first
+        if len(parts) == 1:
+            return first.on_device(parts[0])
+        if len({(part.device, part.dtype) for part in parts}) > 1:
+            parts = [first.on_device(part).to(torch.int64) for part in parts]
+        return first.on_device(torch.cat(parts))
+
+    def _pool(self, batch: DeviceBatch) -> None:
+        """Find the bags of the positions, unless each bag is the row of its id."""
+        layout = self._layout
+        if self._all_bags is None or are_rows(self._all_bags, [layout.paddings[table] for table in layout.tables]):
+            self._all_bags = None
+            return
+        words = self._batch_sizes()
+        placed = batch.placed if batch.sizes is words else layout.first.placed(words.words, words.recurs)
+        self._bags = DeviceBags(self._all_bags, self._sizes, batch, placed)
+        self._outputs = self._bags.counts
+
+    def _feature(self, number: int) -> DeviceLookup:
+        """Return the lookup of one of the features by itself."""
+        layout = self._layout
+        place = layout.order.index(number)
+        table = layout.tables[place]
+        own = FeatureLayout([layout.executors[table]], [layout.paddings[table]])
+        bags = None if self._all_bags is None else [self._all_bags[place]]
+        return DeviceLookup(own, [self._ids[number]], bags, self._trains, self._by_frequency)
+
+    # ------------------------------------------------------------ reads
+
+    def read(self, keeps_rows: bool = False) -> list[Tensor]:
+        """Return each feature's rows, float32 ``ids.shape + (dim,)``, or its bags, (bags, dim).
+
+        `keeps_rows`: keep the rows for `weight_grads`.
+        """
+        batch = self.plan()
+        if batch is not None and len(batch.executors) > 1 and batch.family.is_open and not self._layout.are_joined():
+            self._batch = batch = None
+            self._alone = [self._feature(k) for k in range(len(self._ids))]
+        if batch is None:
+            assert self._alone is not None
+            return [one.read(keeps_rows)[0] for one in self._alone]
+        if self._bags is None:
+            out = batch.read()
+        else:
+            rows = batch.read_rows()
+            with self._layout.working:
+                out, self.trace = self._bags.pool(rows)
+            self.rows = rows if keeps_rows else None
+        with self._layout.working:
+            plan_ahead(batch)
+        return self._shaped(out)
+
+    def _shaped(self, out: Tensor) -> list[Tensor]:
+        """Return the lines of each feature, in the shape of its output."""
+        order = self._layout.order
+        parts: Sequence[Tensor] = (out,)
+        if len(order) > 1:
+            found = dict(zip(order, torch.split_with_sizes(out, self._outputs), strict=True))
+            parts = [found[k] for k in range(len(order))]
+        if self._bags is not None or self._all_bags is not None:
+            return list(parts)
+        return [
+            part if ids.dim() == 1 else part.view(*ids.shape, out.shape[1])
+            for part, ids in zip(parts, self._ids, strict=True)
+        ]
+
+    # ------------------------------------------------------------ gradients
+
+    @spanned("sum")
+    def sums(self, grads: Sequence[Tensor | None]) -> list[Block]:
+        """Return the sums of the features' gradients, of any float dtype, with the executor of each table.
+
+        Rows of a feature without a gradient stay untouched.
+        """
+        batch, layout = self.plan(), self._layout
+        if batch is None or not layout.are_alike:
+            return self._summed_alone(grads)
+        came: list[Any] = [None] * len(layout.executors)
+        missing = set[Any]()
+        for feature, table in zip(layout.order, layout.tables, strict=True):
+            executor = layout.executors[table]
+            if grads[feature] is None:
+                missing.add(executor)
+            else:
+                came[table] = executor
+        if missing and not missing.isdisjoint(came):
+            return self._summed_alone(grads)
+        if len(missing) == len(came):
+            return []
+        with layout.working:
+            share = () if self._bags is None else self._bags.shares(self.trace)
+            summed = sum_rows(self._joined_grads(grads), batch, *share)
+            return [(summed.by_frequency() if self._by_frequency else summed, came)]
+
+    def _joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Return the gradients of all outputs: (lines, dim)."""
+        form, order = self._layout.first.form, self._layout.order
+        if len(order) == 1 and (only := grads[0]) is not None:
+            return only if only.dim() == 2 else only.reshape(-1, form.dim)
+        given = [grads[k] for k in order]
+        dtypes = {part.dtype for part in given if part is not None}
+        dtype, device = dtypes.pop() if len(dtypes) == 1 else torch.float32, self._layout.first.device
+        return torch.cat([
+            torch.zeros(size, form.dim, dtype=dtype, device=device) if part is None
+            else part if part.dim() == 2 and part.dtype is dtype
+            else part.reshape(size, form.dim).to(dtype)
+            for part, size in zip(given, self._outputs, strict=True)
+        ])  # fmt: skip
+
+    def _summed_alone(self, grads: Sequence[Tensor | None]) -> list[Block]:
+        """Sum feature by feature."""
+        return [block for k, own in enumerate(grads) if own is not None for block in self._sum_alone(k, own)]
+
+    def _sum_alone(self, number: int, grads: Tensor) -> list[Block]:
+        if self._alone is not None:
+            return self._alone[number].sums([grads])
+        one = self._feature(number)
+        if self._bags is not None:
+            one.trace = self._bags.trace_of(self._layout.order.index(number), self.trace)
+        return one.sums([grads])
+
+    def weight_grads(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Return the gradients of the positions' weights, float32 (n,), for each weighted feature."""
+        self.plan()
+        if self._alone is not None:
+            parts = enumerate(zip(self._alone, grads, strict=True))
+            return {k: own for k, (one, given) in parts for own in one.weight_grads([given]).values()}
+        order, device = self._layout.order, self._layout.first.device
+        if self._bags is None or all(own is None for own in grads):
+            found = {k: torch.zeros(n, device=device) for k, n in zip(order, self._sizes, strict=True)}
+        else:
+            with self._layout.working:
+                whole = self._bags.weight_grads(self._joined_grads(grads).contiguous(), self.rows)
+            found = dict(zip(order, torch.split_with_sizes(whole, self._sizes), strict=True))
+        bags = self._all_bags or [None] * len(order)
+        return {k: found[k] for k, own in zip(order, bags, strict=True) if own is not None and own.weights is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory of the large arrays."""
+        batch = self.plan()
+        return 0 if batch is None else batch.nbytes
+
+
