@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -16,11 +15,9 @@ from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu import rows
-from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 from embedrock.kernels.gpu.sums import partial_rows
-
-NO_PADDING = -2
 
 
 @dataclass(eq=False)
@@ -54,21 +51,6 @@ class SteppedTables(NamedTuple):
     admit: Callable[[], object] | None = None
 
 
-@functools.lru_cache(maxsize=64)
-def entries_of(
-    known: tuple[tuple[TableEntryWords, int | None], ...], device: torch.device
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the entries of tables with their paddings, their first keys, and the end of the last table."""
-    firsts, words = [1], []
-    for table, padding in known:
-        pads = padding is not None
-        directory = *table.directory[:-1], int(pads)
-        given = {"first": firsts[-1], "padding": padding if pads else NO_PADDING, "directory": directory}
-        words.append(table._replace(**given).words)
-        firsts.append(firsts[-1] + table.rows + 2)
-    return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
-
-
 class DeviceBatch:
     """Ids of one table or several of a family, planned on a device. Rows and positions lie table by table.
 
@@ -79,7 +61,7 @@ class DeviceBatch:
         features: layout of the lookup.
         sizes: of the batch.
         trains: a step may follow.
-        counts: for each table, whether hits and misses are counted.
+        counts: for each table, whether hits and misses are counted; None: they are.
 
     Attributes:
         layout, executors, family: of the tables.
@@ -115,25 +97,17 @@ class DeviceBatch:
     _space: Any = None
     _search: Any = None
 
-    def __init__(self, features: FeatureLayout, sizes: BatchSizes, trains: bool, counts: Sequence[bool]) -> None:
-        self.layout, self.sizes, self.executors, first = features, sizes, features.executors, features.first
-        self.family: TableFamily = first.family
-        pairs = zip(self.executors, sizes.positions, strict=True)
-        self._times = [executor.begin_batch(n, trains) for executor, n in pairs]
-        self.stamps = [executor.clock.stamp for executor in self.executors]
-        self._use([
-            executor.known if counted or not self.family.kind.is_cached
-            else executor.known.uncounted(executor.cache.not_counted)
-            for executor, counted in zip(self.executors, counts, strict=True)
-        ])  # fmt: skip
+    def __init__(self, features: FeatureLayout, sizes: BatchSizes, trains: bool, counts: Sequence[bool] | None) -> None:
+        self.layout, self.sizes, self.executors = features, sizes, features.executors
+        self.family: TableFamily = features.first.family
+        self._times, self.stamps = features.begin_batch(sizes.positions, trains)
+        self._use(features.known(counts))
         self._place()
 
-    def _use(self, known: Sequence[TableEntryWords]) -> None:
-        """Use words about the tables in kernels."""
-        first, family = self.layout.first, self.family
-        entries, self.firsts = entries_of(tuple(zip(known, self.layout.paddings, strict=True)), first.device)
-        first.timeline.keep(entries)
-        self.tables = DeviceTables(entries, family.kind, family.draw, family.form)
+    def _use(self, known: Any) -> None:
+        """Use words about the tables in kernels: see `FeatureLayout.known`."""
+        entries, self.firsts = self.layout.entries(known)
+        self.tables = DeviceTables(entries, self.family.kind, self.family.draw, self.family.form)
 
     def _place(self) -> None:
         """Place the words about the batch on the device."""
@@ -202,22 +176,17 @@ class DeviceBatch:
     # ------------------------------------------------------------ rows
 
     def read(self) -> Tensor:
-        """Return the weights of the row of each position: float32 (n, dim)."""
+        """Return the weights of the row of each position, float32 (n, dim). The caller holds `working`."""
         if self.positions is None or not self.family.kind.is_identity or self.layout.first.lags:
             return self.read_rows().index_select(0, self.inverse)
-        with self.layout.working:  # one kernel reads device rows into their final places
-            self.layout.wait_for_copies()
-            out = self.out()
-            rows.read(self.positions, self.sizes.n, self.tables, out)
-            self.layout.use()
+        self.layout.wait_for_copies()
+        out = self.out()  # one kernel reads device rows into their final places
+        rows.read(self.positions, self.sizes.n, self.tables, out)
+        self.layout.use()
         return out
 
     def read_rows(self) -> Tensor:
         """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
-        with self.layout.working:
-            return self._read_rows()
-
-    def _read_rows(self) -> Tensor:
         self.layout.wait_for_copies()
         out = self.out()
         tables, keys, ids = self.known
@@ -279,7 +248,7 @@ class DeviceBatch:
         """Return the batch of one of the tables, for the executor that has its rows now."""
         begin, n = self.sizes.cuts[table], self.sizes.positions[table]
         own = executor.batch.of_one(executor, self.layout.paddings[table], n, self.stamps[table])
-        own._use([executor.known])
+        own._use((executor.known,))
         bounds, k = as_tensor(self.bounds), len(self.executors)
         row, stop, padding = bounds[table], bounds[table + 1], bounds[k + 1 + table]
         own.count = (stop - row).reshape(1)
@@ -311,7 +280,7 @@ class DeviceBatch:
             for batch, dropped in parts
         ])  # fmt: skip
         own = cls.of_one(executor, None, len(ids), stamp)
-        own._use([executor.known._replace(fault=executor.no_fault.data_ptr())])
+        own._use((executor.known._replace(fault=executor.no_fault.data_ptr()),))
         own.placed = executor.placed(own.sizes.words, True)
         own.make(ids)
         own.keys = own.keys[: executor.spec.rows + 1]  # a bound for any number of accumulated batches

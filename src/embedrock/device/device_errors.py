@@ -33,6 +33,47 @@ def in_use() -> list[TableState]:
     return [rows for rows in (faults._rows_of() for faults in list(_all)) if rows is not None]
 
 
+class ErrorLines:
+    """Errors of tables on a device, which one copy brings to the host.
+
+    Args:
+        device: of the tables.
+
+    Attributes:
+        tensor: int64 (LINES, 4), see `DeviceErrors`.
+        used: number of lines that tables have taken.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor, self._device, self.used = torch.zeros(LINES, 4, dtype=torch.int64, device=device), device, 0
+        self._answers: dict[Any, HostCopy] = {}
+
+    @staticmethod
+    def of(device: torch.device) -> ErrorLines:
+        """Return lines of which some are free."""
+        lines = _lines.get(device)
+        if lines is None or lines.used == LINES:
+            lines = _lines[device] = ErrorLines(device)
+        return lines
+
+    def come(self) -> HostCopy:
+        """Copy all lines to the host, after all work launched so far. Allocates no memory after the first copy.
+
+        Copies of one stream follow each other. So a later one has all that an earlier one has.
+        """
+        is_cuda = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device) if is_cuda else None
+        answer = self._answers.get(stream)
+        if answer is None:
+            answer = self._answers[stream] = HostCopy((LINES, 4), is_cuda)
+        answer.come(self.tensor)
+        return answer
+
+
+LINES = 64
+_lines: dict[torch.device, ErrorLines] = {}  # with free lines
+
+
 class DeviceErrors:
     """First error of a table's rows on a device.
 
@@ -45,14 +86,17 @@ class DeviceErrors:
 
     Attributes:
         tensor: int64 (4,) on the device: code, number, value, first refused step.
+        address: of the tensor.
+        lines: of which it is one.
     """
 
     def __init__(self, rows: TableState, device: torch.device) -> None:
         # A weak reference, as the rows own the executor, and the executor owns these errors.
-        self._rows_of, self._is_cuda = weakref.ref(rows), device.type == "cuda"
-        self.tensor = torch.zeros(4, dtype=torch.int64, device=device)
-        self._own = HostCopy((1, 4), self._is_cuda)
-        self._answer, self._told = self._own, self._own.lines[0]  # the answer to the last request
+        self._rows_of, self.lines = weakref.ref(rows), ErrorLines.of(device)
+        self._line, self.lines.used = self.lines.used, self.lines.used + 1
+        self.tensor = self.lines.tensor[self._line]
+        self.address = self.tensor.data_ptr()
+        self._answer: HostCopy | None = None  # to the last request
         self._is_asked = False
         self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
         self._asked_at = 0
@@ -69,20 +113,14 @@ class DeviceErrors:
         self._launched.append(number)
 
     def ask(self) -> None:
-        """Copy the error to the host after all work launched so far. Allocates no memory."""
-        if not self._is_asked:
-            self._own.come(self.tensor)
-            self._note_asked(self._own, self._own.lines[0])
+        """Copy the error to the host after all work launched so far."""
+        ask([self])
 
     def ask_again(self) -> None:
         """Copy the error once more if it was asked for, as later work may have found one."""
         if self._is_asked:
             self._is_asked = False
             self.ask()
-
-    def _note_asked(self, answer: HostCopy, told: Any) -> None:
-        self._answer, self._told, self._is_asked = answer, told, True
-        self._asked_at = self._launched[-1] if self._launched else 0
 
     def raise_but_nonfinite(self) -> None:
         """Raise an error that is not about gradients of a step. Waits for the device."""
@@ -93,6 +131,7 @@ class DeviceErrors:
         """Copy the current error to the host, for the next check. Waits for the device."""
         self._is_asked = False
         self.ask()
+        assert self._answer is not None  # it was asked for
         self._answer.wait()
 
     def forget(self, is_culprit: bool = False) -> None:
@@ -109,18 +148,14 @@ class DeviceErrors:
             ArgumentError: offsets of bags are invalid.
             NonFiniteGradientError: a step had gradients with NaN or Inf.
         """
-        if not self._is_asked or not self._answer.has_come():
+        if not self._is_asked or self._answer is None or not self._answer.has_come():
             return
-        if not self._told[0]:
-            return self._note_good()
         self._is_asked = False
+        if not self._answer.lines[self._line, 0]:
+            while self._launched and self._launched[0] <= self._asked_at:
+                self._launched.popleft()
+            return
         self._take()
-
-    def _note_good(self) -> None:
-        """Note that the steps up to the last request were made."""
-        self._is_asked = False
-        while self._launched and self._launched[0] <= self._asked_at:
-            self._launched.popleft()
 
     def _take(self) -> None:
         code, value, first, refused = self._take_back()
@@ -170,39 +205,37 @@ class DeviceErrors:
 
 def check(faults: Sequence[DeviceErrors]) -> None:
     """Raise the error of a table if one has arrived on the host: see `DeviceErrors.check`."""
-    answer = faults[0]._answer if faults else None
-    if answer is not None and len(faults) > 1 and list(map(_ANSWER, faults)).count(answer) == len(faults) and all(map(_IS_ASKED, faults)):
+    answer = faults[0]._answer
+    if answer is not None and list(map(_ANSWER, faults)).count(answer) == len(faults):
         if not answer.has_come():
             return
         if not answer.lines[:, 0].any():
             for each in faults:
-                each._note_good()
+                each._is_asked = False
+                launched, last = each._launched, each._asked_at
+                while launched and launched[0] <= last:
+                    launched.popleft()
             return
     for each in faults:
         each.check()
 
 
-_ANSWER, _IS_ASKED = attrgetter("_answer"), attrgetter("_is_asked")
+_ANSWER = attrgetter("_answer")
 
 
 def ask(faults: Sequence[DeviceErrors]) -> None:
     """Copy the errors of tables on one device to the host at once, after all work launched so far."""
-    asking = [each for each in faults if not each._is_asked]
-    if len(asking) > 1:
-        with suppress(torch.OutOfMemoryError):  # the steps are launched, and must not fail any more
-            _ask_together(asking)
-    for each in asking:
-        each.ask()
-
-
-def _ask_together(asking: Sequence[DeviceErrors]) -> None:
-    first, count = asking[0], len(asking)
-    answer = first._answer
-    if len(answer.lines) != count or [each._answer for each in asking].count(answer) < count:
-        answer = HostCopy((count, 4), first._is_cuda)  # the old one has been read by all
-    answer.come(torch.stack([each.tensor for each in asking]))
-    for each, told in zip(asking, answer.lines, strict=True):
-        each._note_asked(answer, told)
+    copied: dict[ErrorLines, HostCopy] = {}
+    for each in faults:
+        if each._is_asked:
+            continue
+        lines, launched = each.lines, each._launched
+        answer = copied.get(lines)
+        if answer is None:
+            with suppress(torch.OutOfMemoryError):  # the steps are launched, and must not fail any more
+                answer = copied[lines] = lines.come()
+        each._answer, each._is_asked = answer, answer is not None
+        each._asked_at = launched[-1] if launched else 0
 
 
 def _told(value: int) -> str:

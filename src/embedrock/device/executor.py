@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.batch import NO_PADDING, DeviceBatch
+from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import BatchCounter, DeviceCache
 from embedrock.device.copies import on_device, uploaded
 from embedrock.device.device_errors import DeviceErrors
-from embedrock.device.features import FeatureBags, FeatureLayout, TableFamily
+from embedrock.device.features import NO_PADDING, FeatureBags, FeatureLayout, TableFamily
 from embedrock.device.gradients import DeviceRowGradients, RowSums
 from embedrock.device.lookup import DeviceLookup
 from embedrock.device.prefetched import PrefetchedBatch

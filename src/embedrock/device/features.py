@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -13,18 +14,21 @@ from torch import Tensor
 from embedrock.device import device_errors
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.device.workspace import Workspace, Workspaces, aligned
-from embedrock.kernels.gpu.addresses import AddressKind
+from embedrock.kernels.gpu.addresses import AddressKind, BatchTime, TableEntryWords
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.table_lock import together
 from embedrock.system import forks
 
 MOST_KEYS = 2**31 - 2  # of all tables in a batch: int32
 KEPT_SIZES = 64  # of one layout
+NO_PADDING = -2
 NORMS_AT_ONCE = 64  # norms of as many batches are allocated together
 
 # Many tables are read by one call of `map`.
 _STATE = attrgetter("backend", "process", "executor", "history", "table_lock.failure", "table_lock.running")
+_HISTORY = attrgetter("history")
 _SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgetter("process")
+_STAMP, _KNOWN = attrgetter("stamp"), attrgetter("known")
 _COPIED, _AHEAD = attrgetter("timeline.copied"), attrgetter("_ahead")
 
 
@@ -135,6 +139,21 @@ def working(executors: Sequence[Any]) -> InStreamOrder:
     return InStreamOrder([executor.timeline for executor in executors], locks)
 
 
+@functools.lru_cache(maxsize=64)
+def entries_of(
+    known: tuple[tuple[TableEntryWords, int | None], ...], device: torch.device
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the entries of tables with their paddings, their first keys, and the end of the last table."""
+    firsts, words = [1], []
+    for table, padding in known:
+        pads = padding is not None
+        directory = *table.directory[:-1], int(pads)
+        given = {"first": firsts[-1], "padding": padding if pads else NO_PADDING, "directory": directory}
+        words.append(table._replace(**given).words)
+        firsts.append(firsts[-1] + table.rows + 2)
+    return torch.tensor(words, dtype=torch.int64, device=device), tuple(firsts)
+
+
 class BatchSizes(NamedTuple):
     """Sizes of a batch, and what follows from them.
 
@@ -184,6 +203,7 @@ class FeatureLayout:
         self.locks = [executor.rows.table_lock for executor in self.executors]
         self.working = working(self.executors)
         self._rows_of = [executor._rows_of for executor in self.executors]  # weak, as rows own executors
+        self._clocks = [executor.clock for executor in self.executors]
         self._faults = [executor.faults for executor in self.executors]
         self._quiet: list[Any] | None = None
 
@@ -217,7 +237,7 @@ class FeatureLayout:
         """
         if self.first.timeline.captured is not None:  # a captured step has none, and does the rest before each replay
             return None
-        if self._is_quiet():
+        if self.is_quiet():
             device_errors.check(self._faults)
         else:
             for executor in self.executors:
@@ -231,18 +251,44 @@ class FeatureLayout:
     def _rows(self) -> list[Any]:
         return [rows_of() for rows_of in self._rows_of]
 
-    def _is_quiet(self) -> bool:
-        """Return whether nothing has changed since the last lookup that `begin` of the executors would look at."""
+    def is_quiet(self) -> bool:
+        """Return whether nothing has changed since the last lookup that the executors' `begin` would look at."""
         rows = self._rows()
         if not self.first.begins_by_version or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
             return False
         return list(map(_STATE, rows)) == self._quiet and {forks.process}.issuperset(map(_PROCESS, rows))
 
+    def begin_batch(self, positions: Sequence[int], trains: bool) -> tuple[Sequence[BatchTime], Sequence[int]]:
+        """Begin a batch with positions of each table. Return its times in caches, and its number for each table."""
+        times: Sequence[BatchTime] = ()
+        if self.first.family.kind.is_cached or self.first.timeline.captured is not None:
+            pairs = zip(self.executors, positions, strict=True)
+            times = [executor.begin_batch(n, trains) for executor, n in pairs]
+        else:
+            for clock in self._clocks:
+                clock.stamp += 1
+        return times, list(map(_STAMP, self._clocks))
+
+    def known(self, counts: Sequence[bool] | None = None) -> tuple[TableEntryWords, ...]:
+        """Return the words about the tables; `counts`: for each table, whether hits and misses are counted."""
+        if counts is None or False not in counts or not self.first.family.kind.is_cached:
+            return tuple(map(_KNOWN, self.executors))
+        pairs = zip(self.executors, counts, strict=True)
+        return tuple([e.known if counted else e.known.uncounted(e.cache.not_counted) for e, counted in pairs])
+
+    def entries(self, known: tuple[TableEntryWords, ...]) -> tuple[Tensor, tuple[int, ...]]:
+        """Return words about the tables for kernels: see `entries_of`."""
+        entries, firsts = entries_of(tuple(zip(known, self.paddings, strict=True)), self.first.device)
+        if self.first.timeline.captured is not None:
+            self.first.timeline.keep(entries)
+        return entries, firsts
+
     def are_joined(self) -> bool:
         """Return whether the tables can be looked up together. Open ids may outgrow the family, rules become dense."""
-        return len(self.executors) == 1 or [executor.joins for executor in self.executors].count(self.first.family) == len(
-            self.executors
-        )
+        family, k = self.first.family, len(self.executors)
+        if family.is_open or k == 1:
+            return k == 1 or [executor.joins for executor in self.executors].count(family) == k
+        return not any(map(_HISTORY, self._rows()))
 
     def end(self, trains: bool) -> None:
         """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""

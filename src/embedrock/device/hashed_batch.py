@@ -133,7 +133,7 @@ class HashedBatch(DeviceBatch):
     def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> FoundSlots:
         self.family = self.layout.first.family  # a table alone may have outgrown the last one
         states = self._states()
-        self._use(states[::2])
+        self._use(tuple(states[::2]))
         kernels.search(self._arrays, self.tables.entries, keys, counts, news, self.bounds)
         return FoundSlots(self.tables, keys, counts, news, states)
 
@@ -187,7 +187,7 @@ class HashedBatch(DeviceBatch):
     def of_ids(cls, executor: Any, ids: Tensor, stamp: int) -> Self:
         """Return the batch of ids (n,) of one table, without a cache."""
         own = cls.of_one(executor, None, len(ids), stamp)
-        own._use([executor.known])
+        own._use((executor.known,))
         own._place_cuts()
         return own.make(ids)
 
@@ -199,7 +199,7 @@ class HashedBatch(DeviceBatch):
     def take_words(self) -> None:
         """Take the words about the table, which the host plans from now on."""
         self.family = self.layout.first.family
-        self._use([self.layout.first.known])
+        self._use(self.layout.known())
 
 
 def _space(device: torch.device, n: int, k: int) -> list[Any]:

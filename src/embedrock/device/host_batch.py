@@ -58,9 +58,8 @@ class HostBatch(DeviceBatch):
         executor = layout.first
         self.layout, self.executors, self.family, self.host = layout, layout.executors, executor.family, host
         self.sizes, self.stamps = layout.sizes((len(host.order),)), [executor.clock.stamp]
-        known = executor.known
         is_cached = self.family.kind.is_cached and time is not NO_TIME
-        self._use([known if counts or not is_cached else known.uncounted(executor.cache.not_counted)])
+        self._use(layout.known((counts,)))
         (padding,) = layout.paddings
         found = () if padding is None else np.flatnonzero(host.ids == padding)
         self.padding = int(found[0]) if len(found) else -1
@@ -97,7 +96,7 @@ class HostBatch(DeviceBatch):
         own = copy.copy(self)
         own.layout = FeatureLayout([executor], self.layout.paddings)
         own.executors, own.family = own.layout.executors, executor.family
-        own._use([executor.known])
+        own._use((executor.known,))
         return own
 
     def read(self) -> Tensor:

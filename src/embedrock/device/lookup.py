@@ -68,21 +68,21 @@ class DeviceLookup:
                     self._pool(self._batch)
                     layout.first.faults.ask_again()
             if self._batch is None:
-                self._alone = [self._feature(k) for k in range(len(self._ids))]
+                self._alone = self._features()
         return self._batch
 
     @spanned("plan")
     def _planned(self) -> DeviceBatch | None:
         """Plan on the device. Return None if the host has to, or if the tables are of one family no longer."""
-        layout, executors, trains = self._layout, self._layout.executors, self._trains
+        layout, trains = self._layout, self._trains
         aheads = layout.begin()
-        if not layout.are_joined():
+        if not (layout.are_joined() and layout.first.plans):
             return None
         batch = None
         if aheads is not None and trains:
             batch = taken_ahead(layout, self._given, aheads)
         if batch is None:
-            counts = (True,) * len(executors) if aheads is None else [ahead is None for ahead in aheads]
+            counts = None if aheads is None else [ahead is None for ahead in aheads]
             batch = layout.first.batch(layout, self._batch_sizes(), trains, counts).make(self._joined_ids())
         else:
             batch.look_up()
@@ -118,6 +118,9 @@ class DeviceLookup:
         self._bags = DeviceBags(self._all_bags, self._sizes, batch, placed)
         self._outputs = self._bags.counts
 
+    def _features(self) -> list[DeviceLookup]:
+        return [self._feature(k) for k in range(len(self._ids))]
+
     def _feature(self, number: int) -> DeviceLookup:
         """Return the lookup of one of the features by itself."""
         layout = self._layout
@@ -134,23 +137,37 @@ class DeviceLookup:
 
         `keeps_rows`: keep the rows for `weight_grads`.
         """
-        batch = self.plan()
-        if batch is not None and len(batch.executors) > 1 and batch.family.is_open and not self._layout.are_joined():
-            self._batch = batch = None
-            self._alone = [self._feature(k) for k in range(len(self._ids))]
-        if batch is None:
-            assert self._alone is not None
-            return [one.read(keeps_rows)[0] for one in self._alone]
+        layout, out = self._layout, None
+        if layout.first.plans and self._alone is None:
+            with layout.working:
+                if self._batch is None:
+                    self._batch = self._planned()
+                if self._batch is not None and layout.first.plans:
+                    out = self._read(self._batch, keeps_rows)
+        if out is None and (batch := self.plan()) is not None and not layout.first.plans:
+            out = self._read(batch, keeps_rows)
+        if out is not None:
+            return self._shaped(out)
+        if self._alone is None:
+            self._batch, self._alone = None, self._features()
+        return [one.read(keeps_rows)[0] for one in self._alone]
+
+    def _read(self, batch: DeviceBatch, keeps_rows: bool) -> Tensor | None:
+        """Return the lines of all features; None if the tables are of one family no longer."""
+        layout = self._layout
+        if batch.family.is_open and not layout.are_joined():
+            return None
         if self._bags is None:
             out = batch.read()
         else:
             rows = batch.read_rows()
-            with self._layout.working:
+            with layout.working:
                 out, self.trace = self._bags.pool(rows)
             self.rows = rows if keeps_rows else None
-        with self._layout.working:
-            plan_ahead(batch)
-        return self._shaped(out)
+        if layout.expects():
+            with layout.working:
+                plan_ahead(batch)
+        return out
 
     def _shaped(self, out: Tensor) -> list[Tensor]:
         """Return the lines of each feature, in the shape of its output."""

@@ -51,8 +51,6 @@ def plan_ahead(batch: DeviceBatch) -> None:
     The plan also loads their rows. The caller holds `working` of all tables.
     """
     layout = batch.layout
-    if not layout.expects():
-        return
     expected = [
         (executor, executor.take_expected(), padding)
         for executor, padding in zip(layout.executors, layout.paddings, strict=True)
@@ -65,7 +63,7 @@ def plan_ahead(batch: DeviceBatch) -> None:
     same = len(executors) == len(layout.executors) == len(layout.tables)
     features = layout if same else FeatureLayout(executors, paddings)
     sizes = features.sizes(tuple([ids.numel() for ids in given]))
-    made = first.batch(features, sizes, True, (True,) * len(executors))
+    made = first.batch(features, sizes, True, None)
     flat = [first.on_device(ids).reshape(-1) for ids in given]
     joined = flat[0] if len(flat) == 1 else torch.cat([ids.to(torch.int64) for ids in flat])
     try:

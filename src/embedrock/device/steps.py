@@ -6,6 +6,8 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +32,31 @@ class TableStep(NamedTuple):
     Attributes:
         rows: state of the table.
         rule: with the table's record layout.
-        grads: for the executor that has the rows.
+        executor: that has the rows.
+        sums: the gradients, of which index `table` has those of this table.
+        scaled: see above, if they are scaled or clipped; else None.
     """
 
     rows: TableState
     rule: Rule
-    grads: DeviceRowGradients
+    executor: Any
+    sums: RowSums
+    table: int
+    scaled: DeviceRowGradients | None = None
 
     @property
-    def executor(self) -> Any:
-        return self.grads.executor
+    def grads(self) -> DeviceRowGradients:
+        """The gradients of the table."""
+        return self.scaled or self.sums.of(self.table)
+
+    def alone(self) -> TableStep:
+        """Return the same step by the table's sums alone, as it has outgrown the family of the others."""
+        now = replace(self.grads, sums=self.sums.alone(self.table, self.executor), table=0)
+        return self._replace(sums=now.sums, table=0, scaled=now)
+
+    @property
+    def clip_value(self) -> float | None:
+        return None if self.scaled is None else self.scaled.clip_value
 
 
 def steps_of(requests: Sequence[StepRequest]) -> list[TableStep]:
@@ -47,9 +64,11 @@ def steps_of(requests: Sequence[StepRequest]) -> list[TableStep]:
     found: list[TableStep] = []
     for tables, rule, grads, _, executor in requests:
         if type(grads) is RowSums:
-            found += [TableStep(own, rule, grads.of(k)) for k, own in enumerate(tables)]
+            pairs = enumerate(zip(tables, grads.batch.executors, strict=True))
+            found += [TableStep(rows, rule, own, grads, k) for k, (rows, own) in pairs]
         else:
-            found.append(TableStep(tables[0], rule, grads.for_executor(executor)))
+            now = grads.for_executor(executor)
+            found.append(TableStep(tables[0], rule, executor, now.sums, now.table, now))
     return found
 
 
@@ -64,9 +83,9 @@ class DeviceStep(CheckedStep):
 
     def __init__(self, steps: Sequence[TableStep], verdicts: Tensor | None, number: int | Tensor) -> None:
         self.steps, self.verdicts, self.number = steps, verdicts, number
-        self.rows = [part.rows for part in steps]
-        self.table_locks = [rows.table_lock for rows in self.rows]
-        self._rooms = [part for part in steps if part.executor.room is not None]
+        self.rows = list(map(_ROWS, steps))
+        self.table_locks = list(map(_LOCK, self.rows))
+        self._rooms = with_room(steps)
         self._begun: list[Callable[[], None]] | None = None
 
     def are_finite(self) -> list[int]:
@@ -88,7 +107,10 @@ class DeviceStep(CheckedStep):
             prepare(self._rooms)
 
     def is_prepared(self) -> bool:
-        return all([part.executor.is_prepared(part.grads) for part in self._rooms])
+        for part in self._rooms:
+            if not part.executor.is_prepared(part.grads):
+                return False
+        return True
 
     def prepare(self) -> None:
         with self._ordered():
@@ -98,10 +120,10 @@ class DeviceStep(CheckedStep):
         for room in _by_room(self._rooms):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun, k = list[Callable[[], None]](), 0
-        for steps in segments_of(self.steps):
-            verdicts = None if self.verdicts is None else self.verdicts[k : k + len(steps)]
-            begun.append(begin_step(steps, verdicts, self.number))
-            k += len(steps)
+        for run in runs_of(self.steps):
+            verdicts = None if self.verdicts is None else self.verdicts[k : k + len(run)]
+            begun.append(begin_step(run, verdicts, self.number))
+            k += len(run)
         return begun
 
     def step(self) -> None:
@@ -115,25 +137,37 @@ class DeviceStep(CheckedStep):
 
     def _ordered(self) -> InStreamOrder:
         # Each table may have been used on its own stream.
-        return InStreamOrder([part.executor.timeline for part in self.steps], None)
+        return InStreamOrder(list(map(_TIMELINE, self.steps)), None)
 
 
-def segments_of(steps: Sequence[TableStep]) -> list[list[TableStep]]:
+# Many tables are read by one call of `map`.
+_SUMS = attrgetter("sums")
+_ROWS, _LOCK, _TIMELINE = attrgetter("rows"), attrgetter("table_lock"), attrgetter("executor.timeline")
+_FAULT = attrgetter("executor.faults.address")
+_ROOM, _FAULTS, _NONFINITE = attrgetter("executor.room"), attrgetter("executor.faults"), attrgetter("rows.on_nonfinite")
+
+
+def with_room(steps: Sequence[TableStep]) -> list[TableStep]:
+    """Return the steps that need room for new rows."""
+    return [*compress(steps, map(_ROOM, steps))]
+
+
+def runs_of(steps: Sequence[TableStep]) -> list[Sequence[TableStep]]:
     """Return the steps in runs of neighbours of one sum, which one kernel can make."""
-    segments: list[list[TableStep]] = []
-    last: DeviceRowGradients | None = None
+    sums = steps[0].sums
+    if sums.batch.family.is_open:
+        steps = [part if part.sums.batch.is_of_family() else part.alone() for part in steps]
+    elif len(steps) == sums.count_of_tables and list(map(_SUMS, steps)).count(sums) == len(steps):
+        return [steps]
+    runs: list[list[TableStep]] = []
+    last: TableStep | None = None
     for part in steps:
-        grads = part.grads
-        sums = grads.sums
-        if sums.count_of_tables > 1 and sums.batch.family.is_open and not sums.batch.is_of_family():
-            grads = replace(grads, sums=grads.alone, table=0)  # tables that outgrow the family step alone
-            part = part._replace(grads=grads)
-        if last is not None and grads.sums is last.sums and grads.table == last.table + 1:
-            segments[-1].append(part)
+        if last is not None and part.sums is last.sums and part.table == last.table + 1:
+            runs[-1].append(part)
         else:
-            segments.append([part])
-        last = grads
-    return segments
+            runs.append([part])
+        last = part
+    return runs
 
 
 def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int | Tensor) -> Callable[[], None]:
@@ -142,30 +176,31 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
     Before that function runs, no row changes, and no step is counted. The caller holds the table locks.
 
     Args:
-        steps: one of `segments_of` a step.
+        steps: one of `runs_of` a step.
         verdicts: int32 (tables, LINE), see `gate.judge`; None: the kernel of the step decides.
         number: see `DeviceStep`.
     """
     drafts, last, draft = list[Any](), None, None
-    for part in steps:
-        executor = part.executor
-        executor.begin_step()
-        what = part.rule, part.rows.steps
-        if what != last or part.rows.history is not None:  # most neighbours have the same step constants
-            check_rule(part.rule, part.rows)
-            last, draft = what, draft_step(executor, part.rule)
+    sums, first, executor = steps[0].sums, steps[0].table, steps[0].executor
+    layout = sums.batch.layout
+    if not layout.is_quiet():
+        for part in steps:
+            part.executor.begin_step()
+    layout.wait_for_copies()
+    for rows, rule, own, *_ in steps:
+        what = rule, rows.steps
+        if what != last or rows.history is not None:  # most neighbours have the same step constants
+            check_rule(rule, rows)
+            last, draft = what, draft_step(own, rule)
         drafts.append(draft)
-    grads = steps[0].grads
-    sums, which = grads.sums, (grads.table, grads.table + len(steps))
-    stepped = sums.batch.ready(which, sums.values, verdicts, grads.clip_value)
-    executor = steps[0].executor
+    which = first, first + len(steps)
+    stepped = sums.batch.ready(which, sums.values, verdicts, steps[0].clip_value)
     executor.timeline.uses(sums.values, stepped.keys, *([] if verdicts is None else [verdicts]))
-    return functools.partial(_step, steps, sums, stepped, which, verdicts, number, drafts)
+    return functools.partial(_step, steps, stepped, which, verdicts, number, drafts)
 
 
 def _step(
     steps: Sequence[TableStep],
-    sums: RowSums,
     stepped: SteppedTables,
     which: tuple[int, int],
     verdicts: Tensor | None,
@@ -174,15 +209,15 @@ def _step(
 ) -> None:
     """Step tables, by one kernel for neighbours with the same step constants."""
     tables, keys, ids, count, bounds, found, admit = stepped
-    executor, grads, (first, _) = steps[0].executor, steps[0].grads, which
+    executor, sums, (first, _) = steps[0].executor, steps[0].sums, which
     weights, versions = None, ()
     if found is not None and found.weights is not None:
         weights, versions, found.weights = found.weights, found.versions, None
         executor.timeline.uses(weights)
     alike, counted = [], []
-    for table, (state, rule, own) in enumerate(steps, first):
-        is_known = weights is not None and versions[table] == state.version.of_rows
-        alike.append((rule, state.steps, own.clip_value, is_known))
+    for table, part in enumerate(steps, first):
+        is_known = weights is not None and versions[table] == part.rows.version.of_rows
+        alike.append((part.rule, part.rows.steps, part.scaled and part.scaled.clip_value, is_known))
     if admit is not None:
         admit()
     for part, draft in zip(steps, drafts, strict=True):
@@ -192,6 +227,7 @@ def _step(
         begin, *others = places
         end = begin + 1 + len(others)
         if verdicts is None:
+            grads = steps[0].grads
             own = gate.VerdictCase(grads.number, grads.shown, executor.faults.tensor, sums.batch.tickets, number)
         else:
             own = verdicts[begin:end]
@@ -199,7 +235,7 @@ def _step(
         were = weights if is_known else None
         rows.step(keys, ids, count, bounds, tables, run, sums.values, own, clip, step, numbers, were)
     if not executor.timeline.is_recorded:
-        device_errors.ask([part.executor.faults for part in steps])
+        device_errors.ask(list(map(_FAULTS, steps)))
 
 
 def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
@@ -221,19 +257,17 @@ def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         IdError, ArgumentError: of earlier lookups.
     """
     due, groups = steps_of(requests), dict[torch.device, list[TableStep]]()
-    goes_on = alone
     for part in due:
-        executor = part.executor
-        groups.setdefault(executor.device, []).append(part)
-        goes_on &= part.rows.on_nonfinite == "raise"
-    device_errors.check([part.executor.faults for part in due if not part.executor.timeline.is_recorded])
-    goes_on &= len(groups) < 2
-    if goes_on and len(due) == 1 and _is_checked_in_step(due[0].grads):
+        groups.setdefault(part.executor.device, []).append(part)
+    if not due[0].executor.timeline.is_recorded:
+        device_errors.check(list(map(_FAULTS, due)))
+    goes_on = alone and len(groups) < 2 and {"raise"}.issuperset(map(_NONFINITE, due))
+    if goes_on and len(due) == 1 and _is_checked_in_step(due[0]):
         return [DeviceStep(due, None, _next_number(due[0].executor.timeline))]
     steps = []
     for group in groups.values():
-        with InStreamOrder([part.executor.timeline for part in group], None):
-            prepare([part for part in group if part.executor.room is not None])
+        with InStreamOrder(list(map(_TIMELINE, group)), None):
+            prepare(with_room(group))
             steps.append(_judge(group))
     if goes_on:
         return steps
@@ -246,15 +280,15 @@ def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
 
 def _by_room(due: Sequence[TableStep]) -> list[list[TableStep]]:
     """Return the tables of a step that need room, grouped by shared room."""
-    rooms: dict[Any, list[TableStep]] = {}
+    rooms = dict[Any, list[TableStep]]()
     for part in due:
         rooms.setdefault(part.executor.room, []).append(part)
     return [*rooms.values()]
 
 
-def _is_checked_in_step(grads: DeviceRowGradients) -> bool:
+def _is_checked_in_step(part: TableStep) -> bool:
     # Not for one of several tables, or an empty batch, for which no kernel runs.
-    return grads.executor.checks_in_step and grads.sums.count_of_tables == 1 and len(grads.sums.values) > 0
+    return part.executor.checks_in_step and part.sums.count_of_tables == 1 and part.sums.values.shape[0] > 0
 
 
 def prepare(due: Sequence[TableStep]) -> None:
@@ -274,16 +308,12 @@ def _next_number(timeline: StreamOrder) -> int | Tensor:
 def _judge(due: Sequence[TableStep]) -> DeviceStep:
     first, count = due[0].executor, len(due)
     number = _next_number(first.timeline)
-    numbers = shown = None
-    sums = due[0].grads.sums
-    if len(segments_of(due)) == 1 and count == sums.count_of_tables:
-        shown = sums.norms
-        if all([part.grads.scaled_to is None for part in due]):
-            numbers = shown
-    if numbers is None:
+    sums = due[0].sums
+    numbers = shown = sums.norms
+    if count != sums.count_of_tables or len(runs_of(due)) > 1 or any(part.scaled is not None for part in due):
         numbers = torch.stack([part.grads.number for part in due])
-        shown = torch.stack([part.grads.shown for part in due]) if shown is None else shown
-    faults = _addresses(tuple([part.executor.faults.tensor.data_ptr() for part in due]), first.device)
+        shown = torch.stack([part.grads.shown for part in due])
+    faults = _addresses(tuple(map(_FAULT, due)), first.device)
     first.timeline.keep(faults)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=first.device)
     gate.judge(numbers, shown, faults, verdicts, number)

@@ -153,8 +153,7 @@ class Route(NamedTuple):
     @property
     def may_be_kept(self) -> bool:
         """Return whether a later lookup can tell that something has changed."""
-        are_on_host = all(share.layout.features is not None for share in self.shares)
-        return are_on_host and not any(self.hooks) and not are_there_groups()
+        return not any(self.hooks) and not are_there_groups()
 
     def is_current(self, container: dict[str, Any]) -> bool:
         is_same = self.generation == generation.now and self.container == container

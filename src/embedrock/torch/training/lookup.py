@@ -151,7 +151,11 @@ class LayerLayout:
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
         self.are_as_found = forms == {(getattr(executor, "device", None), torch.float32)}
-        self._executors = () if self.executor is not None else [handle.executor() for handle in self.handles]
+        self._executors, self._locks = [], []
+        if self.executor is None:
+            self._executors = [handle.executor() for handle in self.handles]
+            self._locks = [rows_of(handle.table).table_lock for handle in self.distinct]
+        self._generations = list(map(_GENERATION, self._locks))
         self._on_device: dict[tuple[int, ...] | None, DeviceFeatures] = {}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         generation.layouts.add(self)
@@ -194,13 +198,14 @@ class LayerLayout:
         if self.generation != generation.now or self.parameters[0] is not parameters or not self.has_its_handles():
             return False
         handle, own = self.handles[0], self.executor
-        if own is handle._host and not are_there_groups():
+        if (own is None or own is handle._host) and not are_there_groups():
             return True
-        executor = handle.executor()  # a process group may share the rows from now on, or they may have to leave a GPU
-        return own is executor or (own is None and not isinstance(executor, CpuExecutor))
+        return own is handle.executor()  # a process group may share the rows from now on
 
     def has_its_handles(self) -> bool:
-        """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it."""
+        """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it, and no GPU rows."""
+        if list(map(_GENERATION, self._locks)) != self._generations:
+            return False
         try:
             return list(map(id, map(_HANDLE, self.parameters))) == self.owned
         except KeyError:
@@ -238,6 +243,7 @@ class LayerLayout:
 
 
 _PASSED_BY, _TRAINS = attrgetter("unapplied.passed_by"), attrgetter("requires_grad")
+_GENERATION = attrgetter("generation")
 _INT64, _TENSORS = np.dtype(np.int64), {Tensor}
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 _FORM, _WATCHED, _HANDLE = attrgetter("dtype", "ndim"), attrgetter("is_watched"), itemgetter("handle")
