@@ -16,10 +16,10 @@ def example_directory() -> None:
     used, ids = torch.zeros((), dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64)
     for slots, seed in ((SLOTS, 1), (SLOTS + 1, 2**63 - 1), (1, 16)):  # what Triton compiles kernels anew for
         directory.file(used, N, directory.HashIndexTensors(torch.zeros(2 * slots, dtype=torch.int64), ids, seed))
-    rows, entries = (keys, None, None, count, None), torch.zeros(1, WORDS, dtype=torch.int64)
+    starts, entries = torch.arange(N + 1, dtype=torch.int32), torch.zeros(1, WORDS, dtype=torch.int64)
+    rows, bounds = (keys, starts, None, count, keys), torch.zeros(3, dtype=torch.int32)
     for start in range(2):  # wherever counters begin
-        for known in (None, keys):
-            directory.search(rows, entries, keys, counts, counts[start:], known=known)
+        directory.search(rows, entries, keys, counts, counts[start:], bounds)
         directory.enter(rows, entries, keys, counts, counts[start:], counts, (0, 1), verdict)
 
 

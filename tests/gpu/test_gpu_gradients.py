@@ -149,7 +149,7 @@ def test_the_norm_is_that_of_the_rows_gradients():
     assert mine.rows.handle.grad is not None
     assert mine.rows.handle.grad.item() == pytest.approx(theirs.rows.handle.grad.item(), rel=1e-7)  # type: ignore[union-attr]
     # Autograd keeps the number that the kernel wrote, and that does not keep the gradients alive.
-    assert mine.rows.handle.grad.untyped_storage().nbytes() == 12
+    assert mine.rows.handle.grad.untyped_storage().nbytes() <= 16 * 64  # no memory of a batch
 
 
 def test_two_lookups_in_one_backward():
@@ -227,7 +227,7 @@ def test_bags_with_weights():
 )
 def test_ids_outside_of_the_table(way: Way, bad: int):
     model = train(make(way), batches(2))
-    before, told = model.weights(), "2147483647 or more" if bad == 2**62 else bad
+    before, told = model.weights(), bad
     with pytest.raises(
         er.IdError, match=rf"`ids` of .*Embedding.* must lie in \[0, {ROWS}\): got {told} in an earlier"
     ):
@@ -426,7 +426,7 @@ def test_a_batch_that_is_expected_is_planned_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runtime, "on_launch", lambda kernel, *args: launched.update([kernel.fn.__name__]))
     train(model, ert.prefetch(ids, {model.rows: lambda ids: ids}))
     assert (launched["_collect"], launched["_exchange"]) == (3, 3)
-    assert launched["_mark"] == 3 + 2  # the ids of two are checked when they are looked up
+    assert launched["_bounds"] == 2  # the ids of two are checked when they are looked up
     assert_same_table(model.table, train(make(None), ids).table)
 
 

@@ -20,7 +20,6 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import cache as near_device
 from embedrock.device import memory_for
-from embedrock.device import plan as near_plan
 from embedrock.kernels.gpu import cache, plan
 from embedrock.kernels.gpu.runtime import ReadyKernel
 from slow import slow
@@ -158,8 +157,7 @@ def use_blocks_of(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK", lanes)
         monkeypatch.setattr(module, "blocks", lambda n: -(-n // lanes))
     monkeypatch.setattr(plan, "_ready_to_mark", ReadyKernel(plan._mark, LANES=lanes))
-    for module, cached in (plan, "_to_collect"), (near_plan, "_room_of"):
-        monkeypatch.setattr(module, cached, getattr(module, cached).__wrapped__)
+    monkeypatch.setattr(plan, "_to_collect", plan._to_collect.__wrapped__)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer looks for races on a GPU: see on_gpu.py")

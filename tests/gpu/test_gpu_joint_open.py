@@ -19,8 +19,9 @@ from torch import Tensor
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import joint_hashed as joint_open
+from embedrock.device import hashed_batch
 from embedrock.device import memory_for
+from embedrock.device.features import FeatureLayout
 from embedrock.device.lookup import DeviceLookup
 from embedrock.kernels.gpu import directory, plan
 from embedrock.kernels.gpu.addresses import TableEntryWords
@@ -256,16 +257,15 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
     executors: list[Any] = [table.executor for table in models[0].tables]
     rows = np.zeros((30, DIM), np.float32)
     if when == "before the read":
-        reading = DeviceLookup(
-            [executor.feature(many[name], None) for name, executor in zip("abc", executors, strict=True)], True
-        )
+        reading = DeviceLookup(FeatureLayout(executors, [None] * TABLES), [many[name] for name in "abc"], trains=True)
+        reading.plan()
         models[0].tables[0].assign(np.arange(100, 130), rows)
         models[0].layers["a"](torch.arange(3))  # which takes it over
         assert executors[0].joins is None
         found = reading.read()
         for table, own in zip(models[0].tables, found, strict=True):
             np.testing.assert_array_equal(own.cpu(), table.lookup(np.arange(18)))
-        summed = reading.sum([torch.ones(18, DIM, device=own.device) for own in found])
+        summed = reading.sums([torch.ones(18, DIM, device=own.device) for own in found])
         assert len(summed) == TABLES
         models[1].tables[0].assign(np.arange(100, 130), rows)
     elif when == "in the lookup":
@@ -299,7 +299,7 @@ def test_tables_that_leave_the_device_keep_none_of_its_memory(near: int) -> None
 
 
 def test_more_tables_than_a_byte_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_open, "NARROW", 2)
+    monkeypatch.setattr(hashed_batch, "NARROW", 2)
     models = [Model("together"), Model("alone")]
     batch = {name: torch.arange(k, k + 9) for k, name in enumerate("abc")}
     for model in models:
@@ -311,7 +311,6 @@ def test_more_tables_than_a_byte_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
     detector = race_detector.install(monkeypatch)
     monkeypatch.setattr(directory, "LANES", 4)
-    monkeypatch.setattr(joint_open, "_room_of", joint_open._room_of.__wrapped__)  # it keeps what other lanes need
     models = [Model("together"), Model("alone")]
     rng = np.random.default_rng(5)
     for _ in range(2):

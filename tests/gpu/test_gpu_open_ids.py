@@ -58,23 +58,19 @@ class Pair:
         self.words = tensor(np.array([words], np.int64))
         self.ids, self.count = np.zeros(slots, np.int64), 0
 
-    def step(self, ids: np.ndarray, dropped: np.ndarray, live: bool, spare: int) -> None:
+    def step(self, ids: np.ndarray, live: bool, spare: int) -> None:
         """Look ids up and enter them; `spare` are beyond the count."""
         n = len(ids)
-        keys = tensor(np.append(ids, np.full(spare, 7)))
-        known = tensor(np.where(np.append(dropped, np.zeros(spare, bool)), device.DROPPED, device.NEW))
-        count = one(n)
-        found, slots = (Poisoned((n + spare,), torch.int64) for _ in range(2))
-        counts, news, ticket = Poisoned((kernels.blocks(n + spare),), torch.int32), one(0).repeat(2), one(0)
-        rows = keys, None, None, count, None
-        expected = device.search(ids, np.array([n]), np.where(dropped, device.DROPPED, 0), self.ids, self.count)
-        kernels.search(rows, self.words, found.inside, counts.inside, news[:1])
-        np.testing.assert_array_equal(found.check(n)[~dropped], expected[~dropped])
-        assert counts.inside.sum() == news[0] == np.count_nonzero(found.inside[:n].cpu().numpy() == device.NEW)
-        kernels.search(rows, self.words, slots.inside, counts.inside, news[1:], known=known)
+        keys, starts = tensor(np.append(ids, np.full(spare, 7))), torch.arange(n + spare + 1, dtype=torch.int32)
+        slots, bounds = Poisoned((n + spare,), torch.int64), Poisoned((3,), torch.int32)
+        counts, news, ticket = Poisoned((kernels.blocks(n + spare),), torch.int32), one(0), one(0)
+        rows = keys, tensor(starts.numpy()), None, one(n), tensor(np.array([0, n + spare]))
+        expected = device.search(ids, np.array([n]), self.ids, self.count)
+        kernels.search(rows, self.words, slots.inside, counts.inside, news, bounds.inside)
         np.testing.assert_array_equal(slots.check(n), expected)
-        assert counts.inside.sum() == news[1] == np.count_nonzero(expected == device.NEW)
-        of_new = slots.inside, counts.inside, news[1:]
+        assert bounds.check(3).tolist() == [0, n, -1]
+        assert counts.inside.sum() == news[0] == np.count_nonzero(expected == device.NEW)
+        of_new = slots.inside, counts.inside, news
         kernels.enter(rows, self.words, *of_new, ticket, (0, 1), verdict(live)[None])
         assert int(ticket) == 0
         self.count = device.enter(ids, expected, live, self.ids, self.count)
@@ -92,7 +88,7 @@ def test_ids_get_the_slots_of_the_reference(seed: int):
         known = rng.choice(pair.ids[: max(1, pair.count)], 20)
         ids = np.unique(np.concatenate([*some, known]))
         if len(ids) + pair.count < 3000:
-            pair.step(ids, rng.random(len(ids)) < 0.1, k != 1, int(rng.integers(0, 600)))
+            pair.step(ids, k != 1, int(rng.integers(0, 600)))
     assert pair.count > 100
 
 
@@ -103,7 +99,7 @@ def test_ids_that_collide(count: int, alike: str):
     hashes = [(7 << 32) | k if alike == "place" else (k << 32) | 7 for k in range(count)]
     ids, pair = np.unique(forged(hashes, 99)), Pair(2 * count, 99)
     for some in ids[: count // 2], ids, ids:
-        pair.step(some, np.zeros(len(some), bool), True, 3)
+        pair.step(some, True, 3)
     assert pair.count == count
 
 

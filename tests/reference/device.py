@@ -353,19 +353,17 @@ def norm(values: np.ndarray, count: Int32Array, norms: np.ndarray) -> None:
 # ---------------------------------------------------------------- open ids
 
 
-def search(keys: Int64Array, count: Int32Array, known: Int64Array, ids: Int64Array, used: int) -> Int64Array:
-    """Return the slots of ids that are to be stepped, `NEW` where there is none.
+def search(keys: Int64Array, count: Int32Array, ids: Int64Array, used: int) -> Int64Array:
+    """Return the slots of ids, `NEW` where there is none.
 
     Args:
         keys: (n,), the ids, none of them twice.
         count: int32 (1,), how many there are.
-        known: (n,), `DROPPED` where a row is not stepped, which the slots keep.
         ids: of the slots, in their order.
         used: how many slots were given.
     """
     slots = {key: slot for slot, key in enumerate(ids[:used].tolist())}
-    found = np.array([slots.get(key, NEW) for key in keys[: count[0]].tolist()], np.int64)
-    return np.where(known[: count[0]] == DROPPED, DROPPED, found)
+    return np.array([slots.get(key, NEW) for key in keys[: count[0]].tolist()], np.int64)
 
 
 def enter(keys: Int64Array, slots: Int64Array, is_live: bool, ids: Int64Array, used: int) -> int:

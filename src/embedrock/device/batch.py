@@ -284,7 +284,7 @@ class DeviceBatch:
         own.placed = executor.placed(own.sizes.words, True)
         own.make(ids)
         own.keys = own.keys[: executor.spec.rows + 1]  # a bound for any number of accumulated batches
-        own.count = (own.keys < own.nobody).sum(dtype=torch.int32).reshape(1)
+        own.count = (own.keys < own.firsts[0] + executor.spec.rows).sum(dtype=torch.int32).reshape(1)
         return own
 
     def _is_padding(self) -> Tensor:

@@ -20,7 +20,6 @@ from embedrock.table.rows import TableState
 
 BAD_ID, NONFINITE, BESIDE, BAD_OFFSETS = 1, 2, 3, 4  # error codes; BESIDE: another table of the same step was refused
 
-LEAST_ID, MOST_ID = -(2**31), 2**31 - 1  # range of ids on the GPU; others are clamped, and are bad
 
 # All instances. When one raises, the other tables of the refused step undo their steps, too.
 _all: weakref.WeakSet[DeviceErrors] = weakref.WeakSet()
@@ -165,7 +164,7 @@ class DeviceErrors:
                     other._take_back()
         if code == BAD_ID:
             raise IdError(
-                f"`ids` of {self._rows.subject} must lie in [0, {self._rows.spec.rows}): got {_told(value)} in an "
+                f"`ids` of {self._rows.subject} must lie in [0, {self._rows.spec.rows}): got {value} in an "
                 f"earlier batch, on the GPU. {_undone(refused)} {OPEN_IDS}"
             )
         if code == BAD_OFFSETS:
@@ -236,13 +235,6 @@ def ask(faults: Sequence[DeviceErrors]) -> None:
                 answer = copied[lines] = lines.come()
         each._answer, each._is_asked = answer, answer is not None
         each._asked_at = launched[-1] if launched else 0
-
-
-def _told(value: int) -> str:
-    """Return a bad id as text. The GPU clamps ids to 32 bits."""
-    if value == LEAST_ID:
-        return f"{value} or less"
-    return f"{value} or more" if value == MOST_ID else str(value)
 
 
 def _undone(steps: int) -> str:

@@ -45,6 +45,7 @@ class DeviceLookup:
         by_frequency: bool = False,
     ) -> None:
         self._layout, self._trains, self._by_frequency, self._ids = layout, trains, by_frequency, ids
+        self._is_pooled = all_bags is not None
         order = layout.order
         self._given = [ids[k] for k in order] if len(order) > 1 else ids
         self._all_bags: list[Any] | None = None if all_bags is None else [all_bags[k] for k in order]
@@ -176,7 +177,7 @@ class DeviceLookup:
         if len(order) > 1:
             found = dict(zip(order, torch.split_with_sizes(out, self._outputs), strict=True))
             parts = [found[k] for k in range(len(order))]
-        if self._bags is not None or self._all_bags is not None:
+        if self._is_pooled:
             return list(parts)
         return [
             part if ids.dim() == 1 else part.view(*ids.shape, out.shape[1])
