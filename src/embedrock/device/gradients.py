@@ -141,30 +141,20 @@ def sum_rows(
     return DeviceRowGradients.of(plan, values, norms)
 
 
-def room_for_sums(
-    plan: DeviceBatchPlan, dim: int, squares: int | None = None, norms: int = 3
-) -> tuple[Tensor, Tensor, sums.SumScratch]:
-    """Return memory for sums by row, float32 (n, dim), for their norms, float32 (norms,), and scratch.
-
-    Args:
-        plan: of the positions.
-        dim: of the rows.
-        squares: sums of squares in the scratch; None: the number that one norm needs.
-        norms: see above.
-    """
+def room_for_sums(plan: DeviceBatchPlan, dim: int, tables: int = 1) -> tuple[Tensor, Tensor, sums.SumScratch]:
+    """Return memory for sums by row, float32 (n, dim), for norms, float32 (3 * tables,), and scratch."""
     n, device = plan.order.shape[0], plan.order.device
-    lines, (at, shape), (of_rows, count) = _room_of(n, dim, squares)
+    lines, (at, shape), (of_rows, count) = _room_of(n, dim, tables)
     whole = torch.empty(lines, dim, dtype=torch.float32, device=device)
-    room = torch.empty(norms, dtype=torch.float32, device=device)  # an own allocation, as handles may keep it
+    room = torch.empty(3 * tables, dtype=torch.float32, device=device)  # an own allocation, as handles may keep it
     partial, squared = TensorPart(whole, at, shape, torch.float32), TensorPart(whole, of_rows, count, torch.float64)
     return whole[:n], room, sums.SumScratch(partial, squared, plan.tickets)
 
 
 @functools.lru_cache(maxsize=256)
-def _room_of(n: int, dim: int, squares: int | None) -> tuple[int, Place, Place]:
+def _room_of(n: int, dim: int, tables: int) -> tuple[int, Place, Place]:
     """Return the lines that hold sums by row and scratch, and the places of the scratch's two parts."""
-    later = sums.partial_rows(n)
-    squares = sums.square_sums(n, dim) if squares is None else squares
+    later, squares = sums.partial_rows(n, tables), sums.square_sums(n, dim, tables)
     partial = aligned(n * dim)
     of_rows = partial + aligned(later * dim)
     return -(-(of_rows + 2 * squares) // dim), (partial, (later, dim)), (of_rows, (squares,))

@@ -21,7 +21,6 @@ from embedrock.device.joint_plan import (
 )
 from embedrock.device.plan import DeviceBatchPlan, FoundWeights
 from embedrock.device.pooling import DeviceBags, PlannedTables
-from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import rows, sums
 from embedrock.system.spans import spanned
 
@@ -165,16 +164,14 @@ class DeviceLookup:
             return self._summed_alone(grads)
         with self._working:
             joined = self._joined_grads(grads)
-            k, dim = len(plan.executors), joined.shape[1]
-            of_tables = k * kernels.PROGRAMS
-            values, numbers, scratch = room_for_sums(plan.plan, dim, of_tables + len(plan.plan.order), 3 * k)
-            parts, scratch = scratch.squares, scratch._replace(squares=scratch.squares[of_tables:])
-            arrays = plan.plan.arrays
+            k = len(plan.executors)
+            values, numbers, scratch = room_for_sums(plan.plan, joined.shape[1], k)
             what, share = sums.PLAIN, None
             if self._bags is not None:
                 what, share = self._bags.shares(self._trace)
-            sums.sum_shares(what, joined, share, arrays, plan.executors[0].no_row, scratch, values, numbers, each=True)
-            kernels.norms(k, plan.bounds, scratch.squares, parts, plan.tickets_of_norms, numbers)
+            *arrays, _ = plan.plan.arrays
+            given = (*arrays, plan.ends), plan.paddings, scratch, values, numbers, plan.layout, plan.programs
+            sums.sum_shares(what, joined, share, *given)
         numbers = numbers.unbind()
         found = {}
         for t, executor in enumerate(plan.executors):

@@ -113,8 +113,7 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatc
         The plan, without keys, and the tables of its sorted positions.
     """
     n, device = len(ids), ids.device
-    more = JointBatchPlan.tickets(k)
-    room = carved(device, _room_of(n, more + k))
+    room = carved(device, _room_of(n, JointBatchPlan.tickets(k)))
     *wide, inverse, count, new, starts, counts, tickets = room
     keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
@@ -123,7 +122,7 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatc
     of_positions, second = torch.sort(of_positions, stable=True)
     kernels.mark(by_id, first, second, of_positions, ordered, order, counts, tickets)
     plan_kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, tickets, of=of_positions)
-    news = new, tickets[-more - k : -more]
+    news = new, tickets[-k:]  # instead of misses, as there is no cache
     made = DeviceBatchPlan((n,), keys, unique, starts, order, inverse, count, tickets, stamp, ordered=ordered, new=news)
     return made, of_positions
 

@@ -102,6 +102,7 @@ class JointBatchPlan:
         tables: the tables for kernels.
         firsts: the key of each table's first row.
         cuts: begin of each table's positions, and the end of the last.
+        programs: that sum the gradients.
         ids: of all features, concatenated, on the device: int64 or int32.
         placed: words about the features on the device; others may follow.
         plan: of all positions.
@@ -130,9 +131,10 @@ class JointBatchPlan:
         self.tables = DeviceTables(entries, kind.kind, kind.draw, kind.form)
         self.ids = _joined(given, first)
         self.cuts, self._search = (0, *itertools.accumulate(positions)), None
-        words = batch.words
+        of_sums = sums.layout_of(self.cuts, kind.form.dim)
+        words, self.programs = (*batch.words, *of_sums), of_sums[-1]
         if not is_cached:
-            self.placed = batch.placed((*words, *self.cuts) if kind.is_open else words)
+            self.placed = batch.placed(words)
             return
         shares = shares_of(batch.executors, positions)
         self.placed = batch.placed((*words, *shares.words, *times_of(times)), recurs=False)
@@ -175,11 +177,21 @@ class JointBatchPlan:
         tables, keys, ids = self.known
         return SteppedTables(tables, keys, ids, self.plan.count, self.bounds, values, first, self.plan.found)
 
+    @property
+    def layout(self) -> TensorPart:
+        """The words of `sums.layout_of`: int64 (2 * (k + 1),)."""
+        return TensorPart(self.placed, 2 * len(self.batch.words), (2 * len(self.executors) + 2,), torch.int64)
+
     # Zeroed counters, by which programs find the last one, or count. The counters of sums come before them.
     @staticmethod
     def tickets(k: int) -> int:
-        """Return the number of counters for k tables."""
-        return 3 * k + 1
+        """Return the number of counters for k tables, beside those for sums of one."""
+        return 4 * k - 1
+
+    @property
+    def ends(self) -> TensorPart:
+        """The end of each table's rows: int32 (k,)."""
+        return TensorPart(self.bounds, 1, (len(self.executors),), torch.int32)
 
     @property
     def paddings(self) -> TensorPart:
@@ -191,18 +203,13 @@ class JointBatchPlan:
     def tickets_of_bags(self) -> Tensor | TensorPart:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
-        return self.plan.tickets[-3 * k - 1 : -2 * k]
+        return self.plan.tickets[-2 * k - 1 : -k]
 
     @property
     def misses(self) -> Tensor | TensorPart:
         """Number of rows to load of each table: int32 (k,)."""
         k = len(self.executors)
-        return self.plan.tickets[-2 * k : -k]
-
-    @property
-    def tickets_of_norms(self) -> Tensor | TensorPart:
-        """Counters of `kernels.norms`: int32 (k,)."""
-        return self.plan.tickets[-len(self.executors) :]
+        return self.plan.tickets[-k:]
 
     def of(self, table: int) -> DeviceBatchPlan:
         """Return the plan of one table, equal to a plan of it alone."""
