@@ -6,7 +6,7 @@ import itertools
 
 import torch
 from examples_rows import KEYS, ONE, forms, in_memory, numbers
-from examples_sums import COUNT, INVERSE, NORMS, ORDER, SKIP, STARTS, N, scratch
+from examples_sums import COUNT, INVERSE, NORMS, ORDER, STARTS, N, scratch
 
 from embedrock.kernels.gpu import directory, gate, joint, plan, rows, sums
 from embedrock.kernels.gpu.addresses import WORDS, AddressKind, DeviceTables
@@ -30,7 +30,6 @@ def example_plan() -> None:
         plan.collect(KEYS.int(), 9, KEYS, ONE, KEYS, ONE, ONE, ONE, ONE, tables, None, (ids, ONE, 1))
     for starts in (KEYS, KEYS.int()):
         joint.bags(starts, CUTS, 3, tables, ONE, ONE, COUNT, INVERSE, INVERSE)
-    joint.norms(3, ONE, torch.zeros(8).double(), torch.zeros(99).double(), ONE, NORMS)
 
 
 def example_open_ids() -> None:
@@ -67,15 +66,11 @@ def example_rows() -> None:
     rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdict, None, step, in_memory(numbers(SGD(), 1)))
 
 
-def example_sums_of_each_row() -> None:
-    values, room = torch.zeros(N, 64), scratch(64)._replace(squares=torch.zeros(N).double())
-    sums.sum_shares(sums.PLAIN, values, None, (STARTS, ORDER, INVERSE, COUNT), SKIP, room, values, NORMS, each=True)
-
-
-def example_bags_of_each_mode() -> None:
+def example_sums_of_several_tables() -> None:
     values, argmax = torch.zeros(N, 64), torch.zeros(N, 64, dtype=torch.int32)
-    share, room = (INVERSE, None, torch.zeros(N), None), scratch(64)._replace(squares=torch.zeros(N).double())
-    plan = STARTS, ORDER, INVERSE, COUNT
-    sums.sum_shares(sums.POOLED, values, share, plan, SKIP, room, values, NORMS, each=True)
-    share = INVERSE, None, None, argmax
-    sums.sum_shares(sums.MAXIMA, values, share, plan, SKIP, room, values, NORMS, each=True)
+    shares = (None, (INVERSE, None, torch.zeros(N), None), (INVERSE, None, None, argmax))
+    layout = torch.tensor(sums.layout_of((0, 40, 40, N), 64))
+    for (what, share), start in itertools.product(enumerate(shares), (0, 1)):  # wherever words begin
+        words, ends = torch.cat([layout[:start], layout])[start:], COUNT.repeat(4)[start:]
+        plan = STARTS, ORDER, INVERSE, ends
+        sums.sum_shares(what, values, share, plan, ends, scratch(64, 3), values, NORMS, words, int(layout[-1]))

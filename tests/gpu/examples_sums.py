@@ -17,9 +17,9 @@ WIDE = 4096
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
-def scratch(dim: int) -> sums.SumScratch:
-    squares = torch.zeros(sums.square_sums(N, dim), dtype=torch.float64)
-    return sums.SumScratch(torch.zeros(sums.partial_rows(N), dim), squares, torch.zeros(9, dtype=torch.int32))
+def scratch(dim: int, tables: int = 1) -> sums.SumScratch:
+    squares, partial = torch.zeros(sums.square_sums(N, dim, tables)), torch.zeros(sums.partial_rows(N, tables), dim)
+    return sums.SumScratch(partial, squares.double(), torch.zeros(9, dtype=torch.int32))
 
 
 def example_sums() -> None:

@@ -89,7 +89,7 @@ def launches() -> Iterator[collections.Counter[str]]:
         runtime.on_launch = before
 
 
-JOINT = dict.fromkeys(("_join", "_mark", "_collect", "_read", "_sum", "_norms", "_judge", "_step"), 1)
+JOINT = dict.fromkeys(("_join", "_mark", "_collect", "_read", "_sum", "_judge", "_step"), 1)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch):
     detector = race_detector.install(monkeypatch)
     mine = Model(EVERYTHING).train(2)
     assert detector.found == set()
-    assert {"_collect", "_norms", "_step"} <= detector.launched
+    assert {"_collect", "_step"} <= detector.launched
     assert_same(mine, Model(None).train(2))
 
 
@@ -452,7 +452,7 @@ def made_tables(rows: list[int], paddings: list[int]) -> tuple[DeviceTables, np.
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
-def test_join_bounds_and_norms(dtype: type) -> None:
+def test_join_and_bounds(dtype: type) -> None:
     rows, paddings, rng = [5, 1000, 1, 40], [-2, 3, 0, -2], np.random.default_rng(0)
     tables, firsts, faults = made_tables(rows, paddings)
     sizes, of = [7, 0, 2000, 3, 90], [0, 0, 1, 2, 3]
@@ -485,18 +485,6 @@ def test_join_bounds_and_norms(dtype: type) -> None:
     same(faults, found)
     assert not tickets.any()
     assert found[:, 2].tolist() == [-9, 0, 6, 0]
-
-    squares = rng.random(len(unique) + 3)
-    norms, expected_norms, tickets = (
-        Poisoned((12,), torch.float32),
-        np.empty(12, np.float32),
-        torch.zeros_like(one(0)).repeat(4),
-    )
-    device.norms(firsts, paddings, unique, wanted, squares, expected_norms)
-    parts = Poisoned((4 * joint.PROGRAMS,), torch.float64).inside
-    joint.norms(4, bounds.inside, tensor(squares), parts, tickets, norms.inside)
-    np.testing.assert_allclose(norms.check(12), expected_norms, rtol=1e-6)
-    assert not tickets.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

@@ -6,13 +6,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import race_detector
 import torch
+from gpu_device import INTERPRETED
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensors import DEVICE, Poisoned, one, same, tensor
 
 import reference
 from embedrock.kernels.gpu import sums
 from reference import device
-from slow import slow
+from slow import examples, slow
 
 DIMS = 1, 3, 17, 64
 SHORT = [1, 2, 5, 64, 3, 63, 1, 1]
@@ -52,21 +56,37 @@ def expected_sums(grads: np.ndarray, plan: Plan, skip: int) -> np.ndarray:
     return values
 
 
+class Room:
+    """Poisoned memory for the sums of some tables, and zeroed counters."""
+
+    def __init__(self, n: int, dim: int, tables: int = 1) -> None:
+        later, squares = sums.partial_rows(n, tables), sums.square_sums(n, dim, tables)
+        self.values, self.norms = Poisoned((n, dim), torch.float32), Poisoned((3 * tables,), torch.float32)
+        self.tickets = Poisoned((tables + later,), torch.int32)
+        self.tickets.inside.zero_()
+        self._scratch = Poisoned((later, dim), torch.float32), Poisoned((squares,), torch.float64)
+
+    @property
+    def arguments(self) -> tuple[sums.SumScratch, torch.Tensor, torch.Tensor]:
+        partial, squares = self._scratch
+        scratch = sums.SumScratch(partial.inside, squares.inside, self.tickets.inside)
+        return scratch, self.values.inside, self.norms.inside
+
+    def check(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Fail if anything else was written to; return the sums and the norms."""
+        for part in self._scratch:
+            part.check(len(part.inside))
+        assert not self.tickets.check(len(self.tickets.inside)).any()  # they may be drawn again
+        return self.values.check(rows), self.norms.check(len(self.norms.inside))
+
+
 def run(call: Any, plan: Plan, dim: int, skip: int) -> np.ndarray:
     """Call a kernel that sums over a plan, on poisoned memory; return its sums. Their norm must fit them."""
-    n = len(plan.order)
-    later, squares = sums.partial_rows(n), sums.square_sums(n, dim)
-    values, norms = Poisoned((n, dim), torch.float32), Poisoned((3,), torch.float32)
-    tickets = Poisoned((1 + later,), torch.int32)
-    tickets.inside.zero_()
-    scratch = Poisoned((later, dim), torch.float32), Poisoned((squares,), torch.float64), tickets
-    call(plan.tensors, one(skip), sums.SumScratch(*(part.inside for part in scratch)), values.inside, norms.inside)
-    for part in scratch[:2]:
-        part.check(len(part.inside))
-    assert not tickets.check(1 + later).any()  # they may be drawn again
-    got, expected = values.check(plan.rows), np.empty(3, np.float32)
+    room = Room(len(plan.order), dim)
+    call(plan.tensors, one(skip), *room.arguments)
+    (got, norms), expected = room.check(plan.rows), np.empty(3, np.float32)
     device.norm(got, np.array([plan.rows], np.int32), expected)
-    np.testing.assert_allclose(norms.check(3), expected, rtol=2e-7)
+    np.testing.assert_allclose(norms, expected, rtol=2e-7)
     return got
 
 
@@ -124,6 +144,77 @@ def test_the_same_bits_again() -> None:
     plan, grads = plan_of(LONG[2]), torch.randn(sum(LONG[2]), 8, device=DEVICE)
     first, again = (summed(grads, plan, -1) for _ in range(2))
     same(first, again)
+
+
+# ---------------------------------------------------------------- several tables
+
+
+def of_tables(plans: list[Plan], skips: list[int], grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of tables, each with a plan, and their norms: (3, tables)."""
+    k, dim = len(plans), grads.shape[1]
+    cuts = np.cumsum([0, *(len(plan.order) for plan in plans)])
+    bounds = np.cumsum([0, *(plan.rows for plan in plans)])
+    starts = [plan.starts[: plan.rows] + cut for plan, cut in zip(plans, cuts, strict=False)]
+    order = [plan.order + cut for plan, cut in zip(plans, cuts, strict=False)]
+    inverse = [plan.inverse + bound for plan, bound in zip(plans, bounds, strict=False)]
+    arrays = [np.concatenate(parts) for parts in ([*starts, cuts[-1:]], order, inverse)]
+    whole = Plan(arrays[0].astype(np.int32), arrays[1], arrays[2].astype(np.int32), int(bounds[-1]))
+    skip = [row + bound if row >= 0 else -1 for row, bound in zip(skips, bounds, strict=False)]
+    layout = sums.layout_of(tuple(cuts.tolist()), dim)
+    room, ends = Room(len(grads), dim, k), tensor(np.append(bounds[1:], skip).astype(np.int32))
+    plan = *whole.tensors[:3], ends[:k]
+    given = ends[k:], *room.arguments, tensor(np.array(layout)), layout[-1]
+    sums.sum_shares(sums.PLAIN, tensor(grads), None, plan, *given)
+    values, norms = room.check(whole.rows)
+    return values, norms.reshape(3, k)
+
+
+def check_tables(tables: list[list[int]], dim: int, seed: int = 0) -> None:
+    """Sum tables with so many positions of each row; each one's sums and norm must have the bits of it alone."""
+    rng, plans = np.random.default_rng(seed), [plan_of(sizes, seed + k) for k, sizes in enumerate(tables)]
+    skips = [int(rng.integers(-1, plan.rows)) for plan in plans]
+    grads = rng.standard_normal((sum(map(sum, tables)), dim)).astype(np.float32)
+    values, norms = of_tables(plans, skips, grads)
+    begin = position = 0
+    squares, unique, firsts = [], [], [0]
+    for plan, skip, found in zip(plans, skips, norms.T, strict=True):
+        end, own = begin + plan.rows, grads[position : position + len(plan.order)]
+        alone = Room(len(own), dim)
+        sums.sum_shares(sums.PLAIN, tensor(own), None, plan.tensors, one(skip), *alone.arguments)
+        expected, norm = alone.check(plan.rows)
+        same(values[begin:end], expected)
+        same(found, norm)
+        close(expected, own, plan, expected_sums(own, plan, skip))
+        squares.append(np.square(expected, dtype=np.float64).sum(axis=1))
+        unique.append(firsts[-1] + np.arange(plan.rows))
+        firsts.append(firsts[-1] + plan.rows)
+        begin, position = end, position + len(own)
+    wanted, bounds = np.empty(3 * len(tables), np.float32), np.array(firsts, np.int32)
+    every = np.concatenate(unique), bounds, np.concatenate(squares)
+    device.norms(np.array(firsts), skips, *every, wanted)
+    np.testing.assert_allclose(norms.reshape(-1), wanted, rtol=2e-7)
+
+
+SEGMENTS = st.lists(st.sampled_from([1, 1, 2, 3, 63, 64, 65, 128, 129, 200]), max_size=3)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(tables=st.lists(SEGMENTS, min_size=1, max_size=4).filter(any), dim=st.sampled_from([1, 5, 64, 300]))
+def test_each_of_several_tables_has_the_bits_of_it_alone(tables: list[list[int]], dim: int) -> None:
+    check_tables(tables, dim)
+
+
+@pytest.mark.parametrize("k", [1, 2, 10, *slow(100)])
+def test_many_tables(k: int) -> None:
+    check_tables([[3, 64, 66][: number % 4] + [150] * (number % 7 == 1) for number in range(1, k + 1)], 3, k)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer looks for races on a GPU: see on_gpu.py")
+def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    detector = race_detector.install(monkeypatch)
+    check_tables([[3, 66], [], [1, 130], [1]], 300)
+    assert "_sum" in detector.launched
+    assert detector.found == set()
 
 
 def check_norm(values: np.ndarray, count: int, rtol: float = 0.0) -> None:

@@ -109,15 +109,19 @@ class DeviceBatch:
         entries, self.firsts = self.layout.entries(known)
         self.tables = DeviceTables(entries, self.family.kind, self.family.draw, self.family.form)
 
-    def _place(self) -> None:
+    def _place_words(self) -> None:
         """Place the words about the batch on the device."""
-        first, (_, positions, _, words, recurs) = self.layout.first, self.sizes
+        self.placed = self.layout.first.placed(self.sizes.words, self.sizes.recurs)
+
+    def _place(self) -> None:
+        """Place the words about the batch and, with caches, about its times on the device."""
         if not self.family.kind.is_cached:
-            self.placed = first.placed(words, recurs)
-            return
+            return self._place_words()
+        first, (_, positions, _, words, _) = self.layout.first, self.sizes
         shares = shares_of(self.executors, positions)
         self.placed = first.placed((*words, *shares.words, *times_of(self._times)), recurs=False)
         self._search = shares, self.placed[len(words) :], self._times[0]
+        return None
 
     # ------------------------------------------------------------ plans
 
@@ -155,18 +159,25 @@ class DeviceBatch:
     def tickets_of_bags(self) -> Tensor | TensorPart:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
-        return self.tickets[-3 * k - 1 : -2 * k]
+        return self.tickets[-2 * k - 1 : -k]
 
     @property
     def misses(self) -> Tensor | TensorPart:
-        """Number of rows to load of each table: int32 (k,)."""
-        k = len(self.executors)
-        return self.tickets[-2 * k : -k]
+        """Number of rows to load, or without a slot, of each table: int32 (k,)."""
+        return self.tickets[-len(self.executors) :]
 
     @property
-    def tickets_of_norms(self) -> Tensor | TensorPart:
-        """Counters of `kernels.norms`: int32 (k,)."""
-        return self.tickets[-len(self.executors) :]
+    def ends(self) -> Tensor | TensorPart:
+        """The end of each table's rows: int32 (k,)."""
+        return self.bounds[1 : len(self.executors) + 1]
+
+    @property
+    def layout_of_sums(self) -> tuple[TensorPart | None, int]:
+        """The words of `sums.layout_of`, int64 (2 * (k + 1),), and the last of them; None: of one table."""
+        k, words = len(self.executors), self.sizes.words
+        if k == 1:
+            return None, 0
+        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (2 * k + 2,), torch.int64), words[-1]
 
     @property
     def paddings(self) -> Tensor | TensorPart:
@@ -281,7 +292,7 @@ class DeviceBatch:
         ])  # fmt: skip
         own = cls.of_one(executor, None, len(ids), stamp)
         own._use((executor.known._replace(fault=executor.no_fault.data_ptr()),))
-        own.placed = executor.placed(own.sizes.words, True)
+        own._place_words()
         own.make(ids)
         own.keys = own.keys[: executor.spec.rows + 1]  # a bound for any number of accumulated batches
         own.count = (own.keys < own.firsts[0] + executor.spec.rows).sum(dtype=torch.int32).reshape(1)
@@ -309,7 +320,7 @@ class DeviceBatch:
 
 def tickets_of(n: int, k: int) -> int:
     """Return the number of counters for n positions of k tables."""
-    return 1 + partial_rows(n) + 3 * k + 1
+    return k + partial_rows(n, k) + 2 * k + 1
 
 
 def _space(device: torch.device, n: int, k: int) -> list[Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from embedrock.device import device_errors
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.device.workspace import Workspace, Workspaces, aligned
+from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.addresses import AddressKind, BatchTime, TableEntryWords
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.table_lock import together
@@ -161,7 +162,8 @@ class BatchSizes(NamedTuple):
         n: number of positions.
         positions: of each table.
         cuts: begin of each table's positions, and the end of the last.
-        words: about the features, which kernels read: see `kernels.join`, and `kernels.bags` for bags.
+        words: that kernels read, about the features (see `joint.join` and, for bags, `joint.bags`), then about the tables
+            (`sums.layout_of`).
         recurs: the next batch may have the same words. Bags of different sizes hardly ever recur.
     """
 
@@ -220,8 +222,10 @@ class FeatureLayout:
         positions = [0] * len(self.executors)
         for table, size in zip(self.tables, sizes, strict=True):
             positions[table] += size
-        words = 0, *itertools.accumulate(sizes), *self.tables, *bags
-        return BatchSizes(sum(sizes), tuple(positions), (0, *itertools.accumulate(positions)), words, recurs)
+        cuts = 0, *itertools.accumulate(positions)
+        of_sums = sums.layout_of(cuts, self.first.form.dim)
+        words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *of_sums
+        return BatchSizes(sum(sizes), tuple(positions), cuts, words, recurs)
 
     # ------------------------------------------------------------ lookups. Callers hold `working`.
 

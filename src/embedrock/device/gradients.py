@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embedrock.device.batch import DeviceBatch
 from embedrock.device.workspace import aligned
-from embedrock.kernels.gpu import joint, sums
+from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 
 _GENERATION = attrgetter("generation")
@@ -223,29 +223,22 @@ def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: A
         batch: of the positions.
         what, share: the shares of positions in gradients of bags, see `sums.sum_shares`.
     """
-    n, k, dim, device = len(batch.order), len(batch.executors), grads.shape[1], grads.device
+    (n, k), dim, device = (batch.sizes.n, len(batch.executors)), grads.shape[1], grads.device
     if grads.stride(1) != 1:  # expanded (as of a sum) or transposed; kernels read contiguous rows
         grads = grads.contiguous()
-    squares = sums.square_sums(n, dim) if k == 1 else k * joint.PROGRAMS + n
-    form = "sums", n, dim, squares
-    space = batch.layout.take(form, 4 * (n + sums.partial_rows(n)) * dim, _space, device, n, dim, squares)
-    values, partial, squared = space.arrays
+    form = "sums", n, dim, k
+    space = batch.layout.take(form, 4 * (n + sums.partial_rows(n, k)) * dim, _space, device, *form[1:])
+    values, partial, squares = space.arrays
     norms = batch.layout.norms(k, device)
-    plan = batch.starts, batch.order, batch.inverse, batch.count
-    if k == 1:
-        scratch = sums.SumScratch(partial, squared, batch.tickets)
-        sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms)
-        return RowSums(batch, values, norms, space)
-    of_tables = k * joint.PROGRAMS
-    scratch = sums.SumScratch(partial, squared[of_tables:], batch.tickets)
-    sums.sum_shares(what, grads, share, plan, batch.executors[0].no_row, scratch, values, norms, each=True)
-    joint.norms(k, batch.bounds, scratch.squares, squared[:of_tables], batch.tickets_of_norms, norms)
+    plan = batch.starts, batch.order, batch.inverse, batch.ends
+    scratch = sums.SumScratch(partial, squares, batch.tickets)
+    sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms, *batch.layout_of_sums)
     return RowSums(batch, values, norms, space)
 
 
-def _space(device: torch.device, n: int, dim: int, squares: int) -> tuple[Tensor, TensorPart, TensorPart]:
-    """Return memory for sums by row, float32 (n, dim), for partial sums, and for sums of squares."""
-    later = sums.partial_rows(n)
+def _space(device: torch.device, n: int, dim: int, k: int) -> tuple[Tensor, TensorPart, TensorPart]:
+    """Return memory for sums by row of k tables, float32 (n, dim), for partial sums, and for sums of squares."""
+    later, squares = sums.partial_rows(n, k), sums.square_sums(n, dim, k)
     partial = aligned(n * dim)
     of_rows = partial + aligned(later * dim)
     whole = torch.empty(-(-(of_rows + 2 * squares) // dim), dim, dtype=torch.float32, device=device)

@@ -42,7 +42,6 @@ class HashedBatch(DeviceBatch):
 
     Attributes:
         of_positions: the table of each position, in the order of `order`; None: of one table.
-        begins: int64 (k + 1,), begin of each table's positions, and the end of the last.
         slots: of the rows, from the last search.
         host, stepped: see `HostBatch`, once the host plans.
     """
@@ -52,16 +51,6 @@ class HashedBatch(DeviceBatch):
     host: Any = None
     stepped: Any = None
     ids: Tensor
-
-    def _place(self) -> None:
-        if not self.family.kind.is_cached:
-            return self._place_cuts()
-        first, (_, positions, cuts, words, _) = self.layout.first, self.sizes
-        shares = shares_of(self.executors, positions)
-        own = *words, *cuts
-        self.placed = first.placed((*own, *shares.words, *times_of(self._times)), recurs=False)
-        self._search = shares, self.placed[len(own) :], self._times[0]
-        self.begins = self.placed[len(words) :]
 
     # ------------------------------------------------------------ plans
 
@@ -78,13 +67,13 @@ class HashedBatch(DeviceBatch):
         else:
             of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=ids.device)
             by_id, first = torch.sort(ids, stable=True)
-            kernels.tables(first, self.begins, k, of_positions)
+            kernels.tables(first, self._begins, k, of_positions)
             self.of_positions, second = torch.sort(of_positions, stable=True)
             kernels.mark(by_id, first, second, self.of_positions, ordered, order, counts, self.tickets)
             self.order = order
         self._ordered = ordered
         plan_kernels.collect(ordered, 0, self.order, counts, *plan, of=self.of_positions)
-        self._new = new, self.tickets[-4 * k - 1 : -3 * k - 1]
+        self._new = new, self.tickets[-3 * k - 1 : -2 * k - 1]
         if not is_ahead or self._search is not None:  # else the lookup finds the slots
             self._find(*self._new)
         if self._search is not None:
@@ -143,7 +132,13 @@ class HashedBatch(DeviceBatch):
 
     @property
     def _arrays(self) -> tuple[Any, ...]:
-        return self.ids, self.starts, self.of_positions, self.count, self.begins
+        return self.ids, self.starts, self.of_positions, self.count, self._begins
+
+    @property
+    def _begins(self) -> TensorPart:
+        """Begin of each table's positions, and the end of the last: int64 (k + 1,)."""
+        k, words = len(self.executors), self.sizes.words
+        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (k + 1,), torch.int64)
 
     def count_new(self) -> int:
         """Return the number of rows of one table without a slot. Waits for the device."""
@@ -181,20 +176,15 @@ class HashedBatch(DeviceBatch):
         assert whole.ids is not None
         self.ids = whole.ids[place]  # a later search finds the slots
         self.keys = torch.zeros_like(self.ids)
-        self._place_cuts()
+        self._place_words()
 
     @classmethod
     def of_ids(cls, executor: Any, ids: Tensor, stamp: int) -> Self:
         """Return the batch of ids (n,) of one table, without a cache."""
         own = cls.of_one(executor, None, len(ids), stamp)
         own._use((executor.known,))
-        own._place_cuts()
+        own._place_words()
         return own.make(ids)
-
-    def _place_cuts(self) -> None:
-        words = self.sizes.words
-        self.placed = self.layout.first.placed((*words, *self.sizes.cuts), self.sizes.recurs)
-        self.begins = self.placed[len(words) :]
 
     def take_words(self) -> None:
         """Take the words about the table, which the host plans from now on."""

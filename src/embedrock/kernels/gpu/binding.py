@@ -23,8 +23,8 @@ class TensorPart:
     request.
 
     Args:
-        whole: tensor of 4-byte elements.
-        start: index of the first element.
+        whole: tensor of elements of 4 or 8 bytes.
+        start: bytes before the part, divided by 4.
         shape: of the part.
         dtype: of the part, of 4 or 8 bytes.
     """
@@ -48,8 +48,9 @@ class TensorPart:
 
     @property
     def tensor(self) -> Any:
-        stop = self._start + prod(self.shape) * self.dtype.itemsize // 4
-        return self._whole.reshape(-1)[self._start : stop].view(self.dtype).view(self.shape)
+        size = self._whole.element_size()
+        start, count = 4 * self._start // size, prod(self.shape) * self.dtype.itemsize // size
+        return self._whole.reshape(-1)[start : start + count].view(self.dtype).view(self.shape)
 
 
 def as_tensor(array: Any) -> Any:

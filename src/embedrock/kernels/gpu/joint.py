@@ -1,4 +1,4 @@
-"""Plans and norms of several tables with one record layout: see ``tests/reference/device.py`` for references.
+"""Plans of several tables with one record layout: see ``tests/reference/device.py`` for references.
 
 Rows of all tables share a space of keys, see `addresses`. One key before a table's rows and one after them are for ids
 outside of the table. So a batch's keys are sorted and planned as if they were of one table.
@@ -12,11 +12,9 @@ from embedrock.kernels.gpu.runtime import kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
 BAD_OFFSETS = tl.constexpr(4)  # error code of invalid bag starts
-PROGRAMS = 32  # for the sum of a table's squares
 LANES = 1024
 
 _WORDS = tl.constexpr(WORDS)
-_PROGRAMS = tl.constexpr(PROGRAMS)
 
 
 @kernel("n", "features")
@@ -118,38 +116,3 @@ def bags(starts, cuts, features, tables, paddings, tickets, offsets, bags, words
     n, count, k = bags.shape[0], words.shape[0], tables.entries.shape[0]
     args = starts, cuts, tables.entries, paddings, tickets, offsets, bags, words, n, features, count, k
     launch(_bags, -(-(max(n, count) + 1) // LANES), *args, LANES=LANES)
-
-
-@kernel("tables", anywhere=("tickets",))
-def _norms(tables, bounds, squares, parts, tickets, norms, LANES: tl.constexpr):
-    table, part = tl.program_id(0) // _PROGRAMS, tl.program_id(0) % _PROGRAMS
-    stop, padding = tl.load(bounds + table + 1), tl.load(bounds + tables + 1 + table)
-    u = tl.load(bounds + table) + part * LANES
-    total = tl.zeros([LANES], tl.float64)
-    while u < stop:
-        lane = u + tl.arange(0, LANES)
-        here = (lane < stop) & (lane != padding)
-        total += tl.load(squares + lane, mask=here, other=0.0)
-        u += _PROGRAMS * LANES
-    tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
-    if is_last(tickets + table, _PROGRAMS - 1):
-        found = tl.load(parts + table * _PROGRAMS + tl.arange(0, _PROGRAMS))
-        norm = tl.sqrt(tl.sum(found, axis=0)).to(tl.float32)
-        norm = tl.where(norm == norm, norm, float("inf"))
-        tl.store(norms + table, norm)
-        tl.store(norms + tables + table, 0.0)
-        tl.store(norms + 2 * tables + table, norm)
-
-
-def norms(tables, bounds, squares, parts, tickets, norms):
-    """Write each table's gradient norm, Inf where not finite, 0, and the norm again: float32 (3, k).
-
-    Args:
-        tables: number of tables.
-        bounds: of the tables, see `bounds`. The gradient of a padding row does not count.
-        squares: float64 (n,), of each row's gradient.
-        parts: float64 (k * PROGRAMS,), scratch.
-        tickets: int32 (k,), zeroed counters, zero again afterwards.
-        norms: see above.
-    """
-    launch(_norms, tables * PROGRAMS, tables, bounds, squares, parts, tickets, norms, LANES=LANES // 4)

@@ -6,14 +6,19 @@ program after all others are done. The result does not depend on the order of pr
 
 The program of a row sums the first chunk of its segment. Windows of `CHUNK` positions follow the order of the plan. In
 each window, at most one later chunk starts, and `partial` has one row for its sum. The last program of a row adds up
-the chunks, and the last one of all computes the norm. Atomic counters identify them.
+the chunks, and the last one of a table computes the norm. Atomic counters identify them.
+
+Programs, windows, squares and counters are in the order of tables, and none is of two tables. So each table's sums and
+norm have the bits that they would have alone.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.addresses import last_begun
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 
 CHUNK = 64
@@ -30,9 +35,9 @@ _TILE = tl.constexpr(TILE)
 _AHEAD = tl.constexpr(4)  # rows loaded before the first of them is added
 
 
-def partial_rows(n):
-    """Return the number of scratch rows for sums over n positions."""
-    return -(-n // CHUNK)
+def partial_rows(n, tables=1):
+    """Return the number of scratch rows for sums over n positions of some tables."""
+    return -(-n // CHUNK) + tables - 1
 
 
 def tile(dim):
@@ -67,10 +72,28 @@ def _share(given, position, here, column, WHAT, WEIGHTED, DIM):
 
 
 @inlined
+def _own_table(layout, tables, ends, n):
+    """Return the table of this program: its number, first program and programs, its positions, and its first row.
+
+    Positions are the first one and their number.
+    """
+    if layout is None:
+        table, first, programs, begin, row = 0, 0, tl.num_programs(0), 0, 0
+    else:
+        begins = layout + tables + 1
+        table = last_begun(begins, tables, tl.program_id(0), 1)
+        first, begin = tl.load(begins + table).to(tl.int32), tl.load(layout + table).to(tl.int32)
+        programs = tl.load(begins + table + 1).to(tl.int32) - first
+        n = tl.load(layout + table + 1).to(tl.int32) - begin
+        row = tl.load(ends + table - 1, mask=table > 0, other=0)
+    return table, first, programs, begin, n, row
+
+
+@inlined
 def _window(window, inside, plan):
     """Return the row, begin, end, number and count of the chunk that starts in a window, if there is one."""
-    starts, order, inverse, _, skip = plan
-    q = window * _CHUNK
+    starts, order, inverse, start, _, _, skip = plan
+    q = start + window * _CHUNK
     row = tl.load(inverse + tl.load(order + q, mask=inside, other=0), mask=inside, other=0)
     first, end = tl.load(starts + row, mask=inside, other=0), tl.load(starts + row + 1, mask=inside, other=0)
     number = tl.maximum(1, tl.cdiv(q - first, _CHUNK))
@@ -81,23 +104,23 @@ def _window(window, inside, plan):
 
 
 @inlined
-def _piece(program, plan, n, blocks, ROWS):
+def _piece(program, plan, later, blocks, ROWS):
     """Return the work of each line of a program.
 
-    It consists of the target, begin and end of its sum, its row, the row's chunks, and their second window.
+    It consists of the window, begin and end of its sum, its row, the row's chunks, and their second window.
     """
-    starts, _, _, count, skip = plan
+    starts, _, _, start, first_row, end_row, skip = plan
     is_row = program < blocks
-    target = tl.where(is_row, program, program - blocks) * ROWS + tl.arange(0, ROWS)
-    whole = is_row & (target < count) & (target != skip)
-    first = tl.load(starts + target, mask=whole, other=0)
-    last = tl.load(starts + target + 1, mask=whole, other=0)
-    inside = (program >= blocks) & (target < tl.cdiv(n, _CHUNK))
-    row, begin, end, number, chunks = _window(target, inside, plan)
+    window = (program - blocks) * ROWS + tl.arange(0, ROWS)
+    own = first_row + program * ROWS + tl.arange(0, ROWS)
+    whole = is_row & (own < end_row) & (own != skip)
+    first = tl.load(starts + own, mask=whole, other=0)
+    last = tl.load(starts + own + 1, mask=whole, other=0)
+    row, begin, end, number, chunks = _window(window, (is_row == 0) & (window < later), plan)
     begin, end = tl.where(is_row, first, begin), tl.where(is_row, tl.minimum(last, first + _CHUNK), end)
     chunks = tl.where(is_row, tl.cdiv(last - first, _CHUNK), chunks)
-    second = tl.where(is_row, first // _CHUNK + 1, target - number + 1)
-    return target, begin, end, tl.where(is_row, target, row), chunks, second
+    second = tl.where(is_row, (first - start) // _CHUNK + 1, window - number + 1)
+    return window, begin, end, tl.where(is_row, own, row), chunks, second
 
 
 @inlined
@@ -133,9 +156,9 @@ def _add_chunks(row, chunks, second, partial, values, DIM, LINES: tl.constexpr, 
 
 
 @inlined
-def _norm_by_the_last(squares, size, tickets, norms):
-    """Add up the squares of all programs, and write the norm (Inf where not finite), 0, and the norm."""
-    if is_last(tickets, tl.num_programs(0) - 1):
+def _norm_by_the_last(squares, size, ticket, others, norms, tables):
+    """Add up the squares of a table's programs, and write the norm (Inf where not finite), 0, and the norm."""
+    if is_last(ticket, others):
         lane = tl.arange(0, _TILE)
         total = tl.zeros([_TILE], tl.float64)
         start = 0
@@ -145,8 +168,8 @@ def _norm_by_the_last(squares, size, tickets, norms):
         norm = tl.sqrt(tl.sum(total, axis=0)).to(tl.float32)
         norm = tl.where(norm == norm, norm, float("inf"))
         tl.store(norms, norm)
-        tl.store(norms + 1, 0.0)
-        tl.store(norms + 2, norm)
+        tl.store(norms + tables, 0.0)
+        tl.store(norms + 2 * tables, norm)
 
 
 @inlined
@@ -171,24 +194,21 @@ def _sum_of(given, order, spans, column, WHAT, WEIGHTED, DIM, ROWS, WIDTH):
 
 
 @inlined
-def _leave_squares(squares, own, program, piece, blocks, size, EACH, ROWS):
+def _leave_squares(squares, own, program, piece, blocks, later, ROWS):
     """Write the squares of a program's sums, except for rows of several chunks.
 
-    Each program writes their sum, and each window that of the row with its second chunk there. With `EACH`, there is
-    one for each row.
+    Each program of rows writes their sum, and each window that of the row with its second chunk there.
     """
-    target, is_there, chunks, second = piece
-    if EACH:
-        tl.store(squares + target, own, mask=is_there & (chunks < 2))
-    elif program < blocks:
+    window, chunks, second = piece
+    if program < blocks:
         tl.store(squares + program, tl.sum(tl.where(chunks < 2, own, 0.0), axis=0))
     else:
-        is_other = (target < size - blocks) & ((chunks < 2) | (second != target))
-        tl.store(squares + blocks + target, tl.zeros([ROWS], tl.float64), mask=is_other)
+        is_other = (window < later) & ((chunks < 2) | (second != window))
+        tl.store(squares + blocks + window, tl.zeros([ROWS], tl.float64), mask=is_other)
 
 
 @inlined
-def _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, WIDTH):
+def _join_chunks(row, chunks, second, scratch, values, blocks, DIM, ROWS, WIDTH):
     """Add up the chunks of each row of which this program was the last to sum a chunk."""
     partial, squares, tickets = scratch
     line = 0
@@ -197,15 +217,14 @@ def _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, 
         pieces = tl.sum(tl.where(mine, chunks, 0), axis=0)
         if pieces > 1:
             window = tl.sum(tl.where(mine, second, 0), axis=0)
-            if is_last(tickets + 1 + window, pieces - 1):
+            if is_last(tickets + window, pieces - 1):
                 whose = tl.sum(tl.where(mine, row, 0), axis=0)
                 of_row = _add_chunks(whose, pieces, window, partial, values, DIM, 4 * ROWS, WIDTH)
-                place = whose if EACH else blocks + window
-                tl.store(squares + place + tl.arange(0, 1), of_row)
+                tl.store(squares + blocks + window + tl.arange(0, 1), of_row)
         line += 1
 
 
-@kernel("n", "blocks", "size")
+@kernel("n", "tables", anywhere=("layout", "ends", "skips"))
 def _sum(
     grads,
     stride,
@@ -216,52 +235,54 @@ def _sum(
     starts,
     order,
     inverse,
-    counts,
+    ends,
     skips,
+    layout,
     partial,
     squares,
     tickets,
     values,
     norms,
     n,
-    blocks,
-    size,
+    tables,
     WHAT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    EACH: tl.constexpr,
 ):
-    program, count = tl.program_id(0), tl.load(counts)
-    given, scratch = (grads, stride, bags, weights, scale, argmax), (partial, squares, tickets)
-    plan = starts, order, inverse, count, tl.load(skips)
-    target, begin, end, row, chunks, second = _piece(program, plan, n, blocks, ROWS)
+    table, first, programs, start, n, first_row = _own_table(layout, tables, ends, n)
+    program, first_window = tl.program_id(0) - first, start // _CHUNK + table
+    blocks, later = tl.cdiv(n, ROWS), tl.where(n > _CHUNK, tl.cdiv(n, _CHUNK), 0)
+    given, squares = (grads, stride, bags, weights, scale, argmax), squares + first + first_window
+    end_row = tl.load(ends + table)
+    plan = starts, order, inverse, start, first_row, end_row, tl.load(skips + table)
+    window, begin, end, row, chunks, second = _piece(program, plan, later, blocks, ROWS)
     longest, is_row = tl.max(end - begin, axis=0), program < blocks
+    of_row = (is_row & (row < end_row))[:, None]
     begin, end = begin[:, None], end[:, None]
     own = tl.zeros([ROWS], tl.float64)
-    for start in range(0, DIM, WIDTH):
-        column = start + tl.arange(0, WIDTH)[None, :]
+    for column_start in range(0, DIM, WIDTH):
+        column = column_start + tl.arange(0, WIDTH)[None, :]
         total = _sum_of(given, order, (begin, end, longest), column, WHAT, WEIGHTED, DIM, ROWS, WIDTH)
         own += square_sum(total)
-        place = target.to(tl.int64)[:, None] * DIM + column
-        tl.store(values + place, total, mask=(column < DIM) & (is_row & (target < count))[:, None])
-        tl.store(partial + place, total, mask=(column < DIM) & (program >= blocks) & (begin < end))
-    piece = target, is_row & (target < count), chunks, second
-    _leave_squares(squares, own, program, piece, blocks, size, EACH, ROWS)
+        tl.store(values + row.to(tl.int64)[:, None] * DIM + column, total, mask=(column < DIM) & of_row)
+        place = (window + first_window).to(tl.int64)[:, None] * DIM + column
+        tl.store(partial + place, total, mask=(column < DIM) & (is_row == 0) & (begin < end))
+    _leave_squares(squares, own, program, (window, chunks, second), blocks, later, ROWS)
     if tl.max(chunks, axis=0) > 1:
-        _join_chunks(row, chunks, second, scratch, values, blocks, EACH, DIM, ROWS, WIDTH)
-    if not EACH:
-        _norm_by_the_last(squares, size, tickets, norms)
+        scratch = partial, squares - first_window, tickets + tables
+        _join_chunks(row, chunks, second + first_window, scratch, values, blocks, DIM, ROWS, WIDTH)
+    _norm_by_the_last(squares, blocks + later, tickets + table, programs - 1, norms + table, tables)
 
 
 class SumScratch(NamedTuple):
-    """Scratch of sums over n positions.
+    """Scratch of sums over n positions of k tables.
 
     Attributes:
-        partial: float32 (partial_rows(n), dim).
-        squares: float64 (square_sums(n, dim),), or (n,) if each row's sum is needed.
-        tickets: int32 (1 + partial_rows(n),), zeroed counters, zero again afterwards.
+        partial: float32 (partial_rows(n, k), dim).
+        squares: float64 (square_sums(n, dim, k),).
+        tickets: int32 (k + partial_rows(n, k),), zeroed counters, zero again afterwards.
     """
 
     partial: Any
@@ -269,49 +290,57 @@ class SumScratch(NamedTuple):
     tickets: Any
 
 
-def square_sums(n, dim):
-    """Return the number of sums of squares that the norm consists of."""
-    return _programs(n, dim)[2]
+def square_sums(n, dim, tables=1):
+    """Return an upper bound of the number of sums of squares that the norms of some tables consist of."""
+    return _programs(n, dim) + partial_rows(n, tables) + 3 * tables
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(cuts, dim):
+    """Return words about tables: ``cuts``, where the positions of each begin and the last end, and their programs."""
+    programs = [max(1, _programs(stop - begin, dim)) for begin, stop in itertools.pairwise(cuts)]
+    return *cuts, *itertools.accumulate(programs, initial=0)
 
 
 @functools.lru_cache(maxsize=256)
 def _programs(n, dim):
-    """Return the programs for first chunks of rows, the programs for later ones, and `square_sums`."""
+    """Return the number of programs for first chunks of rows, and for later ones."""
     rows, later = tile(dim)["ROWS"], partial_rows(n) if n > CHUNK else 0
-    return -(-n // rows), -(-later // rows), -(-n // rows) + later
+    return -(-n // rows) - (-later // rows)
 
 
 @functools.cache
-def _to_sum(what, weighted, dim, each):
-    return ReadyKernel(_sum, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, EACH=each, **tile(dim))
+def _to_sum(what, weighted, dim):
+    return ReadyKernel(_sum, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, **tile(dim))
 
 
 _NO_SHARE = None, None, None, None
 
 
-def sum_shares(what, grads, share, plan, skip, scratch, values, norms, each=False):
-    """Sum the summands of each row's positions.
+def sum_shares(what, grads, share, plan, skip, scratch, values, norms, layout=None, programs=0):
+    """Sum the summands of each row's positions, and compute each table's norm of the sums.
 
     Args:
         what: `PLAIN`, `POOLED` or `MAXIMA`.
         grads: of positions, or of bags: float32, bfloat16 or float16 (m, dim); any row stride, contiguous columns.
         share: bags, weights, scale and argmax, each None if not needed; None: none is.
-        plan: starts, order, inverse and count.
-        skip: int32 (1,), a row with the sum zero, -1: none.
+        plan: starts, order, inverse, and int32 (k,), the end of each table's rows. One table's is the count.
+        skip: int32 (k,), a row of each table with the sum zero, -1: none.
         scratch: see `SumScratch`.
-        values: float32 (n, dim) receives the sums; unchanged beyond count.
-        norms: float32 (3,) receives the norm of all sums (Inf where not finite), 0, and the norm again. The last two
+        values: float32 (n, dim) receives the sums; unchanged beyond the rows.
+        norms: float32 (3, k) receives the norm of all sums (Inf where not finite), 0, and the norm again. The last two
             are for handles to keep.
-        each: instead, ``scratch.squares`` receives the sum of each row.
+        layout: int64 (2 * (k + 1),), the words of `layout_of`; None: of one table.
+        programs: the last of these words.
     """
     n, dim = plan[1].shape[0], values.shape[1]
     if n == 0:
         norms.zero_()
         return
-    blocks, later, size = _programs(n, dim)
     weighted = share is not None and share[1] is not None and share[1].shape[0] > 0
-    args = grads, grads.stride(0), *(share or _NO_SHARE), *plan, skip, *scratch, values, norms, n, blocks, size
-    _to_sum(what, weighted, dim, each).launch(blocks + later, *args)
+    k = 1 if layout is None else layout.shape[0] // 2 - 1
+    args = grads, grads.stride(0), *(share or _NO_SHARE), *plan, skip, layout, *scratch, values, norms, n, k
+    _to_sum(what, weighted, dim).launch(programs or _programs(n, dim), *args)
 
 
 @kernel("size")
@@ -323,7 +352,7 @@ def _norm(values, counts, squares, tickets, norms, size, DIM: tl.constexpr, ROWS
         place = values + row.to(tl.int64)[:, None] * DIM + column
         total += square_sum(tl.load(place, mask=(row < count)[:, None] & (column < DIM), other=0.0))
     tl.store(squares + tl.program_id(0), tl.sum(total, axis=0))
-    _norm_by_the_last(squares, size, tickets, norms)
+    _norm_by_the_last(squares, size, tickets, tl.num_programs(0) - 1, norms, 1)
 
 
 def norm(values, count, squares, tickets, norms):
