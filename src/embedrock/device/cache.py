@@ -5,42 +5,25 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.plan import DeviceBatchPlan, carved, layout
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import (
-    AGES,
-    BINS,
-    SHARE_WORDS,
-    AddressKind,
-    BatchTime,
-    CacheSlots,
-    DeviceTables,
-    RecordMemory,
-)
-from embedrock.kernels.gpu.binding import TensorPart
-from embedrock.kernels.gpu.plan import blocks
+from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
 
 KEPT_LOOKUPS = 4  # since the last step; rows of the lookups before these may be evicted
 EVERYWHERE = 2**62  # above all keys: no limit
-WINDOW = 2  # device slots that are searched for victims, for each position of a batch
 # Half-life of a row's score, in units of the batches that fill the cache once. In simulations with Zipf's law (1.05),
 # this value misses hardly more rows than exact counts. A smaller one forgets too soon. A larger one does not follow
 # rows as their use changes.
 HALF_LIFE = 30.0
-# Sorted victims are written back in ascending order, which is fast on a bus. A small batch of victims is written
-# quickly in any order, so a sort would cost more than it saves.
-SORTED_FROM = 1 << 14
 NO_TIME = BatchTime(0, 0, 0.0)  # of a batch without a cache
-SCRATCH = 5  # tensors of a search of one table
 
 _generations = itertools.count()
 
@@ -50,7 +33,7 @@ def present(where: Tensor) -> Tensor:
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
-def load_rows(tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, count: Tensor | int) -> None:
+def load_rows(tables: DeviceTables, search: cache.VictimSearch, keys: Tensor, count: Tensor | int) -> None:
     """Load a batch's rows into the caches where they score higher than the rows they replace.
 
     Args:
@@ -59,15 +42,8 @@ def load_rows(tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, c
         keys: of the batch; equal ones are adjacent and count once.
         count: number of keys.
     """
-    cache.offer(tables, search)
-    cache.choose(tables, search)
-    if len(search.victims) >= SORTED_FROM:
-        search = search._replace(victims=search.victims.sort().values)
-    moves = search.moves
-    if moves is None:
-        moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
-    cache.swap(tables, search, keys, count, moves)
-    cache.exchange(moves, tables.form.record_bytes)
+    cache.insert(tables, search, keys, count)
+    cache.exchange(search.moves, tables.form.record_bytes)
 
 
 class DeviceCache:
@@ -102,7 +78,7 @@ class DeviceCache:
         )
         self.not_counted = torch.zeros_like(self.slots.tallies)
         self._hand = 0
-        self._scratch: cache.VictimScratch | None = None
+        self._moves: Tensor | None = None
         self.clear()
 
     def grow(self, where: Tensor, timeline: StreamOrder) -> None:
@@ -127,7 +103,7 @@ class DeviceCache:
 
     def free(self) -> None:
         """Release the GPU memory. Nothing may use it any more."""
-        self.records, self._scratch = self.records[:0].clone(), None
+        self.records, self._moves = self.records[:0].clone(), None
         self._use(*(part[:0].clone() for part in self.slots))
 
     def clear(self) -> None:
@@ -142,44 +118,29 @@ class DeviceCache:
         """Begin a batch of n positions; return its time in a cache. `trains`: a step may follow."""
         if not self.is_cache:
             return NO_TIME
-        hand = self._hand
-        self._hand = (hand + self.window(n)) % len(self.slots.owner)
+        hand, slots = self._hand, len(self.slots.owner)
+        self._hand = (hand + min(slots, cache.WINDOW * n)) % slots
         stamp = clock.stamp
         return BatchTime(stamp & AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
-
-    def window(self, n: int) -> int:
-        """Return how many device slots a batch of n positions searches for victims."""
-        return min(len(self.slots.owner), WINDOW * n)
-
-    def search_of(self, n: int) -> tuple[int, int, float]:
-        """Return a batch's search window, its maximum number of victims, and the half-life of scores."""
-        return self.window(n), min(len(self.slots.owner), n), self.half_life(n)
 
     def half_life(self, n: int) -> float:
         """Return the half-life of a row's score, in batches of n positions."""
         return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
 
-    def search(self, n: int, time: BatchTime, timeline: StreamOrder) -> cache.VictimScratch | None:
-        """Return scratch for a batch of n positions; None without a cache or without positions.
+    def search(self, n: int, time: BatchTime, timeline: StreamOrder) -> cache.VictimSearch | None:
+        """Return the search for victims of a batch of n positions; None without a cache or without positions.
 
-        It reuses the last batch's if the sizes match.
+        It reuses the last batch's memory if the sizes match.
         """
         if not self.is_cache or not n:
             return None
-        window, victims, _ = self.search_of(n)
-        kept, device = self._scratch, self.records.device
-        if kept is None or len(kept.bins) != window or len(kept.counts) != blocks(n) or len(kept.victims) != victims:
+        kept = self._moves
+        if kept is None or len(kept) != n:
             if kept is not None:
-                timeline.uses(*kept[:SCRATCH])
-            kept = self._scratch = cache.VictimScratch(
-                torch.empty(blocks(n), dtype=torch.int32, device=device),
-                torch.empty(window, dtype=torch.uint8, device=device),
-                torch.empty(BINS * blocks(window), dtype=torch.int32, device=device),
-                torch.empty(BINS, dtype=torch.int32, device=device),
-                torch.empty(victims, dtype=torch.int64, device=device),
-            )
-        timeline.keep(*kept[:SCRATCH])
-        return kept._replace(time=time)
+                timeline.uses(kept)
+            kept = self._moves = torch.empty(n, 3, dtype=torch.int64, device=self.records.device)
+        timeline.keep(kept)
+        return cache.VictimSearch(kept, cache.blocks(n), time)
 
     # ------------------------------------------------------------ write-back and statistics
 
@@ -217,34 +178,23 @@ class DeviceCache:
 # ---------------------------------------------------------------- caches of several tables
 
 
-class VictimSearch(NamedTuple):
-    """Layout of a joint search for victims.
+def shares_of(executors: Sequence[Any], positions: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return the shares of tables in a search for victims, given the positions of each, and its number of programs.
 
-    Attributes:
-        words: of each table, see `cache.VictimShare`.
-        blocks: of all windows.
-        victims: maximum number.
+    For the words of a share see `cache.VictimShare`.
     """
-
-    words: tuple[int, ...]
-    blocks: int
-    victims: int
-
-
-def shares_of(executors: Sequence[Any], positions: Sequence[int]) -> VictimSearch:
-    """Return the joint search of tables with caches, given the positions of each in the batch."""
-    searches = [executor.cache.search_of(n) for executor, n in zip(executors, positions, strict=True)]
-    return _shares(tuple((*search, cache.blocks(search[0])) for search in searches))
+    caches = [executor.cache for executor in executors]
+    return _shares(tuple((own.half_life(n), n, cache.blocks(n)) for own, n in zip(caches, positions, strict=True)))
 
 
 @functools.lru_cache(maxsize=64)
-def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> VictimSearch:
-    words, block, victim = list[int](), 0, 0
-    for window, size, half_life, parts in searches:
+def _shares(sizes: tuple[tuple[float, int, int], ...]) -> tuple[tuple[int, ...], int]:
+    words, program, position = list[int](), 0, 0
+    for half_life, size, programs in sizes:
         fading = int(np.float32(1.0 / half_life).view(np.int32))
-        words += cache.VictimShare(fading, window, size, block, victim)
-        block, victim = block + parts, victim + size
-    return VictimSearch(tuple(words), block, victim)
+        words += cache.VictimShare(fading, size, program, position)
+        program, position = program + programs, position + size
+    return tuple(words), program
 
 
 def times_of(times: Sequence[BatchTime]) -> list[int]:
@@ -252,28 +202,23 @@ def times_of(times: Sequence[BatchTime]) -> list[int]:
     return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
 
 
-def scratch_of(
-    plan: DeviceBatchPlan, search: tuple[VictimSearch, Tensor, BatchTime], misses: Tensor | TensorPart
-) -> cache.VictimScratch | None:
-    """Return scratch for the search of several tables; None without positions.
+def search_of(
+    shares: tuple[tuple[int, ...], int], placed: Tensor, first: BatchTime, n: int
+) -> cache.VictimSearch | None:
+    """Return the search for victims of several tables; None without positions.
 
     Args:
-        plan: of all tables.
-        search: of the tables; its words on the device, int64, followed by `times_of` the batch; time of the batch, of
-            the first table. Times in memory are adjacent, in the order of tables.
-        misses: int32 (k,), zeros.
+        shares: see `shares_of`.
+        placed: their words on the device, int64, followed by `times_of` the batch.
+        first: time of the batch, of the first table. Times in memory are adjacent, in the order of tables.
+        n: number of positions.
     """
-    (words, block, size), placed, first = search
-    n, device = len(plan.keys), plan.keys.device
-    if not size:
+    words, programs = shares
+    if not programs:
         return None
     times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
-    sizes = cache.blocks(n), block * BINS, len(words) // SHARE_WORDS * BINS
-    room = carved(device, layout((2 * size, 6 * size), sizes))
-    (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
-    bins = torch.empty(block * cache.BLOCK, dtype=torch.uint8, device=device)
-    of_tables = placed[: len(words)], times, misses
-    return cache.VictimScratch(counts, bins, table, histogram, victims, *of_tables, moves=moves.view(size, 3))
+    moves = torch.empty(n, 3, dtype=torch.int64, device=placed.device)
+    return cache.VictimSearch(moves, programs, shares=placed[: len(words)], times=times)
 
 
 FIRST_STAMP = 1 << 16  # 0, the number of unused rows, must look old

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import load_rows, scratch_of, shares_of, times_of
+from embedrock.device.cache import load_rows, search_of, shares_of, times_of
 from embedrock.device.device_planned import DevicePlannedExecutor
 from embedrock.device.executor import NO_PADDING
 from embedrock.device.features import TableFamily
@@ -135,7 +135,7 @@ class JointBatchPlan:
             self.placed = batch.placed((*words, *self.cuts) if kind.is_open else words)
             return
         shares = shares_of(batch.executors, positions)
-        self.placed = batch.placed((*words, *shares.words, *times_of(times)), recurs=False)
+        self.placed = batch.placed((*words, *shares[0], *times_of(times)), recurs=False)
         self._search = shares, self.placed[len(words) :], times[0]
 
     def make(self, is_ahead: bool = False) -> Self:
@@ -149,7 +149,7 @@ class JointBatchPlan:
         keys = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
         kernels.join(ids, self.placed, len(self.batch.tables), tables, keys)
         self.plan = sorted_plan(keys, 0, None, self.stamps[0], self.tickets(len(self.executors)))
-        search = None if self._search is None else scratch_of(self.plan, self._search, self.misses)
+        search = None if self._search is None else search_of(*self._search, len(ids))
         found = None if is_ahead else (ids, self.bounds, self.stamps[0])
         collect(self.plan, self.firsts[-1] - 1, tables, search, found)
         if search is not None:
@@ -179,7 +179,7 @@ class JointBatchPlan:
     @staticmethod
     def tickets(k: int) -> int:
         """Return the number of counters for k tables."""
-        return 3 * k + 1
+        return 2 * k + 1
 
     @property
     def paddings(self) -> TensorPart:
@@ -191,13 +191,7 @@ class JointBatchPlan:
     def tickets_of_bags(self) -> Tensor | TensorPart:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
-        return self.plan.tickets[-3 * k - 1 : -2 * k]
-
-    @property
-    def misses(self) -> Tensor | TensorPart:
-        """Number of rows to load of each table: int32 (k,)."""
-        k = len(self.executors)
-        return self.plan.tickets[-2 * k : -k]
+        return self.plan.tickets[-2 * k - 1 : -k]
 
     @property
     def tickets_of_norms(self) -> Tensor | TensorPart:

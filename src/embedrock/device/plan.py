@@ -18,7 +18,7 @@ from embedrock.kernels.gpu import directory
 from embedrock.kernels.gpu import plan as kernels
 from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart
-from embedrock.kernels.gpu.cache import VictimScratch
+from embedrock.kernels.gpu.cache import VictimSearch
 from embedrock.kernels.gpu.sums import partial_rows
 
 
@@ -171,7 +171,7 @@ def make_plan(
     rows: int,
     fault: Tensor | None,
     stamp: int,
-    arrival: tuple[DeviceTables, VictimScratch] | None = None,
+    arrival: tuple[DeviceTables, VictimSearch] | None = None,
 ) -> DeviceBatchPlan:
     """Plan a batch by sorting. The host does not wait for the device.
 
@@ -180,7 +180,7 @@ def make_plan(
         rows: of the table, below 2**31. This is also the key of no row, which fills ``keys`` beyond the existing rows.
         fault: int64 (4,), see `DeviceErrors`; None: keys are not checked.
         stamp: number of the batch.
-        arrival: the table, and scratch of the search for victims, if rows are marked as used; None without a cache.
+        arrival: the table, and the search for victims, if rows are marked as used; None without a cache.
     """
     plan = sorted_plan(keys, rows, fault, stamp)
     collect(plan, rows, *(arrival or ()))
