@@ -91,6 +91,7 @@ def same(got: Any, expected: np.ndarray, message: str = "") -> None:
 
 def use_blocks_of(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels of plans and caches take blocks of so many positions."""
+    monkeypatch.setattr(cache, "GROUP", min(cache.GROUP, max(1, lanes // 4)))
     for module in (plan, cache):
         monkeypatch.setattr(module, "BLOCK", lanes)
         monkeypatch.setattr(module, "blocks", lambda n: -(-n // lanes))

@@ -85,7 +85,7 @@ class Side:
         if self.kernels is device:
             args = time, keys, np.array([count], np.int32), len(self.slots.where)
             device.touch(self.slots, *args)
-            device.insert(self.slots, *args, self.memory(), moves, plan.BLOCK)
+            device.insert(self.slots, *args, self.memory(), moves, (plan.BLOCK, cache.GROUP))
         else:
             search, given = cache.VictimSearch(moves, cache.blocks(n), time), (tensor(keys), one(count))
             if count == n:  # noted where they are collected

@@ -163,13 +163,13 @@ def bags(given: list[Batch]) -> list[dict[str, tuple[Tensor, Tensor]]]:
     ids=str,
 )
 def test_rows_come_and_leave_as_they_do_alone(rule: str, options: Any, lanes: int, monkeypatch: pytest.MonkeyPatch):
-    given = batches(3)
+    given = batches(4)
     use_blocks_of(lanes, monkeypatch)
     alone, other = Model("alone", rule, **options).train(given), Model(None, rule, **options).train(given)
-    mine = Model("together", rule, **options).train(given[:2])
+    mine = Model("together", rule, **options).train(given[:3])
     detector = race_detector.install(monkeypatch)
     with launches() as seen:
-        mine.train(given[2:])
+        mine.train(given[3:])
     assert seen == CACHED
     assert detector.found == set()
     fetched, evicted = (sum(own[f"device_{name}"] for own in mine.stats()) for name in ("fetched", "evictions"))

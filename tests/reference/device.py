@@ -179,13 +179,12 @@ def insert(
     limit: int,
     memory: RecordMemory,
     moves: Int64Array,
-    block: int,
+    dealt: tuple[int, int],
 ) -> None:
     """Give the slots of victims to the rows to fetch, in order; rows that get none stay far, and are used there.
 
     The near slots from ``time.hand`` on, two for each position and at most once around, are the window. Its slots, and
-    the positions, are dealt in turns to the programs, one for `block` positions. Each program takes its own victims for
-    its own rows.
+    the positions, are dealt to programs in turns. Each program takes its own victims for its own rows.
 
     Args:
         slots, time, keys, count, limit: as in `touch`.
@@ -193,14 +192,15 @@ def insert(
         moves: int64 (len(keys), 3) receives addresses that `exchange` moves records between: the near slot's, or -1:
             nothing; that of the far slot that its record is written back to, or -1; that of the record which takes its
             place.
-        block: see above.
+        dealt: positions of a program at most, and how many neighbours it is dealt at once.
     """
     moves[:, 0] = -1
     n, near = len(keys), slots.owner.size
     window = (time.hand + np.arange(min(near, 2 * n))) % near
     missing = _rows(keys, count, limit)
     missing = missing[_missing(slots.where[keys[missing]], *time[:2])]
-    parts, group = -(-n // block), min(8, block)
+    block, group = dealt
+    parts = -(-n // block)
     for part in range(parts):
         own = missing[missing // group % parts == part]
         searched = window[np.arange(window.size) // group % parts == part]

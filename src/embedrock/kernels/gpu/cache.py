@@ -203,7 +203,7 @@ def _insert(
     entry, time = entries + table * _WORDS, time_of(table, shares, times, (stamp, span, fading, hand))
     parts, lane, moves = tl.cdiv(size, LANES), tl.arange(0, LANES), moves + begin * 3
     place = _dealt(lane, part, parts, GROUP)
-    key, heads = load_heads(keys, begin + place, tl.minimum(begin + size, loaded(count)))
+    key, heads = load_heads(keys, begin + place, loaded(count))  # rows of other tables are not known
     row, known = rows_of(key, heads, entry)
     word = tl.load(tl.load(entry + 2).to(tl.pointer_type(tl.int32)) + row, mask=known, other=0)
     _, _, missing, now = used_on_host(word, known, time)
@@ -233,8 +233,7 @@ def insert(tables, search, keys, count):
         tables, search, keys, count: as in `touch`.
     """
     args = *_of(tables, search), search.moves, keys.shape[0], tables.form.record_bytes
-    shape = {"LANES": BLOCK, "GROUP": min(GROUP, BLOCK)}
-    launch(_insert, search.programs, keys, count, *args, num_warps=TOUCHING_WARPS, **shape)
+    launch(_insert, search.programs, keys, count, *args, num_warps=TOUCHING_WARPS, LANES=BLOCK, GROUP=GROUP)
 
 
 @kernel("size")
