@@ -39,22 +39,13 @@ def example_cache() -> None:
         torch.zeros(8, dtype=torch.int64),
     )
     tables = table(RecordForm(64, "float32", 768, 64, 128), (2**40, 2**41), slots.where, slots[1:])
-    search = cache.VictimScratch(
-        torch.zeros(cache.blocks(N), dtype=torch.int32),
-        torch.zeros(NEAR, dtype=torch.uint8),
-        torch.zeros(cache.BINS * cache.blocks(NEAR), dtype=torch.int32),
-        torch.zeros(cache.BINS, dtype=torch.int32),
-        torch.zeros(N, dtype=torch.int64),
-    )
     search_together(1, forms(Adam())[0], 0)
     moves, word = torch.zeros((N, 3), dtype=torch.int64), torch.empty((), dtype=torch.int32)
     for time in (homes.BatchTime(100, 1, 1 / 30.0, 5), homes.BatchTime(word, word, 1 / 30.0, word)):  # in a CUDA graph
-        search = search._replace(time=time)
-        cache.offer(tables, search)
-        cache.choose(tables, search)
+        search = cache.VictimSearch(moves, 1, time)
         for some, number in ((keys, count), (keys, N), (keys.int(), N)):
             cache.touch(tables, search, some, number)
-            cache.swap(tables, search, some, number, moves)
+            cache.insert(tables, search, some, number)
             counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
             plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], tables, search)
             cache.forget(slots, some.long())
@@ -69,16 +60,15 @@ def search_together(count: int, form: RecordForm, start: int) -> None:
     words, some = torch.zeros(99, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
     entries = torch.zeros(count, homes.WORDS, dtype=torch.int64)
     tables = homes.DeviceTables(entries, homes.AddressKind(True, False, True), "normal", form)
-    bins = torch.zeros(cache.BLOCK, dtype=torch.uint8)
-    search = cache.VictimScratch(some, bins, some, some, KEYS, words[start:], some[start:], some[start:])
+    moves = torch.zeros((len(KEYS), 3), dtype=torch.int64)
+    search = cache.VictimSearch(moves, count, shares=words[start:], times=some[start:])
     cache.touch(tables, search, KEYS, ONE)
     arrays = KEYS, some, KEYS, some, some, some, some
     plan.collect(KEYS.int(), 0, *arrays, tables, search)
     for ids in (KEYS, KEYS.int()):
         plan.collect(KEYS.int(), 0, *arrays, tables, search, (ids, some[start:], 7))
-    cache.offer(tables, search)
-    cache.choose(tables, search)
-    cache.swap(tables, search, KEYS, ONE, torch.zeros((len(KEYS), 3), dtype=torch.int64))
+    for keys in (KEYS, KEYS.int()):
+        cache.insert(tables, search, keys, len(keys))
 
 
 def example_caches_of_tables() -> None:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from embedrock.kernels.gpu import gate, runtime
+from embedrock.device import plan as near_plan
+from embedrock.kernels.gpu import cache, gate, plan, runtime
 from embedrock.kernels.gpu.addresses import AddressKind, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.rows import InitialRecord
 
@@ -85,3 +87,14 @@ def same(got: Any, expected: np.ndarray, message: str = "") -> None:
     np.testing.assert_array_equal(
         np.ascontiguousarray(got).view(np.uint8), np.ascontiguousarray(expected).view(np.uint8), message
     )
+
+
+def use_blocks_of(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels of plans and caches take blocks of so many positions."""
+    monkeypatch.setattr(cache, "GROUP", min(cache.GROUP, max(1, lanes // 4)))
+    for module in (plan, cache):
+        monkeypatch.setattr(module, "BLOCK", lanes)
+        monkeypatch.setattr(module, "blocks", lambda n: -(-n // lanes))
+    monkeypatch.setattr(plan, "_ready_to_mark", runtime.ReadyKernel(plan._mark, LANES=lanes))
+    for module, cached in (plan, "_to_collect"), (near_plan, "_room_of"):
+        monkeypatch.setattr(module, cached, getattr(module, cached).__wrapped__)

@@ -9,9 +9,10 @@ import home_kernels
 import numpy as np
 import pytest
 import torch
+from gpu_device import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import DEVICE, Poisoned, one, same, table, tensor
+from tensors import DEVICE, Poisoned, one, same, table, tensor, use_blocks_of
 
 from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache, plan
@@ -64,16 +65,6 @@ class Side:
             return device.RecordAddresses(where, self.slots.dirty, False, len(where), memory)
         return table(form_of(self._record_bytes), memory[:2], where, self.slots[1:])
 
-    def search(self, n: int, window: int, size: int) -> cache.VictimScratch:
-        shapes = (
-            ((cache.blocks(n),), torch.int32),
-            ((window,), torch.uint8),
-            ((cache.BINS * cache.blocks(window),), torch.int32),
-            ((cache.BINS,), torch.int32),
-            ((size,), torch.int64),
-        )
-        return cache.VictimScratch(*(self.scratch(*shape) for shape in shapes))
-
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Return poisoned memory, whose guards `check` looks at."""
         self._poisoned.append(Poisoned(shape, dtype))
@@ -86,37 +77,27 @@ class Side:
             poisoned = self._poisoned.pop()
             poisoned.check(len(poisoned.inside))
 
-    def begin(self, time: homes.BatchTime, keys: np.ndarray, count: int, window: int, size: int) -> Any:
-        """Do the bookkeeping of a batch; return its moves."""
-        moves, place = self.scratch((size, 3), torch.int64), self.homes()
+    def begin(self, time: homes.BatchTime, keys: np.ndarray, count: int) -> Any:
+        """Do the bookkeeping of a batch; return its moves. Without padding, it is as the GPU plans."""
+        n, place = len(keys), self.homes()
+        moves = self.scratch((n, 3), torch.int64)
+        moves[:] = 7
         if self.kernels is device:
-            search = self.search(len(keys), window, size)
-            args = keys, np.array([count], np.int32), len(self.slots.where)
-            device.touch(self.slots, search, time, *args)
-            device.offer(self.slots, search, time)
-            device.choose(self.slots, search, time)
-            if time.hand % 2:  # sorted by far slot, or not
-                search.victims.sort()
-            device.swap(self.slots, search, time, *args, self.memory(), moves)
-            self.check()
-            return moves
-        if time.hand % 3 == 0 and count:  # as the GPU plans: sorted, and noted where they are collected
-            keys = np.repeat(keys[:count], 1 + np.arange(count) % 3)
-            search = self.search(len(keys), window, size)._replace(time=time)
-            args = tensor(keys.astype(np.int32)), len(keys)
-            self.collect(args[0], place, search)
+            args = time, keys, np.array([count], np.int32), len(self.slots.where)
+            device.touch(self.slots, *args)
+            device.insert(self.slots, *args, self.memory(), moves, (plan.BLOCK, cache.GROUP))
         else:
-            search, args = self.search(len(keys), window, size)._replace(time=time), (tensor(keys), one(count))
-            cache.touch(place, search, *args)
-        cache.offer(place, search)
-        cache.choose(place, search)
-        if time.hand % 2:
-            search.victims[:] = search.victims.sort().values
-        cache.swap(place, search, *args, moves)
+            search, given = cache.VictimSearch(moves, cache.blocks(n), time), (tensor(keys), one(count))
+            if count == n:  # noted where they are collected
+                given = tensor(keys.astype(np.int32)), n
+                self.collect(given[0], place, search)
+            else:
+                cache.touch(place, search, *given)
+            cache.insert(place, search, *given)
         self.check()
         return moves
 
-    def collect(self, keys: torch.Tensor, place: DeviceTables, search: cache.VictimScratch) -> None:
+    def collect(self, keys: torch.Tensor, place: DeviceTables, search: cache.VictimSearch) -> None:
         """Plan a batch whose rows arrive."""
         n, fault = len(keys), one(0, torch.int64)
         counts, starts, inverse = (self.scratch((size,), torch.int32) for size in (plan.blocks(n), n + 1, n))
@@ -178,28 +159,30 @@ class Batch(NamedTuple):
 class World:
     """Both kernels, batches on their way, and what each record must be."""
 
-    def __init__(self, near: int, rows: int, window: int, record_bytes: int) -> None:
+    def __init__(self, near: int, rows: int, record_bytes: int) -> None:
         self.executors = [Side(kernels, rows, near, record_bytes) for kernels in (cache, device)]
-        self._rows, self._near, self._window = rows, near, min(window, near)
+        self._rows, self._near = rows, near
         self._hand, self._stamp, self._bytes = 0, START, record_bytes
         self.batches: deque[Batch] = deque()
         self._moves: deque[list[Any]] = deque()
         self._model: dict[int, int] = {}
 
-    def begin(self, keys: set[int], size: int) -> None:
+    def begin(self, keys: set[int]) -> None:
         self._stamp += 1
-        padded = np.append(np.array(sorted(keys), np.int64), [3, 2**40, -(2**40)])  # not to be looked at
+        own = np.array(sorted(keys), np.int64)
+        padded = np.append(own, [3, 2**40, -(2**40)])  # not to be looked at
         oldest = self.batches[0].stamp if self.batches else self._stamp
         # A half-life of one batch, so that what rows are worth is exact on a GPU too.
         time = homes.BatchTime(self._stamp & homes.AGES, self._stamp - oldest, 1.0, self._hand)
-        args = padded, len(keys), self._window, max(1, min(size, len(padded)))
-        self._moves.append([executor.begin(time, *args) for executor in self.executors])
+        is_sorted = self._hand % 3 == 0 and len(own) > 0
+        positions = np.repeat(own, 1 + np.arange(len(own)) % 3) if is_sorted else padded
+        args = time, positions, len(positions) if is_sorted else len(own)
+        self._moves.append([executor.begin(*args) for executor in self.executors])
         moves, expected = (
             executor.places(moves) for executor, moves in zip(self.executors, self._moves[-1], strict=True)
         )
-        same(moves[:, 0], expected[:, 0])
-        same(moves[moves[:, 0] >= 0], expected[expected[:, 0] >= 0])
-        self._hand = (self._hand + self._window) % self._near
+        same(moves, expected)
+        self._hand = (self._hand + min(self._near, 2 * len(positions))) % self._near
         self.batches.append(Batch(self._stamp, padded, len(keys), self._near_slots(keys)))
 
     def exchange(self) -> None:
@@ -283,31 +266,33 @@ class World:
 
 
 ROWS = 12
-BEGIN = st.tuples(st.just("begin"), st.sets(st.integers(-2, ROWS + 1), max_size=8), st.integers(1, 9))
+BEGIN = st.tuples(st.just("begin"), st.sets(st.integers(-2, ROWS + 1), max_size=8))
 FORGET = st.tuples(st.just("forget"), st.sets(st.integers(0, ROWS - 1), max_size=8))
 OTHER = st.sampled_from([("exchange",), ("look_up",), ("step", 1), ("step", 1), ("step", 0)])
 
 
 @settings(max_examples=6)
 @given(
-    near=st.integers(1, 9),
-    window=st.integers(1, 9),
+    near=st.integers(1, 24),
+    lanes=st.sampled_from([plan.BLOCK, *([4, 8] if INTERPRETED else [])]),
     record_bytes=st.sampled_from([4, 8, 48]),
     program=st.lists(BEGIN | OTHER | FORGET, max_size=14),
 )
-def test_random_programs(near: int, window: int, record_bytes: int, program: list[Any]) -> None:
-    world = World(near, ROWS, window, record_bytes)
-    for name, *args in program:
-        getattr(world, name)(*args)
-        world.check()
-    world.finish()
+def test_random_programs(near: int, lanes: int, record_bytes: int, program: list[Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        use_blocks_of(lanes, patch)
+        world = World(near, ROWS, record_bytes)
+        for name, *args in program:
+            getattr(world, name)(*args)
+            world.check()
+        world.finish()
 
 
 @pytest.mark.parametrize("near", [3, *slow(8)])
 def test_a_long_program(near: int) -> None:
-    rng, world = np.random.default_rng(near), World(near, ROWS, 6, 16)
+    rng, world = np.random.default_rng(near), World(near, ROWS, 16)
     for _ in range(25):
-        world.begin(set(rng.integers(0, ROWS, rng.integers(1, 7)).tolist()), 4)
+        world.begin(set(rng.integers(0, ROWS, rng.integers(1, 7)).tolist()))
         world.look_up()
         while len(world.batches) > rng.integers(0, 4):
             world.step(int(rng.random() < 0.4))
@@ -320,36 +305,35 @@ def test_a_long_program(near: int) -> None:
     assert min(near_rows, absent) > 0
 
 
-def test_who_leaves() -> None:
+@pytest.mark.parametrize("wanted", [1, 60, 1000, 2 * plan.BLOCK - 1])
+def test_who_leaves(wanted: int) -> None:
     """Free slots are taken first, then those worth least; rows that batches in flight use stay."""
-    near = 3 * cache.BLOCK + 7
-    side = Side(cache, 2 * near, near, 4)
-    slots, place = side.slots, side.homes()
+    near, n, parts = 3 * plan.BLOCK + 7, 2 * plan.BLOCK, 2
+    side = Side(cache, near + n, near, 4)
     rng, time = np.random.default_rng(0), homes.BatchTime(1000, 2, 1 / 10.0, 77)
-    slots.owner[:] = torch.arange(near)
-    slots.where[:near] = torch.arange(near, dtype=torch.int32)
-    slots.worth[:] = tensor(np.float32(1) + rng.random(near, np.float32) * 100)
-    slots.used[:] = tensor(rng.integers(900, 1001, near).astype(np.int32))
-    slots.owner[::50] = -1
-    worth = to_array(slots.worth) * 0.5 ** ((1000 - to_array(slots.used)) / 10)
-    held = (to_array(slots.used) >= 998) & (to_array(slots.owner) >= 0)
-    for wanted in (1, 60, 1000, near):
-        search = Side(cache, 1, 1, 4).search(near, near, near)._replace(time=time)
-        search.counts.zero_()
-        search.counts[1], search.counts[2] = wanted - 1, 1
-        search.histogram.zero_()
-        cache.offer(place, search)
-        cache.choose(place, search)
-        victims = to_array(search.victims)
-        nobody = (2 * near + 1) << 31 | (2**31 - 1)
-        slot = victims[victims != nobody] & (2**31 - 1)
-        assert (victims[len(slot) :] == nobody).all()
-        assert len(slot) == len(np.unique(slot)) == min(wanted, (~held).sum())
-        assert not held[slot].any()
-        owner = to_array(slots.owner)
-        np.testing.assert_array_equal(victims[: len(slot)] >> 31, owner[slot] + 1)
-        assert (np.diff((slot - 77) % near) > 0).all()
-        stay = np.setdiff1d(np.flatnonzero(~held), slot)
+    owner, used = np.arange(near), rng.integers(900, 1001, near).astype(np.int32)
+    owner[::50] = -1
+    score = np.float32(1) + rng.random(near, np.float32) * 100
+    for state, values in zip(side.slots[1:4], (owner, score, used), strict=True):
+        state.copy_(tensor(values))
+    side.slots.where.fill_(homes.FAR)
+    side.slots.where[:near] = torch.arange(near, dtype=torch.int32)
+    worth = np.maximum(score * 0.5 ** ((1000 - used) / 10), 1 / 16)  # all below share a bin
+    held = (used >= 998) & (owner >= 0)
+
+    keys = np.append(near + np.arange(wanted), np.full(n - wanted, 2**40))
+    slots = side.places(side.begin(time, keys, n - 1))[:, 0]
+    dealt = np.arange(near) // cache.GROUP % parts  # in turns
+    assert len(np.unique(slots[slots >= 0])) == (slots >= 0).sum()
+    for part in range(parts):
+        mine, searched = slots[dealt[:n] == part], (77 + np.flatnonzero(dealt == part)) % near
+        asked, may_leave = (dealt[:wanted] == part).sum(), searched[~held[searched]]
+        slot = mine[mine >= 0]
+        assert len(slot) == min(asked, len(may_leave))
+        assert (mine[: len(slot)] == slot).all()  # the first rows get them
+        assert np.isin(slot, may_leave).all()
+        assert (np.diff((slot - 77) % near) > 0).all()  # in the order of the window
+        stay = np.setdiff1d(may_leave, slot)
         if (owner[slot] >= 0).any():
             assert (owner[stay] >= 0).all()
             assert worth[slot[owner[slot] >= 0]].max() <= worth[stay].min(initial=np.inf) * 1.13  # a bin

@@ -258,7 +258,7 @@ def test_a_cache_goes_on_as_it_would_by_launches(gpu: FakeGPU, graphs: FakeGraph
     assert mine == theirs
     assert min(mine["device_evictions"], mine["device_written_back"], mine["device_fetched"]) > 3
     (graph,) = graphs.made
-    assert {"_offer", "_choose", "_swap", "_exchange"} <= {name for name, _ in graph.calls}
+    assert {"_insert", "_exchange"} <= {name for name, _ in graph.calls}
     assert gpu.races == []
 
 

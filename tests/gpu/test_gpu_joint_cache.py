@@ -12,23 +12,21 @@ import race_detector
 import torch
 from gpu_device import INTERPRETED
 from gpu_models import on_device
+from tensors import use_blocks_of
 from test_gpu_joint import JOINT, launches
 from test_gpu_limits import until_it_fits
 from torch import Tensor
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import cache as near_device
 from embedrock.device import memory_for
-from embedrock.kernels.gpu import cache, plan
-from embedrock.kernels.gpu.runtime import ReadyKernel
 from slow import slow
 
 DIM, BATCH = 6, 10
 ROWS, NEAR = (30, 45, 20), (4, 13, 1)  # of tables, and of their caches, one of which has room for hardly any row
 NAMES = "a", "b", "c"
 SIZES = (BATCH, BATCH, BATCH), (BATCH, 0, 3), (1, 2 * BATCH, 0)  # ids of the tables, batch by batch
-ARRIVING = dict.fromkeys(("_offer", "_choose", "_swap", "_exchange"), 1)
+ARRIVING = dict.fromkeys(("_insert", "_exchange"), 1)
 CACHED = JOINT | ARRIVING
 OF_PLAN = dict.fromkeys(("_join", "_mark", "_collect"), 1) | ARRIVING
 
@@ -152,14 +150,6 @@ def bags(given: list[Batch]) -> list[dict[str, tuple[Tensor, Tensor]]]:
 # ---------------------------------------------------------------- the same as alone
 
 
-def use_blocks_of(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (plan, cache):
-        monkeypatch.setattr(module, "BLOCK", lanes)
-        monkeypatch.setattr(module, "blocks", lambda n: -(-n // lanes))
-    monkeypatch.setattr(plan, "_ready_to_mark", ReadyKernel(plan._mark, LANES=lanes))
-    monkeypatch.setattr(plan, "_to_collect", plan._to_collect.__wrapped__)
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer looks for races on a GPU: see on_gpu.py")
 @pytest.mark.parametrize(
     ("rule", "options", "lanes"),
@@ -173,14 +163,13 @@ def use_blocks_of(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_rows_come_and_leave_as_they_do_alone(rule: str, options: Any, lanes: int, monkeypatch: pytest.MonkeyPatch):
-    given = batches(3)
-    alone, other = Model("alone", rule, **options).train(given), Model(None, rule, **options).train(given)
+    given = batches(4)
     use_blocks_of(lanes, monkeypatch)
-    monkeypatch.setattr(near_device, "SORTED_FROM", 12)  # the victims of some batches
-    mine = Model("together", rule, **options).train(given[:2])
+    alone, other = Model("alone", rule, **options).train(given), Model(None, rule, **options).train(given)
+    mine = Model("together", rule, **options).train(given[:3])
     detector = race_detector.install(monkeypatch)
     with launches() as seen:
-        mine.train(given[2:])
+        mine.train(given[3:])
     assert seen == CACHED
     assert detector.found == set()
     fetched, evicted = (sum(own[f"device_{name}"] for own in mine.stats()) for name in ("fetched", "evictions"))

@@ -69,7 +69,7 @@ def test_no_program_depends_on_another_and_none_misses_a_barrier(
     model.weights()
     assert detector.found == set()
     assert "_step" in detector.launched
-    assert "_swap" in detector.launched or not way.near_rows
+    assert "_insert" in detector.launched or not way.near_rows
     assert "_enter" in detector.launched or way is not OPEN
     rounding = 1e-6 if rule == "RowwiseAdagrad" else 0  # which sums squares in another order
     np.testing.assert_allclose(model.weights(), expected.lookup(np.arange(ROWS)), rtol=rounding, atol=0)

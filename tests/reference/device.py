@@ -5,7 +5,7 @@ A batch's plan has room for n unique keys; `count`, int32 (1,), says how many th
 read nor written.
 
 Rows are cached in near slots, in the memory of the GPU; far slots, one for each row, are in that of the host. Slots,
-times, searches and memories are the tuples of ``kernels/gpu/cache.py``, of arrays. A row whose last batch is not
+times and memories are the tuples of ``kernels/gpu/addresses.py``, of arrays. A row whose last batch is not
 finished stays where it is. Where there is no victim for a row it is used where it is, far: the policy decides how fast
 a batch is, and nothing else.
 """
@@ -21,14 +21,12 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from embedrock.kernels.gpu.addresses import BatchTime, CacheSlots, RecordMemory
-    from embedrock.kernels.gpu.cache import VictimScratch
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 UInt8Array = npt.NDArray[np.uint8]
 
 LAST = 127  # the bin of slots that may not be taken
-NOBODY = 2**63 - 1
 AGES = (1 << 22) - 1
 OUT_OF_RANGE, BAD_OFFSETS = 1, 4  # codes of faults
 CHANGED = 1 << 30  # of a word of `where`: see `settle_rows`
@@ -122,7 +120,8 @@ def _fade(worth: np.ndarray, age: np.ndarray, fading: float) -> np.ndarray:
 
 
 def _rows(keys: Int64Array, count: Int32Array, limit: int) -> Int64Array:
-    return np.flatnonzero((keys[: count[0]] >= 0) & (keys[: count[0]] < limit))
+    some = keys[: count[0]]
+    return np.flatnonzero((some >= 0) & (some < limit) & (np.diff(some, prepend=-1) != 0))
 
 
 def _missing(words: np.ndarray, stamp: int, span: int) -> np.ndarray:
@@ -133,18 +132,17 @@ def _missing(words: np.ndarray, stamp: int, span: int) -> np.ndarray:
 # ---------------------------------------------------------------- the cache
 
 
-def touch(
-    slots: CacheSlots, search: VictimScratch, time: BatchTime, keys: Int64Array, count: Int32Array, limit: int
-) -> None:
-    """Note that a batch uses rows, and count those to fetch: far, and used by no batch that is not finished.
+def touch(slots: CacheSlots, time: BatchTime, keys: Int64Array, count: Int32Array, limit: int) -> None:
+    """Note that a batch uses rows.
 
-    A row is worth the number of its uses, each of which fades by half in ``time.half_life`` batches.
+    A row is worth the number of its uses, each of which fades by half in ``1 / time.fading`` batches. Rows to fetch
+    (far, and used by no batch that is not finished) are left to `insert`.
 
     Args:
         slots: what is known about records.
-        search: ``counts`` receives how many rows to fetch there are; only the sum means anything.
         time: the batch's place in time.
-        keys, count: of the batch, no key twice. Those outside ``[0, limit)`` are left alone.
+        keys, count: of the batch; equal ones are neighbours, and count once. Those outside ``[0, limit)`` are left
+            alone.
         limit: number of far slots.
     """
     stamp, span, fading, _ = time
@@ -153,81 +151,87 @@ def touch(
     slot = words[words >= 0]
     slots.worth[slot] = _fade(slots.worth[slot], (stamp - slots.used[slot]) & AGES, fading) + np.float32(1)
     slots.used[slot] = stamp
-    missing = _missing(words, stamp, span)
-    stays = (words < 0) & ~missing
+    stays = (words < 0) & ~_missing(words, stamp, span)
     absent, last, worth = _read_word(words[stays])
     slots.where[key[stays]] = _word(absent, stamp, _fade(worth, (stamp - last) & AGES, fading) + np.float32(1))
-    search.counts[:] = 0
-    search.counts[:1] = missing.sum()
+    absent = (words < 0) & (_read_word(words)[0] == 1)
     slots.tallies[:3] += slot.size, key.size - slot.size - absent.sum(), absent.sum()
 
 
-def _window(slots: CacheSlots, search: VictimScratch, hand: int) -> np.ndarray:
-    return (hand + np.arange(search.bins.size)) % slots.owner.size
+def victims(slots: CacheSlots, time: BatchTime, v: Int64Array, wanted: int) -> Int64Array:
+    """Return those of some near slots that are worth least, at most `wanted`, in the order of `v`.
 
-
-def offer(slots: CacheSlots, search: VictimScratch, time: BatchTime) -> None:
-    """Judge the near slots from ``time.hand`` on, as many as ``search.bins`` holds, at most once around.
-
-    The caller advances `hand` by the length of the window. Free slots are in bin 0, those in use by a batch that is not
-    finished in bin `LAST`, others between by what they are worth now.
+    Free slots are in bin 0, those in use by a batch that is not finished in bin `LAST`, others between by what they are
+    worth now. Slots of the last bin are not taken, and the first ones of others are taken first.
     """
     stamp, span, fading, _ = time
-    v = _window(slots, search, time.hand)
     age = (stamp - slots.used[v]) & AGES
     bins = np.clip(_logarithm(_fade(slots.worth[v], age, fading), 8) + 33, 1, LAST - 1)
-    search.bins[:] = np.where(slots.owner[v] < 0, 0, np.where(age > span, bins, LAST))
+    bins = np.where(slots.owner[v] < 0, 0, np.where(age > span, bins, LAST))
+    return v[np.sort(np.argsort(bins, kind="stable")[: min(wanted, int((bins < LAST).sum()))])]
 
 
-def choose(slots: CacheSlots, search: VictimScratch, time: BatchTime) -> None:
-    """Write the victims, in the order of the window: those worth least, as many as there are rows to fetch."""
-    free = int((search.bins < LAST).sum())
-    wanted = min(int(search.counts.sum()), free, search.victims.size)
-    chosen = np.sort(np.argsort(search.bins, kind="stable")[:wanted])
-    slot = _window(slots, search, time.hand)[chosen]
-    search.victims[:] = NOBODY
-    search.victims[:wanted] = ((slots.owner[slot] + 1) << 31) | slot
-
-
-def swap(
+def insert(
     slots: CacheSlots,
-    search: VictimScratch,
     time: BatchTime,
     keys: Int64Array,
     count: Int32Array,
     limit: int,
     memory: RecordMemory,
     moves: Int64Array,
+    dealt: tuple[int, int],
 ) -> None:
     """Give the slots of victims to the rows to fetch, in order; rows that get none stay far, and are used there.
 
+    The near slots from ``time.hand`` on, two for each position and at most once around, are the window. Its slots, and
+    the positions, are dealt to programs in turns. Each program takes its own victims for its own rows.
+
     Args:
-        slots, search, time, keys, count, limit: as in `touch`. ``search.victims`` may have been sorted since `choose`.
+        slots, time, keys, count, limit: as in `touch`.
         memory: where records lie.
-        moves: int64 (len(victims), 3) receives addresses that `exchange` moves records between: the near slot's, or -1:
+        moves: int64 (len(keys), 3) receives addresses that `exchange` moves records between: the near slot's, or -1:
             nothing; that of the far slot that its record is written back to, or -1; that of the record which takes its
             place.
+        dealt: positions of a program at most, and how many neighbours it is dealt at once.
     """
-    stamp, span, fading, _ = time
-    key = keys[_rows(keys, count, limit)]
-    key = key[_missing(slots.where[key], stamp, span)]
+    moves[:, 0] = -1
+    n, near = len(keys), slots.owner.size
+    window = (time.hand + np.arange(min(near, 2 * n))) % near
+    missing = _rows(keys, count, limit)
+    missing = missing[_missing(slots.where[keys[missing]], *time[:2])]
+    block, group = dealt
+    parts = -(-n // block)
+    for part in range(parts):
+        own = missing[missing // group % parts == part]
+        searched = window[np.arange(window.size) // group % parts == part]
+        _insert_part(slots, time, keys, own, victims(slots, time, searched, own.size), memory, moves)
+
+
+def _insert_part(
+    slots: CacheSlots,
+    time: BatchTime,
+    keys: Int64Array,
+    missing: Int64Array,
+    slot: Int64Array,
+    memory: RecordMemory,
+    moves: Int64Array,
+) -> None:
+    stamp, _, fading, _ = time
+    key = keys[missing]
     _, last, worth = _read_word(slots.where[key])
     worth = _fade(worth, (stamp - last) & AGES, fading) + np.float32(1)
     slots.where[key] = _word(0, stamp, worth)
 
-    victims = search.victims[search.victims != NOBODY][: key.size]
-    key, worth = key[: victims.size], worth[: victims.size]
-    slot, old = victims & (2**31 - 1), (victims >> 31) - 1
+    key, worth, old = key[: slot.size], worth[: slot.size], slots.owner[slot]
     owned = old >= 0
     slots.where[old[owned]] = _word(0, slots.used[slot[owned]], slots.worth[slot[owned]])
     back = owned & (slots.dirty[slot] != 0)
-    moves[:, 0] = -1
     near, far, size = memory
     location = np.where(back, far + old * size, -1)
-    moves[: victims.size] = np.stack([near + slot * size, location, far + key * size], axis=1)
+    moves[missing[: slot.size]] = np.stack([near + slot * size, location, far + key * size], axis=1)
     slots.where[key], slots.owner[slot], slots.dirty[slot] = slot, key, 0
     slots.worth[slot], slots.used[slot] = worth, stamp
-    slots.tallies[3:6] += victims.size, owned.sum(), back.sum()
+    slots.tallies[3:6] += slot.size, owned.sum(), back.sum()
 
 
 def forget(slots: CacheSlots, keys: Int64Array) -> None:
@@ -241,7 +245,7 @@ def forget(slots: CacheSlots, keys: Int64Array) -> None:
 
 
 def exchange(moves: Int64Array, record_bytes: int) -> None:
-    """Move records as `swap` decided: out of near slots and into them."""
+    """Move records as `insert` decided: out of near slots and into them."""
     for near, location, far in moves[moves[:, 0] >= 0].tolist():
         if location >= 0:
             ctypes.memmove(location, near, record_bytes)

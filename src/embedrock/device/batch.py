@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import load_rows, scratch_of, shares_of, times_of
+from embedrock.device.cache import load_rows, shares_of, times_of
 from embedrock.device.features import BatchSizes, FeatureLayout, TableFamily
 from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import joint as kernels
@@ -17,6 +17,7 @@ from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
+from embedrock.kernels.gpu.cache import VictimSearch
 from embedrock.kernels.gpu.sums import partial_rows
 
 
@@ -119,7 +120,7 @@ class DeviceBatch:
             return self._place_words()
         first, (_, positions, _, words, _) = self.layout.first, self.sizes
         shares = shares_of(self.executors, positions)
-        self.placed = first.placed((*words, *shares.words, *times_of(self._times)), recurs=False)
+        self.placed = first.placed((*words, *shares[0], *times_of(self._times)), recurs=False)
         self._search = shares, self.placed[len(words) :], self._times[0]
         return None
 
@@ -136,13 +137,25 @@ class DeviceBatch:
         ordered, self.order = torch.sort(positions, stable=True)
         plan_kernels.mark(ordered, 0, counts, None, self.tickets, self.stamps[0])
         self.positions = positions
-        search = None if self._search is None else scratch_of(n, family.device, self._search, self.misses)
+        search = self._victims()
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
         plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, counts, *plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
+
+    def _victims(self) -> VictimSearch | None:
+        """Return the search for victims in the tables' caches; None without caches or positions."""
+        if self._search is None:
+            return None
+        (words, programs), placed, first = self._search
+        if not programs:
+            return None
+        # Times in memory are adjacent, in the order of tables.
+        times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
+        self._moves = self.layout.take(("moves", self.sizes.n), 24 * self.sizes.n, _moves, placed.device, self.sizes.n)
+        return VictimSearch(self._moves.arrays, programs, shares=placed[: len(words)], times=times)
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
@@ -159,12 +172,7 @@ class DeviceBatch:
     def tickets_of_bags(self) -> Tensor | TensorPart:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
-        return self.tickets[-2 * k - 1 : -k]
-
-    @property
-    def misses(self) -> Tensor | TensorPart:
-        """Number of rows to load, or without a slot, of each table: int32 (k,)."""
-        return self.tickets[-len(self.executors) :]
+        return self.tickets[-k - 1 :]
 
     @property
     def ends(self) -> Tensor | TensorPart:
@@ -320,7 +328,11 @@ class DeviceBatch:
 
 def tickets_of(n: int, k: int) -> int:
     """Return the number of counters for n positions of k tables."""
-    return k + partial_rows(n, k) + 2 * k + 1
+    return k + partial_rows(n, k) + 1 + k
+
+
+def _moves(device: torch.device, n: int) -> Tensor:
+    return torch.empty(n, 3, dtype=torch.int64, device=device)
 
 
 def _space(device: torch.device, n: int, k: int) -> list[Any]:

@@ -5,39 +5,24 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device.stream_order import StreamOrder
-from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import (
-    AGES,
-    BINS,
-    SHARE_WORDS,
-    AddressKind,
-    BatchTime,
-    CacheSlots,
-    DeviceTables,
-    RecordMemory,
-)
-from embedrock.kernels.gpu.binding import TensorPart
+from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
 
 KEPT_LOOKUPS = 4  # since the last step; rows of the lookups before these may be evicted
 EVERYWHERE = 2**62  # above all keys: no limit
-WINDOW = 2  # device slots that are searched for victims, for each position of a batch
 # Half-life of a row's score, in units of the batches that fill the cache once. In simulations with Zipf's law (1.05),
 # this value misses hardly more rows than exact counts. A smaller one forgets too soon. A larger one does not follow
 # rows as their use changes.
 HALF_LIFE = 30.0
-# Sorted victims are written back in ascending order, which is fast on a bus. A small batch of victims is written
-# quickly in any order, so a sort would cost more than it saves.
-SORTED_FROM = 1 << 14
 NO_TIME = BatchTime(0, 0, 0.0)  # of a batch without a cache
 
 _generations = itertools.count()
@@ -48,7 +33,7 @@ def present(where: Tensor) -> Tensor:
     return (where >= 0) | ((-1 - where) & 1 == 0)
 
 
-def load_rows(tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, count: Tensor | int) -> None:
+def load_rows(tables: DeviceTables, search: cache.VictimSearch, keys: Tensor, count: Tensor | int) -> None:
     """Load a batch's rows into the caches where they score higher than the rows they replace.
 
     Args:
@@ -57,15 +42,8 @@ def load_rows(tables: DeviceTables, search: cache.VictimScratch, keys: Tensor, c
         keys: of the batch; equal ones are adjacent and count once.
         count: number of keys.
     """
-    cache.offer(tables, search)
-    cache.choose(tables, search)
-    if len(search.victims) >= SORTED_FROM:
-        search = search._replace(victims=search.victims.sort().values)
-    moves = search.moves
-    if moves is None:
-        moves = torch.empty(len(search.victims), 3, dtype=torch.int64, device=keys.device)
-    cache.swap(tables, search, keys, count, moves)
-    cache.exchange(moves, tables.form.record_bytes)
+    cache.insert(tables, search, keys, count)
+    cache.exchange(search.moves, tables.form.record_bytes)
 
 
 class DeviceCache:
@@ -139,18 +117,10 @@ class DeviceCache:
         """Begin a batch of n positions; return its time in a cache. `trains`: a step may follow."""
         if not self.is_cache:
             return NO_TIME
-        hand = self._hand
-        self._hand = (hand + self.window(n)) % len(self.slots.owner)
+        hand, slots = self._hand, len(self.slots.owner)
+        self._hand = (hand + min(slots, cache.WINDOW * n)) % slots
         stamp = clock.stamp
         return BatchTime(stamp & AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
-
-    def window(self, n: int) -> int:
-        """Return how many device slots a batch of n positions searches for victims."""
-        return min(len(self.slots.owner), WINDOW * n)
-
-    def search_of(self, n: int) -> tuple[int, int, float]:
-        """Return a batch's search window, its maximum number of victims, and the half-life of scores."""
-        return self.window(n), min(len(self.slots.owner), n), self.half_life(n)
 
     def half_life(self, n: int) -> float:
         """Return the half-life of a row's score, in batches of n positions."""
@@ -192,63 +162,28 @@ class DeviceCache:
 # ---------------------------------------------------------------- caches of several tables
 
 
-class VictimSearch(NamedTuple):
-    """Layout of a joint search for victims.
+def shares_of(executors: Sequence[Any], positions: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return the shares of tables in a search for victims, given the positions of each, and its number of programs.
 
-    Attributes:
-        words: of each table, see `cache.VictimShare`.
-        blocks: of all windows.
-        victims: maximum number.
+    For the words of a share see `cache.VictimShare`.
     """
-
-    words: tuple[int, ...]
-    blocks: int
-    victims: int
-
-
-def shares_of(executors: Sequence[Any], positions: Sequence[int]) -> VictimSearch:
-    """Return the joint search of tables with caches, given the positions of each in the batch."""
-    searches = [executor.cache.search_of(n) for executor, n in zip(executors, positions, strict=True)]
-    return _shares(tuple((*search, cache.blocks(search[0])) for search in searches))
+    caches = [executor.cache for executor in executors]
+    return _shares(tuple((own.half_life(n), n, cache.blocks(n)) for own, n in zip(caches, positions, strict=True)))
 
 
 @functools.lru_cache(maxsize=64)
-def _shares(searches: tuple[tuple[int, int, float, int], ...]) -> VictimSearch:
-    words, block, victim = list[int](), 0, 0
-    for window, size, half_life, parts in searches:
+def _shares(sizes: tuple[tuple[float, int, int], ...]) -> tuple[tuple[int, ...], int]:
+    words, program, position = list[int](), 0, 0
+    for half_life, size, programs in sizes:
         fading = int(np.float32(1.0 / half_life).view(np.int32))
-        words += cache.VictimShare(fading, window, size, block, victim)
-        block, victim = block + parts, victim + size
-    return VictimSearch(tuple(words), block, victim)
+        words += cache.VictimShare(fading, size, program, position)
+        program, position = program + programs, position + size
+    return tuple(words), program
 
 
 def times_of(times: Sequence[BatchTime]) -> list[int]:
     """Return the times of a batch, of each table, as int64 words for kernels; none for times in memory."""
     return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
-
-
-def scratch_of(
-    n: int, device: torch.device, search: tuple[VictimSearch, Tensor, BatchTime], misses: Tensor | TensorPart
-) -> cache.VictimScratch | None:
-    """Return scratch for the search of several tables; None without positions.
-
-    Args:
-        n: number of positions.
-        device: of the tables.
-        search: of the tables; its words on the device, int64, followed by `times_of` the batch; time of the batch, of
-            the first table. Times in memory are adjacent, in the order of tables.
-        misses: int32 (k,), zeros.
-    """
-    (words, block, size), placed, first = search
-    if not size:
-        return None
-    times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
-    sizes = cache.blocks(n), block * BINS, len(words) // SHARE_WORDS * BINS
-    room = carved(device, layout((2 * size, 6 * size), sizes))
-    (victims, moves), (counts, table, histogram) = (part.view(torch.int64) for part in room[:2]), room[2:]
-    bins = torch.empty(block * cache.BLOCK, dtype=torch.uint8, device=device)
-    of_tables = placed[: len(words)], times, misses
-    return cache.VictimScratch(counts, bins, table, histogram, victims, *of_tables, moves=moves.view(size, 3))
 
 
 FIRST_STAMP = 1 << 16  # 0, the number of unused rows, must look old

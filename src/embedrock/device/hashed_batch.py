@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.batch import DeviceBatch, SteppedTables, tickets_of
-from embedrock.device.cache import load_rows, scratch_of, shares_of, times_of
+from embedrock.device.cache import load_rows, shares_of, times_of
 from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import directory as kernels
@@ -73,7 +73,7 @@ class HashedBatch(DeviceBatch):
             self.order = order
         self._ordered = ordered
         plan_kernels.collect(ordered, 0, self.order, counts, *plan, of=self.of_positions)
-        self._new = new, self.tickets[-3 * k - 1 : -2 * k - 1]
+        self._new = new, self.tickets[-2 * k - 1 : -k - 1]
         if not is_ahead or self._search is not None:  # else the lookup finds the slots
             self._find(*self._new)
         if self._search is not None:
@@ -88,7 +88,7 @@ class HashedBatch(DeviceBatch):
 
     def _load(self) -> None:
         """Load the rows into the device cache."""
-        search = scratch_of(self.sizes.n, self.family.device, self._search, self.misses)
+        search = self._victims()
         if search is not None:
             tables = self._found().tables
             cache.touch(tables, search, self.keys, self.count)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device.batch import DeviceBatch, SteppedTables, tickets_of
-from embedrock.device.cache import NO_TIME, load_rows, scratch_of, shares_of, times_of
+from embedrock.device.cache import NO_TIME, load_rows, shares_of, times_of
 from embedrock.device.copies import uploaded_together
 from embedrock.device.features import FeatureLayout
 from embedrock.kernels.gpu import cache
@@ -64,7 +64,7 @@ class HostBatch(DeviceBatch):
         found = () if padding is None else np.flatnonzero(host.ids == padding)
         self.padding = int(found[0]) if len(found) else -1
         shares = shares_of(self.executors, self.sizes.positions) if is_cached else None
-        words = () if shares is None else (*shares.words, *times_of([time]))
+        words = () if shares is None else (*shares[0], *times_of([time]))
         self._upload(host, (*self.sizes.words, *words))
         if shares is not None:
             self._search = shares, self.placed[len(self.sizes.words) :], time
@@ -80,7 +80,7 @@ class HostBatch(DeviceBatch):
 
     def load(self) -> None:
         """Load the rows into the device cache, if there is one."""
-        search = None if self._search is None else scratch_of(self.sizes.n, self.family.device, self._search, self.misses)
+        search = self._victims()
         if search is not None:
             cache.touch(self.tables, search, self.keys, len(self.keys))
             load_rows(self.tables, search, self.keys, len(self.keys))

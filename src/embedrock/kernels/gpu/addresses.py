@@ -18,13 +18,11 @@ CHANGED = 1 << 30  # flag in words of `where` if all rows are on device: newer t
 ABSENT, FAR = -2, -1  # words of `where` for unused rows: without a record, and with one
 AGES = (1 << 22) - 1
 WORDS = 24  # about a table
-BINS = 128  # of a search for victims
-SHARE_WORDS = 5
+SHARE_WORDS = 4
 TIME_WORDS = 12  # int32; numbers of a CUDA graph are at multiples of 16 bytes
 TOUCHING_WARPS = 8  # fewer would take too many registers for a loop over tables
 
 _WORDS, _SHARE, _TIME = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS), tl.constexpr(TIME_WORDS)
-_BINS = tl.constexpr(BINS)
 _NOBODY = tl.constexpr(2**62)  # above all keys
 _CHANGED = tl.constexpr(CHANGED)
 _SLOTS = tl.constexpr(CHANGED - 1)
@@ -101,34 +99,6 @@ def read_word(word):
 @inlined
 def fade(worth, age, fading):
     return worth * tl.exp2(-tl.minimum(age.to(tl.float32) * fading, _FADED))
-
-
-# ---------------------------------------------------------------- rows of a batch
-
-
-@inlined
-def touch_rows(key, known, where, worth, used, tallies, stamp, span, fading):
-    """Mark rows as used by a batch; return how many to load: on host, and unused by unfinished batches."""
-    stamp, span = loaded(stamp), loaded(span)
-    word = tl.load(where + key, mask=known, other=0)
-    near = known & (word >= 0)
-    age = (stamp - tl.load(used + word, mask=near, other=0)) & _AGES
-    now = fade(tl.load(worth + word, mask=near, other=1.0), age, fading) + 1.0
-    tl.debug_barrier()  # the stores overwrite the words read above
-    tl.store(worth + word, now, mask=near)
-    tl.store(used + word, tl.zeros_like(word) + stamp, mask=near)
-
-    absent, last, then = read_word(word)
-    absent = absent & (known & (word < 0)).to(tl.int32)
-    age = (stamp - last) & _AGES
-    far = known & (word < 0) & (absent == 0)
-    missing = far & (age > span)
-    stays = known & (word < 0) & ~missing
-    tl.store(where + key, far_word(absent, stamp, fade(then, age, fading) + 1.0), mask=stays)
-    tl.atomic_add(tallies, tl.sum(near.to(tl.int64), axis=0), sem="relaxed")
-    tl.atomic_add(tallies + 1, tl.sum(far.to(tl.int64), axis=0), sem="relaxed")
-    tl.atomic_add(tallies + 2, tl.sum(absent.to(tl.int64), axis=0), sem="relaxed")
-    return tl.sum(missing.to(tl.int32), axis=0)
 
 
 # ---------------------------------------------------------------- tables
@@ -262,8 +232,12 @@ def drawn_of(entry):
 
 
 @inlined
-def time_of(table, shares, times, stamp, span, fading, hand):
-    """Return the stamp, the span, the fading and the first device slot of the window of a table's batch."""
+def time_of(table, shares, times, time):
+    """Return the `BatchTime` of a table's batch, as numbers; `time`: of one table alone.
+
+    `shares`, `times`: of several, see `cache.VictimSearch`.
+    """
+    stamp, span, fading, hand = time
     if shares is None:
         stamp, span, hand = loaded(stamp), loaded(span), loaded(hand)
     else:
@@ -274,44 +248,49 @@ def time_of(table, shares, times, stamp, span, fading, hand):
 
 
 @inlined
-def rows_of(key, heads, entry, shares):
-    """Return the rows of a table among keys, and a mask of them. The keys of one table are its rows."""
-    own = key if shares is None else key - tl.load(entry)
-    return own, heads & (own >= 0) & (own < tl.load(entry + 1))
+def rows_of(key, heads, entry):
+    """Return the rows of a table among keys, and a mask of them."""
+    row = key - tl.load(entry)
+    return row, heads & (row >= 0) & (row < tl.load(entry + 1))
 
 
 @inlined
-def _touch_table(key, heads, entry, shares, time):
-    """Mark the rows of a table as used by a batch; return how many to load."""
-    own, known = rows_of(key, heads, entry, shares)
-    stamp, span, fading, _ = time
-    where, _, worth, used, _, tallies = slots_of(entry)
-    return touch_rows(own, known, where, worth, used, tallies, stamp, span, fading)
+def used_on_host(word, known, time):
+    """Return masks of rows without a record, of rows on host, and of those to load; and the scores with this use.
 
-
-@inlined
-def touch_keys(key, heads, entries, tables, shares, times, misses, time, histogram):
-    """Begin a search for victims for a program's keys: see `cache.touch`. Return how many rows to load.
-
-    `shares`, `times`, `misses`, `histogram`: see `cache.VictimScratch`.
+    Rows are loaded if no unfinished batch uses them.
     """
-    stamp, span, fading, hand = time
-    found = 0
-    if shares is None:
-        found = _touch_table(key, heads, entries, shares, time_of(0, shares, times, stamp, span, fading, hand))
-    else:
-        table, last = span_of(entries, tables, key, heads)
-        while table <= last:
-            own = time_of(table, shares, times, stamp, span, fading, hand)
-            missing = _touch_table(key, heads, entries + table * _WORDS, shares, own)
-            tl.atomic_add(misses + table, missing, sem="relaxed")
-            found += missing
-            table += 1
-    row = tl.program_id(0)
-    while row < tables:
-        tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
-        row += tl.num_programs(0)
-    return found
+    stamp, span, fading, _ = time
+    absent, last, worth = read_word(word)
+    age = (stamp - last) & _AGES
+    far = known & (word < 0)
+    absent, far = far & (absent == 1), far & (absent == 0)
+    return absent, far, far & (age > span), fade(worth, age, fading) + 1.0
+
+
+@inlined
+def touch_keys(key, heads, entries, tables, shares, times, time):
+    """Mark the rows of a program's keys as used by a batch: see `cache.touch`."""
+    table, last = span_of(entries, tables, key, heads)
+    while table <= last:
+        entry, own = entries + table * _WORDS, time_of(table, shares, times, time)
+        stamp, _, fading, _ = own
+        where, _, worth, used, _, tallies = slots_of(entry)
+        row, known = rows_of(key, heads, entry)
+        word = tl.load(where + row, mask=known, other=0)
+        near = known & (word >= 0)
+        age = (stamp - tl.load(used + word, mask=near, other=0)) & _AGES
+        now = fade(tl.load(worth + word, mask=near, other=1.0), age, fading) + 1.0
+        absent, far, missing, then = used_on_host(word, known, own)
+        stays = (absent | far) & (missing == 0)
+        tl.debug_barrier()  # the stores overwrite the words read above
+        tl.store(worth + word, now, mask=near)
+        tl.store(used + word, tl.zeros_like(word) + stamp, mask=near)
+        tl.store(where + row, far_word(absent.to(tl.int32), stamp, then), mask=stays)
+        tl.atomic_add(tallies, tl.sum(near.to(tl.int64), axis=0), sem="relaxed")
+        tl.atomic_add(tallies + 1, tl.sum(far.to(tl.int64), axis=0), sem="relaxed")
+        tl.atomic_add(tallies + 2, tl.sum(absent.to(tl.int64), axis=0), sem="relaxed")
+        table += 1
 
 
 # ---------------------------------------------------------------- record of a row

@@ -1,11 +1,10 @@
 """Insertion and eviction in device caches: see ``tests/reference/device.py`` for each kernel's reference.
 
-Each table has its own cache. For each batch, `touch`, `offer`, `choose` and `swap` run on one stream, in that order.
-Then `exchange` runs on any stream. The host waits for none of them. Grids have their maximum size, and programs without
-work return.
+Each table has its own cache. For each batch, `touch` and `insert` run on one stream, in that order. Then `exchange`
+runs on any stream. The host waits for none of them. The batch may be of several tables, see ``joint.py``.
 
-The batch may be of several tables, with rows from a joint plan, see ``joint.py``. The search windows and the victims
-then lie table by table, and each window begins with a block of its own.
+Each program of `insert` chooses victims among its own part of the search window, for its own rows. Positions and window
+are dealt to programs in turns, so that these are alike. Else programs of rare rows would evict frequent ones.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import (
     AGES,
-    BINS,
     FAR,
     SHARE_WORDS,
     TOUCHING_WARPS,
@@ -24,27 +22,29 @@ from embedrock.kernels.gpu.addresses import (
     fade,
     far_word,
     last_begun,
-    read_word,
     rows_of,
     slots_of,
-    span_of,
     time_of,
     touch_keys,
+    used_on_host,
 )
-from embedrock.kernels.gpu.plan import BLOCK, blocks, load_heads, sum_before
+from embedrock.kernels.gpu.numbers import loaded
+from embedrock.kernels.gpu.plan import BLOCK, blocks, load_heads
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
+WINDOW = 2  # device slots that are searched for victims, for each position of a batch
+GROUP = 8  # neighbours that a program is dealt at once: 32 bytes of int32
 COPIED = 2048  # words of the records that one program copies at once
 
-_BINS = tl.constexpr(BINS)
-_LAST = tl.constexpr(BINS - 1)  # the bin of slots that may not be evicted
+_BINS = tl.constexpr(128)
+_LAST = tl.constexpr(127)  # the bin of slots that may not be evicted
 _WORDS, _SHARE = tl.constexpr(WORDS), tl.constexpr(SHARE_WORDS)
+_WINDOW = tl.constexpr(WINDOW)
 _AGES = tl.constexpr(AGES)
 _FAR = tl.constexpr(FAR)
 _ONE = tl.constexpr(127 << 23)  # the bits of 1.0
 _TO_BIN = tl.constexpr(20)  # leaves 8 bins to a doubling of the score
 _MIDDLE = tl.constexpr(33)  # the bin of score 1
-_SLOT_BITS, _NO_SLOT = tl.constexpr(31), tl.constexpr((1 << 31) - 1)
 
 
 class VictimShare(NamedTuple):
@@ -52,340 +52,188 @@ class VictimShare(NamedTuple):
 
     Attributes:
         fading: the bits of a float32: see `addresses.BatchTime`.
-        window: number of device slots to search.
-        size: maximum number of victims.
-        block: index of the first block of its window, among all blocks.
-        victim: index of its first victim, among all victims.
+        size: its number of positions.
+        program: index of its first program, among those of all tables.
+        position: index of its first position, among those of all tables.
     """
 
     fading: int
-    window: int
     size: int
-    block: int
-    victim: int
+    program: int
+    position: int
 
 
-class VictimScratch(NamedTuple):
-    """Scratch of one batch's search for victims, of k tables. The next batch on the same stream may reuse it at once.
+class VictimSearch(NamedTuple):
+    """One batch's search for victims, of k tables. The next batch on the same stream may use its memory at once.
 
     Attributes:
-        counts: int32 (blocks(n),): rows to load in each block of keys.
-        bins: uint8 (blocks * BLOCK,), of all windows: bin of each device slot, ascending with its score.
-        table: int32 (blocks * BINS,): number of a block's slots in the bins below each bin, bin by bin.
-        histogram: int32 (k * BINS,): number of a window's slots in each bin.
-        victims: int64: ``(owner's key + 1) << 31 | device slot`` of the victims, then the key after the table's last
-            row, with the lower 31 bits of no slot. No more rows are loaded than it holds.
-        shares: int64 (k, SHARE_WORDS), see `VictimShare`. None: one table has all of `victims`, and its window is
-            all of `bins`, of any number.
+        moves: int64 (n, 3), memory for `insert`.
+        programs: of `insert`.
+        time: of the batch, of one table.
+        shares: int64 (k, SHARE_WORDS), see `VictimShare`. None: one table has all positions.
         times: int32 (k, TIME_WORDS): stamp, span and first device slot of the window of each table, each at 16 bytes.
             None: one table, see `time`.
-        misses: int32 (k,): rows to load of each table; zeros before `touch`. None: one table.
-        time: of the batch, of one table.
-        moves: int64 (victims, 3), memory for `swap`; None: there is none yet.
     """
 
-    counts: Any
-    bins: Any
-    table: Any
-    histogram: Any
-    victims: Any
+    moves: Any
+    programs: int
+    time: BatchTime = BatchTime(0, 0, 0.0)
     shares: Any = None
     times: Any = None
-    misses: Any = None
-    time: BatchTime = BatchTime(0, 0, 0.0)
-    moves: Any = None
 
 
 # ---------------------------------------------------------------- rows of a batch
 
 
-@inlined
-def _keys_of(keys, count, u):
-    """Return keys, and a mask of the first of equal neighbours."""
-    if count.dtype.is_ptr():
-        count = tl.load(count)
-    return load_heads(keys, u, count)
-
-
-@kernel("count", "tables", "stamp", "span", "hand", anywhere=("shares", "times", "misses"))
-def _touch(
-    keys,
-    count,
-    entries,
-    tables,
-    shares,
-    times,
-    misses,
-    stamp,
-    span,
-    fading,
-    hand,
-    counts,
-    histogram,
-    LANES: tl.constexpr,
-):
-    program = tl.program_id(0)
-    key, heads = _keys_of(keys, count, program * LANES + tl.arange(0, LANES))
-    time = stamp, span, fading, hand
-    found = touch_keys(key, heads, entries, tables, shares, times, misses, time, histogram)
-    tl.store(counts + program, found)
+@kernel("count", "tables", "stamp", "span", "hand", anywhere=("shares", "times"))
+def _touch(keys, count, entries, tables, shares, times, stamp, span, fading, hand, LANES: tl.constexpr):
+    u = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    key, heads = load_heads(keys, u, loaded(count))
+    touch_keys(key, heads, entries, tables, shares, times, (stamp, span, fading, hand))
 
 
 def touch(tables, search, keys, count):
-    """Mark rows as used by a batch, and count rows to load: on host, and unused by unfinished batches.
+    """Mark rows as used by a batch.
 
     Args:
         tables: see `addresses.DeviceTables`; all have a cache.
-        search: scratch.
+        search: see `VictimSearch`.
         keys: int64 or int32 (n,), of the batch; equal ones are adjacent, and count once. Of several tables, ascending.
         count: number of keys, int32 (1,) or a number.
     """
-    args = *_of_tables(tables, search), search.counts, search.histogram
-    launch(_touch, blocks(keys.shape[0]), keys, count, *args, num_warps=TOUCHING_WARPS, LANES=BLOCK)
+    launch(_touch, blocks(keys.shape[0]), keys, count, *_of(tables, search), num_warps=TOUCHING_WARPS, LANES=BLOCK)
 
 
-def _of_tables(tables, search):
-    entries = tables.entries
-    return entries, entries.shape[0], search.shares, search.times, search.misses, *search.time
+def _of(tables, search):
+    return tables.entries, tables.entries.shape[0], search.shares, search.times, *search.time
 
 
-# ---------------------------------------------------------------- victims
-
-
-@inlined
-def _slot(j, hand, capacity):
-    rest = capacity - hand
-    return tl.where(j < rest, hand + j, j - rest)
+# ---------------------------------------------------------------- insertion
 
 
 @inlined
-def _part(shares, tables, window, size, LANES):
-    """Return the table and part of its window that a program handles, the number of parts, and the table's share."""
-    part, table, block, victim = tl.program_id(0), 0, 0, 0
-    if shares is not None:
-        table = last_begun(shares + 3, tables, part, _SHARE)
-        share = shares + table * _SHARE
-        window, size = tl.load(share + 1).to(tl.int32), tl.load(share + 2).to(tl.int32)
-        block, victim = tl.load(share + 3).to(tl.int32), tl.load(share + 4)
-    return table, part - block, tl.cdiv(window, LANES), window, size, block, victim
+def _dealt(lane, part, parts, GROUP: tl.constexpr):
+    """Return the places that a program is dealt: groups of neighbours, in turns with other programs."""
+    return (lane // GROUP * parts + part) * GROUP + lane % GROUP
 
 
 @inlined
-def _misses_of(table, misses, counts, parts):
-    """Return the number of a table's rows to load; `parts`: blocks of keys."""
-    return sum_before(counts, parts) if misses is None else tl.load(misses + table)
+def _victims(entry, place, size, time, wanted):
+    """Return device slots of a search window, and a mask of the victims: the lowest scores, one for each wanted one.
 
+    Args:
+        entry: of the table.
+        place: in the window.
+        size: the table's number of positions.
+        time: see `addresses.BatchTime`.
+        wanted: number of rows to load.
+    """
+    stamp, span, fading, hand = time
+    _, owner, worth, used, _, _ = slots_of(entry)
+    capacity = tl.load(entry + 17).to(tl.int32)
+    inside, rest = place < tl.minimum(capacity, _WINDOW * size), capacity - hand
+    slot = tl.where(place < rest, hand + place, place - rest)
+    age = (stamp - tl.load(used + slot, mask=inside, other=0)) & _AGES
+    now = fade(tl.load(worth + slot, mask=inside, other=1.0), age, fading)
+    own = ((now.to(tl.int32, bitcast=True) - _ONE) >> _TO_BIN) + _MIDDLE
+    own = tl.minimum(tl.maximum(own, 1), _LAST - 1)
+    free = tl.load(owner + slot, mask=inside, other=0) < 0
+    own = tl.where(free, 0, tl.where(inside & (age > span), own, _LAST))
 
-@kernel("tables", "stamp", "span", "hand", "stop", "window", anywhere=("shares", "times", "misses"))
-def _offer(
-    entries,
-    tables,
-    shares,
-    times,
-    misses,
-    stamp,
-    span,
-    fading,
-    hand,
-    counts,
-    stop,
-    bins,
-    window,
-    table_of_bins,
-    histogram,
-    LANES: tl.constexpr,
-):
-    table, part, parts, window, _size, block, _victim = _part(shares, tables, window, 0, LANES)
-    if _misses_of(table, misses, counts, stop) > 0:
-        now, unfinished, fades, first = time_of(table, shares, times, stamp, span, fading, hand)
-        entry = entries + table * _WORDS
-        _, owner, worth, used, _, _ = slots_of(entry)
-        bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
-        inside = j < window
-        v = _slot(j, first, tl.load(entry + 17).to(tl.int32))
-        age = (now - tl.load(used + v, mask=inside, other=0)) & _AGES
-        rest = fade(tl.load(worth + v, mask=inside, other=1.0), age, fades)
-        mine = ((rest.to(tl.int32, bitcast=True) - _ONE) >> _TO_BIN) + _MIDDLE
-        mine = tl.minimum(tl.maximum(mine, 1), _LAST - 1)
-        free = tl.load(owner + v, mask=inside, other=0) < 0
-        mine = tl.where(free, 0, tl.where(inside & (age > unfinished), mine, _LAST))
-        tl.store(bins + block * LANES + j, mine.to(tl.uint8), mask=inside)
-        found = tl.histogram(mine, _BINS)
-        tl.store(table_of_bins + block * _BINS + bin_ * parts + part, tl.cumsum(found, axis=0) - found)
-        tl.atomic_add(histogram + table * _BINS + bin_, found, sem="relaxed")
-
-
-def offer(tables, search):
-    """Assign bins to the device slots of the tables' windows, cyclically from their first device slots on."""
-    counts, bins = search.counts, search.bins
-    args = *_of_tables(tables, search), counts, counts.shape[0], bins, bins.shape[0], search.table, search.histogram
-    launch(_offer, blocks(bins.shape[0]), *args, num_warps=TOUCHING_WARPS, LANES=BLOCK)
-
-
-@kernel("tables", "stamp", "span", "hand", "stop", "window", "size", anywhere=("shares", "times", "misses"))
-def _choose(
-    entries,
-    tables,
-    shares,
-    times,
-    misses,
-    stamp,
-    span,
-    fading,
-    hand,
-    counts,
-    stop,
-    bins,
-    window,
-    table_of_bins,
-    histogram,
-    victims,
-    size,
-    LANES: tl.constexpr,
-):
-    table, part, parts, window, size, block, victim = _part(shares, tables, window, size, LANES)
-    entry, victims = entries + table * _WORDS, victims + victim
-    bin_, j = tl.arange(0, _BINS), part * LANES + tl.arange(0, LANES)
-    found = tl.where(bin_ < _LAST, tl.load(histogram + table * _BINS + bin_), 0)
-    wanted = tl.minimum(tl.minimum(_misses_of(table, misses, counts, stop), tl.sum(found, axis=0)), size)
-    base = tl.load(entry)
-    nobody = ((base + tl.load(entry + 1) + 1) << _SLOT_BITS) | _NO_SLOT
-    tl.store(victims + j, tl.zeros([LANES], tl.int64) + nobody, mask=(j >= wanted) & (j < size))
-    if (wanted > 0) & (part * LANES < window):
-        # The victims are all slots in bins below the edge, and the first ones in the edge bin.
-        edge = tl.sum(((tl.cumsum(found, axis=0) < wanted) & (bin_ < _LAST)).to(tl.int32), axis=0)
-        quota = wanted - tl.sum(tl.where(bin_ < edge, found, 0), axis=0)
-        row = table_of_bins + block * _BINS + edge * parts
-        below = sum_before(row, part)
-        ties = sum_before(row + parts, part) - below
-        mine = tl.load(bins + block * LANES + j, mask=j < window, other=_LAST).to(tl.int32)
-        tie = (mine == edge).to(tl.int32)
-        taken = (mine < edge) | ((tie == 1) & (ties + tl.cumsum(tie, axis=0) <= quota))
-        rank = below + tl.minimum(ties, quota) + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-        _, _, _, first = time_of(table, shares, times, stamp, span, fading, hand)
-        _, owner, _, _, _, _ = slots_of(entry)
-        v = _slot(j, first, tl.load(entry + 17).to(tl.int32))
-        whose = tl.load(owner + v, mask=taken, other=0)
-        tl.store(victims + rank, ((base + whose + 1) << _SLOT_BITS) | v, mask=taken)
-
-
-def choose(tables, search):
-    """Write the victims of each table: the lowest scores, one for each row to load, in the order of the window."""
-    counts, bins, victims = search.counts, search.bins, search.victims
-    args = *_of_tables(tables, search), counts, counts.shape[0], bins, bins.shape[0], search.table, search.histogram
-    programs = blocks(max(bins.shape[0], victims.shape[0]))
-    launch(_choose, programs, *args, victims, victims.shape[0], num_warps=TOUCHING_WARPS, LANES=BLOCK)
-
-
-# ---------------------------------------------------------------- exchange of records
+    # The victims are all slots in bins below the edge, and the first ones in the edge bin.
+    bin_ = tl.arange(0, _BINS)
+    found = tl.where(bin_ < _LAST, tl.histogram(own, _BINS), 0)
+    wanted = tl.minimum(wanted, tl.sum(found, axis=0))
+    edge = tl.sum(((tl.cumsum(found, axis=0) < wanted) & (bin_ < _LAST)).to(tl.int32), axis=0)
+    quota = wanted - tl.sum(tl.where(bin_ < edge, found, 0), axis=0)
+    tie = own == edge
+    return slot, (own < edge) | (tie & (tl.cumsum(tie.to(tl.int32), axis=0) <= quota))
 
 
 @inlined
-def _leave(where, owner, worth, used, dirty, slot, goes):
-    """Evict the records of device slots; return their owners, which slots had one, and which are dirty."""
-    whose = tl.load(owner + slot, mask=goes, other=-1)
-    owned = goes & (whose >= 0)
-    word = far_word(0, tl.load(used + slot, mask=owned, other=0), tl.load(worth + slot, mask=owned, other=1.0))
-    tl.store(where + whose, word, mask=owned)
-    return whose, owned, owned & (tl.load(dirty + slot, mask=owned, other=0) != 0)
+def _replace(entry, slot, comes, row, missing, stamp, now, move, record_bytes):
+    """Evict the records of device slots, give these to missing rows, and write the moves.
 
-
-@inlined
-def _is_nobody(victim):
-    return (victim & _NO_SLOT) == _NO_SLOT
-
-
-@inlined
-def _swap_table(key, heads, entry, shares, time, ranked, record_bytes, mine):
-    """Give the slots of a table's victims to its missing rows, by rank; `ranked`: of those in earlier programs."""
-    stamp, span, fading, _ = time
-    victims, moves, size = mine
+    `comes`: mask of the missing rows with a slot.
+    """
     where, owner, worth, used, dirty, tallies = slots_of(entry)
     near, far = tl.load(entry + 3), tl.load(entry + 4)
-    key, known = rows_of(key, heads, entry, shares)
-    word = tl.load(where + key, mask=known, other=0)
-    row = tl.where(known, key, 0)  # the key, for a late store: Triton 3.6 cannot compile it of 32-bit keys in a loop
-    absent, last, then = read_word(word)
-    age = (stamp - last) & _AGES
-    missing = known & (word < 0) & (absent == 0) & (age > span)
-    rank = ranked + tl.cumsum(missing.to(tl.int32), axis=0) - 1
-
-    victim = tl.load(victims + rank, mask=missing & (rank < size), other=_NO_SLOT)
-    comes = ~_is_nobody(victim)
-    slot = (victim & _NO_SLOT).to(tl.int32)
-    whose, owned, back = _leave(where, owner, worth, used, dirty, slot, comes)
-    move = moves + rank.to(tl.int64) * 3
+    whose = tl.load(owner + slot, mask=comes, other=-1)
+    owned = comes & (whose >= 0)
+    word = far_word(0, tl.load(used + slot, mask=owned, other=0), tl.load(worth + slot, mask=owned, other=1.0))
+    tl.store(where + whose, word, mask=owned)
+    back = owned & (tl.load(dirty + slot, mask=owned, other=0) != 0)
+    tl.debug_barrier()  # the stores overwrite the words read above
     tl.store(move, near + slot.to(tl.int64) * record_bytes, mask=comes)
     tl.store(move + 1, tl.where(back, far + whose * record_bytes, -1), mask=comes)
-    tl.store(move + 2, far + key * record_bytes, mask=comes)
-
-    now = fade(then, age, fading) + 1.0
-    tl.debug_barrier()  # the stores overwrite the words read above
+    tl.store(move + 2, far + row * record_bytes, mask=comes)
     tl.store(owner + slot, row, mask=comes)
     tl.store(worth + slot, now, mask=comes)
     tl.store(used + slot, tl.zeros_like(slot) + stamp, mask=comes)
     tl.store(dirty + slot, tl.zeros_like(slot).to(tl.uint8), mask=comes)
-    tl.store(where + key, tl.where(comes, slot, far_word(0, stamp, now)), mask=missing)
+    tl.store(where + row, tl.where(comes, slot, far_word(0, stamp, now)), mask=missing)
     tl.atomic_add(tallies + 3, tl.sum(comes.to(tl.int64), axis=0), sem="relaxed")
     tl.atomic_add(tallies + 4, tl.sum(owned.to(tl.int64), axis=0), sem="relaxed")
     tl.atomic_add(tallies + 5, tl.sum(back.to(tl.int64), axis=0), sem="relaxed")
 
 
-@kernel(
-    "count", "tables", "stamp", "span", "hand", "size", "record_bytes", anywhere=("shares", "times", "misses")
-)  # fmt: skip
-def _swap(
+@kernel("count", "tables", "stamp", "span", "hand", "size", "record_bytes", anywhere=("shares", "times"))
+def _insert(
     keys,
     count,
     entries,
     tables,
     shares,
     times,
-    misses,
     stamp,
     span,
     fading,
     hand,
-    counts,
-    victims,
     moves,
     size,
     record_bytes,
     LANES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    u = program * LANES + tl.arange(0, LANES)
-    nobody = _is_nobody(tl.load(victims + u, mask=u < size, other=0))
-    tl.store(moves + u.to(tl.int64) * 3, tl.full(u.shape, -1, tl.int64), mask=nobody)  # no move
-    key, heads = _keys_of(keys, count, u)
-    ranked = sum_before(counts, program)
-    if shares is None:
-        time, mine = time_of(0, shares, times, stamp, span, fading, hand), (victims, moves, size)
-        _swap_table(key, heads, entries, shares, time, ranked, record_bytes, mine)
-    else:
-        table, last = span_of(entries, tables, key, heads)
-        before = sum_before(misses, table)
-        while table <= last:
-            time, share = time_of(table, shares, times, stamp, span, fading, hand), shares + table * _SHARE
-            first, most = tl.load(share + 4), tl.load(share + 2).to(tl.int32)
-            # The table's missing rows in earlier programs: none if its rows begin here.
-            rank, mine = tl.maximum(ranked - before, 0), (victims + first, moves + first * 3, most)
-            _swap_table(key, heads, entries + table * _WORDS, shares, time, rank, record_bytes, mine)
-            before += tl.load(misses + table)
-            table += 1
+    part, table, begin = tl.program_id(0), 0, 0
+    if shares is not None:
+        table = last_begun(shares + 2, tables, part, _SHARE)
+        share = shares + table * _SHARE
+        size, part, begin = tl.load(share + 1).to(tl.int32), part - tl.load(share + 2).to(tl.int32), tl.load(share + 3)
+    entry, time = entries + table * _WORDS, time_of(table, shares, times, (stamp, span, fading, hand))
+    parts, lane, moves = tl.cdiv(size, LANES), tl.arange(0, LANES), moves + begin * 3
+    place = _dealt(lane, part, parts, GROUP)
+    key, heads = load_heads(keys, begin + place, loaded(count))  # rows of other tables are not known
+    row, known = rows_of(key, heads, entry)
+    word = tl.load(tl.load(entry + 2).to(tl.pointer_type(tl.int32)) + row, mask=known, other=0)
+    _, _, missing, now = used_on_host(word, known, time)
+    move = moves + place.to(tl.int64) * 3
+    tl.store(move, tl.full([LANES], -1, tl.int64), mask=place < size)  # no move
+    wanted = tl.sum(missing.to(tl.int32), axis=0)
+    if wanted > 0:
+        searched = _dealt(tl.arange(0, LANES * _WINDOW), part, parts, GROUP)
+        slot, taken = _victims(entry, searched, size, time, wanted)
+        # Victims pass through the memory of moves, by rank, to the rows to load.
+        rank = tl.cumsum(taken.to(tl.int32), axis=0) - 1
+        tl.store(moves + _dealt(rank, part, parts, GROUP).to(tl.int64) * 3 + 1, slot.to(tl.int64), mask=taken)
+        tl.debug_barrier()
+        rank = tl.cumsum(missing.to(tl.int32), axis=0) - 1
+        comes = missing & (rank < tl.sum(taken.to(tl.int32), axis=0))
+        found = tl.load(moves + _dealt(rank, part, parts, GROUP).to(tl.int64) * 3 + 1, mask=comes, other=0)
+        _replace(entry, found.to(tl.int32), comes, row, missing, time[0], now, move, record_bytes)
 
 
-def swap(tables, search, keys, count, moves):
+def insert(tables, search, keys, count):
     """Give the slots of victims to the rows to load, in order. Rows without a slot are used zero-copy on host.
 
+    ``search.moves`` receives three addresses for each position, for `exchange`. First, the device slot (-1: no move).
+    Second, the old record's host slot (-1: clean). Third, the new record's host slot.
+
     Args:
-        tables, search, keys, count: as in `touch`. ``search.victims`` may be sorted after `choose`.
-        moves: int64 (len(victims), 3) receives three addresses a move, for `exchange`. First, the device slot (-1: no
-            move). Second, the old record's host slot (-1: clean). Third, the new record's host slot.
+        tables, search, keys, count: as in `touch`.
     """
-    size = search.victims.shape[0]
-    args = *_of_tables(tables, search), search.counts, search.victims, moves, size, tables.form.record_bytes
-    launch(_swap, blocks(max(keys.shape[0], size)), keys, count, *args, num_warps=TOUCHING_WARPS, LANES=BLOCK)
+    args = *_of(tables, search), search.moves, keys.shape[0], tables.form.record_bytes
+    launch(_insert, search.programs, keys, count, *args, num_warps=TOUCHING_WARPS, LANES=BLOCK, GROUP=GROUP)
 
 
 @kernel("size")
@@ -404,7 +252,7 @@ def forget(slots, keys):
     launch(_forget, blocks(size), keys, slots.where, slots.owner, size, LANES=BLOCK)
 
 
-# ---------------------------------------------------------------- bytes
+# ---------------------------------------------------------------- records
 
 
 @inlined
@@ -442,7 +290,7 @@ def _tiles(size, record_bytes):
 
 
 def exchange(moves, record_bytes):
-    """Move records as `swap` decided: out of device slots and into them at the same time."""
+    """Move records as `insert` decided: out of device slots and into them at the same time."""
     size = moves.shape[0]
     grid_size, constexprs = _tiles(size, record_bytes)
     launch(_exchange, grid_size, moves, size, **constexprs)

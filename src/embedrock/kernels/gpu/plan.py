@@ -164,7 +164,7 @@ def lanes_of(k):
     return max(2, 1 << (k - 1).bit_length())
 
 
-@kernel("n", "number", "tables", "stamp", "span", "hand", anywhere=("shares", "times", "misses"))
+@kernel("n", "number", "tables", "stamp", "span", "hand", anywhere=("shares", "times"))
 def _collect(
     keys,
     nobody,
@@ -184,13 +184,10 @@ def _collect(
     tables,
     shares,
     times,
-    misses,
     stamp,
     span,
     fading,
     hand,
-    missing,
-    histogram,
     LANES: tl.constexpr,
     TABLES: tl.constexpr,
 ):
@@ -210,10 +207,8 @@ def _collect(
     if program == 0:
         tl.store(starts + total, n)
         tl.store(count, total)
-    if histogram is not None:
-        time = stamp, span, fading, hand
-        found = touch_keys(key, heads, entries, tables, shares, times, misses, time, histogram)
-        tl.store(missing + program, found, mask=program * LANES < n)
+    if fading is not None:
+        touch_keys(key, heads, entries, tables, shares, times, (stamp, span, fading, hand))
     if bounds is not None:  # noqa: SIM102
         if is_last(tickets, tl.num_programs(0) - 1):  # (Triton would evaluate both sides of `and`)
             _write_bounds(entries, tables, unique, total, ids, order, starts, bounds, number, TABLES)
@@ -230,7 +225,7 @@ def collect(
         keys, nobody, order, counts, unique, starts, inverse, count: see above.
         tickets: int32, zeros; the first one is zero again afterwards.
         tables: see `addresses.DeviceTables`, if the kernel does more:
-        search: the work of `cache.touch` for these tables, with this scratch.
+        search: the work of `cache.touch` for these tables and this search.
         found: the work of `bounds`, with these arguments of it: ids, bounds and number.
         of: (n,) integers, the table of each key: equal keys of different tables differ.
     """
@@ -241,13 +236,12 @@ def collect(
         return
     k, warps, touched = tables.entries.shape[0], 4, _NO_SEARCH
     if search is not None:
-        touched = search.shares, search.times, search.misses, *search.time, search.counts, search.histogram
-        warps = 4 if search.shares is None else TOUCHING_WARPS
+        touched, warps = (search.shares, search.times, *search.time), TOUCHING_WARPS
     _to_collect(lanes_of(k), warps).launch(blocks(n + 1), *args, tables.entries, k, *touched)
 
 
 _NO_BOUNDS = None, None, 0
-_NO_SEARCH = None, None, None, 0, 0, 0.0, 0, None, None
+_NO_SEARCH = None, None, 0, 0, None, 0
 
 
 @functools.cache
