@@ -19,8 +19,7 @@ from torch import Tensor
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import hashed_batch
-from embedrock.device import memory_for
+from embedrock.device import hashed_batch, memory_for
 from embedrock.device.features import FeatureLayout
 from embedrock.device.lookup import DeviceLookup
 from embedrock.kernels.gpu import directory, plan

@@ -6,16 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device.cache import load_rows, shares_of, times_of
+from embedrock.device.copies import uploaded
 from embedrock.device.features import BatchSizes, FeatureLayout, TableFamily
 from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu import rows
-from embedrock.kernels.gpu.addresses import DeviceTables
+from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 from embedrock.kernels.gpu.cache import VictimSearch
 from embedrock.kernels.gpu.sums import partial_rows
@@ -81,6 +83,7 @@ class DeviceBatch:
         tickets: int32, zeros, counters by which programs find the last one.
         positions: int32 (n,), the key of each position; None: unknown.
         bounds: int32 (2 * k + 1,), begin of each table's rows, the end of the last, and each table's padding row.
+        ends, paddings: int32 (k,), parts of it: the end of each table's rows, and its padding row, -1 for none.
         found: weights that a lookup has read from RAM, for a step of the same rows.
     """
 
@@ -91,6 +94,8 @@ class DeviceBatch:
     count: Tensor
     tickets: Tensor | TensorPart
     bounds: Tensor | TensorPart
+    ends: Tensor | TensorPart
+    paddings: Tensor | TensorPart
     ids: Tensor | None = None
     positions: Tensor | None = None
     found: FoundWeights | None = None
@@ -101,28 +106,20 @@ class DeviceBatch:
     def __init__(self, features: FeatureLayout, sizes: BatchSizes, trains: bool, counts: Sequence[bool] | None) -> None:
         self.layout, self.sizes, self.executors = features, sizes, features.executors
         self.family: TableFamily = features.first.family
-        self._times, self.stamps = features.begin_batch(sizes.positions, trains)
-        self._use(features.known(counts))
-        self._place()
+        times, self.stamps = features.begin_batch(sizes.positions, trains)
+        self.tables, self.firsts = features.of_words(features.known(counts))
+        self.placed = sizes.placed
+        if self.family.kind.is_cached:
+            self._begin_search(times, sizes.words)
+        if features.first.timeline.captured is not None:
+            features.first.timeline.keep(self.placed, self.tables.entries)
 
-    def _use(self, known: Any) -> None:
-        """Use words about the tables in kernels: see `FeatureLayout.known`."""
-        entries, self.firsts = self.layout.entries(known)
-        self.tables = DeviceTables(entries, self.family.kind, self.family.draw, self.family.form)
-
-    def _place_words(self) -> None:
-        """Place the words about the batch on the device."""
-        self.placed = self.layout.first.placed(self.sizes.words, self.sizes.recurs)
-
-    def _place(self) -> None:
-        """Place the words about the batch and, with caches, about its times on the device."""
-        if not self.family.kind.is_cached:
-            return self._place_words()
-        first, (_, positions, _, words, _) = self.layout.first, self.sizes
-        shares = shares_of(self.executors, positions)
-        self.placed = first.placed((*words, *shares[0], *times_of(self._times)), recurs=False)
-        self._search = shares, self.placed[len(words) :], self._times[0]
-        return None
+    def _begin_search(self, times: Sequence[BatchTime], words: tuple[int, ...]) -> None:
+        """Place the words about the batch on the device, with those of a search for victims in the tables' caches."""
+        shares = shares_of(self.executors, self.sizes.positions)
+        words = *words, *shares[0], *times_of(times)
+        self.placed = uploaded(np.array(words, np.int64), self.family.device)
+        self._search = shares, self.placed[len(self.sizes.words) :], times[0]
 
     # ------------------------------------------------------------ plans
 
@@ -131,13 +128,13 @@ class DeviceBatch:
         self.given = given
         n, k, family = self.sizes.n, len(self.executors), self.family
         self._space = self.layout.take((n, k), 44 * n, _space, family.device, n, k)
-        keys, self.inverse, positions, self.count, self.starts, counts, self.tickets, self.bounds = self._space.arrays
-        self.keys = keys.view(torch.int64)
+        arrays, self.bounds, self.ends, self.paddings = self._space.arrays
+        self.keys, self.inverse, positions, self.count, self.starts, counts, self.tickets = arrays
         kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)
         ordered, self.order = torch.sort(positions, stable=True)
         plan_kernels.mark(ordered, 0, counts, None, self.tickets, self.stamps[0])
         self.positions = positions
-        search = self._victims()
+        search = None if self._search is None else self._victims()
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
         plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, counts, *plan, self.tables, search, found)
@@ -146,9 +143,7 @@ class DeviceBatch:
         return self
 
     def _victims(self) -> VictimSearch | None:
-        """Return the search for victims in the tables' caches; None without caches or positions."""
-        if self._search is None:
-            return None
+        """Return the search for victims in the tables' caches; None without positions."""
         (words, programs), placed, first = self._search
         if not programs:
             return None
@@ -175,11 +170,6 @@ class DeviceBatch:
         return self.tickets[-k - 1 :]
 
     @property
-    def ends(self) -> Tensor | TensorPart:
-        """The end of each table's rows: int32 (k,)."""
-        return self.bounds[1 : len(self.executors) + 1]
-
-    @property
     def layout_of_sums(self) -> tuple[TensorPart | None, int]:
         """The words of `sums.layout_of`, int64 (2 * (k + 1),), and the last of them; None: of one table."""
         k, words = len(self.executors), self.sizes.words
@@ -187,26 +177,20 @@ class DeviceBatch:
             return None, 0
         return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (2 * k + 2,), torch.int64), words[-1]
 
-    @property
-    def paddings(self) -> Tensor | TensorPart:
-        """The padding row of each table, -1 for none: int32 (k,)."""
-        return self.bounds[len(self.executors) + 1 :]
-
     # ------------------------------------------------------------ rows
 
     def read(self) -> Tensor:
         """Return the weights of the row of each position, float32 (n, dim). The caller holds `working`."""
         if self.positions is None or not self.family.kind.is_identity or self.layout.first.lags:
             return self.read_rows().index_select(0, self.inverse)
-        self.layout.wait_for_copies()
+        self.layout.begin_read()
         out = self.out()  # one kernel reads device rows into their final places
         rows.read(self.positions, self.sizes.n, self.tables, out)
-        self.layout.use()
         return out
 
     def read_rows(self) -> Tensor:
         """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
-        self.layout.wait_for_copies()
+        self.layout.begin_read()
         out = self.out()
         tables, keys, ids = self.known
         rows.read(keys, self.count, tables, out, ids)
@@ -221,7 +205,6 @@ class DeviceBatch:
         """Catch up rows that were read, float32 (n, dim), and keep them for a step if it can use them."""
         if len(self.executors) == 1:
             self.layout.first.refresh(out, self)
-        self.layout.use()
         if all([executor.keeps_weights for executor in self.executors]):
             self.found = FoundWeights(out, tuple([executor.rows.version.of_rows for executor in self.executors]))
 
@@ -261,17 +244,24 @@ class DeviceBatch:
         own.layout = features = FeatureLayout([executor], [padding])
         own.executors, own.family = features.executors, executor.family
         own.sizes, own.stamps = features.sizes((n,)), [stamp]
+        own.placed = own.sizes.placed
         return own
+
+    def _take_words(self, known: tuple[TableEntryWords, ...]) -> None:
+        """Take words about the tables, as they are now: see `FeatureLayout.known`."""
+        self.family = self.layout.first.family
+        self.tables, self.firsts = self.layout.of_words(known)
 
     def of(self, table: int, executor: Any) -> DeviceBatch:
         """Return the batch of one of the tables, for the executor that has its rows now."""
         begin, n = self.sizes.cuts[table], self.sizes.positions[table]
         own = executor.batch.of_one(executor, self.layout.paddings[table], n, self.stamps[table])
-        own._use((executor.known,))
+        own._take_words((executor.known,))
         bounds, k = as_tensor(self.bounds), len(self.executors)
         row, stop, padding = bounds[table], bounds[table + 1], bounds[k + 1 + table]
         own.count = (stop - row).reshape(1)
         own.bounds = torch.stack([torch.zeros_like(row), stop - row, torch.where(padding < 0, -1, padding - row)])
+        own.ends, own.paddings = own.bounds[1:2], own.bounds[2:]
         lane = torch.arange(n + 1, device=row.device)
         place = lane + row
         own._take_keys(self, table, place[:n].clamp(max=len(self.keys) - 1), lane[:n] >= own.count)
@@ -299,8 +289,7 @@ class DeviceBatch:
             for batch, dropped in parts
         ])  # fmt: skip
         own = cls.of_one(executor, None, len(ids), stamp)
-        own._use((executor.known._replace(fault=executor.no_fault.data_ptr()),))
-        own._place_words()
+        own._take_words((executor.known._replace(fault=executor.no_fault.data_ptr()),))
         own.make(ids)
         own.keys = own.keys[: executor.spec.rows + 1]  # a bound for any number of accumulated batches
         own.count = (own.keys < own.firsts[0] + executor.spec.rows).sum(dtype=torch.int32).reshape(1)
@@ -335,6 +324,14 @@ def _moves(device: torch.device, n: int) -> Tensor:
     return torch.empty(n, 3, dtype=torch.int64, device=device)
 
 
-def _space(device: torch.device, n: int, k: int) -> list[Any]:
-    """Return keys, inverse, positions and count; starts, counts, tickets and bounds, as parts."""
-    return carved(device, layout((2 * n, n, n, 1), (n + 1, plan_kernels.blocks(n), tickets_of(n, k), 2 * k + 1)))
+def parts_of(arrays: list[Any], k: int) -> tuple[list[Any], Any, Any, Any]:
+    """Return the arrays of a batch of k tables without its bounds, these, and their parts: see `DeviceBatch`."""
+    *arrays, bounds = arrays
+    return arrays, bounds, bounds[1 : k + 1], bounds[k + 1 :]
+
+
+def _space(device: torch.device, n: int, k: int) -> Any:
+    """Return keys, inverse, positions and count; as parts, starts, counts and tickets: see `parts_of`."""
+    sizes = n + 1, plan_kernels.blocks(n), tickets_of(n, k), 2 * k + 1
+    keys, *arrays = carved(device, layout((2 * n, n, n, 1), sizes))
+    return parts_of([keys.view(torch.int64), *arrays], k)

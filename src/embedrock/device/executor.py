@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import BatchCounter, DeviceCache
-from embedrock.device.copies import on_device, uploaded
+from embedrock.device.copies import on_device
 from embedrock.device.device_errors import DeviceErrors
 from embedrock.device.features import NO_PADDING, FeatureBags, FeatureLayout, TableFamily
 from embedrock.device.gradients import DeviceRowGradients, RowSums
@@ -53,11 +52,6 @@ def drawn_by(init: Initializer) -> tuple[Any, ...] | None:
         return None
     kind, fields = DRAWS[type(init)]
     return kind, *(float(getattr(init, field)) for field in fields)
-
-
-@functools.lru_cache(maxsize=64)
-def _placed(words: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(words, dtype=torch.int64, device=device)
 
 
 class GpuExecutor(ABC):
@@ -225,7 +219,8 @@ class GpuExecutor(ABC):
     @property
     def lags(self) -> bool:
         """Return whether weights in records may be stale."""
-        return self._rows_of().lags
+        history = self._rows_of().history
+        return history is not None and history.moves_weights
 
     def refresh(self, out: Tensor, batch: DeviceBatch) -> None:
         """Catch up copies of rows, float32 (n, dim), that may be stale."""
@@ -249,14 +244,6 @@ class GpuExecutor(ABC):
     def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> DeviceBatch:
         """Plan a batch of the table alone on the host, and load its rows."""
         raise NotImplementedError
-
-    def placed(self, words: tuple[int, ...], recurs: bool) -> Tensor:
-        """Return words on the device, int64, cached if the next batch may have the same words."""
-        if self.timeline.captured is None and not recurs:
-            return uploaded(np.array(words, np.int64), self.device)
-        found = _placed(words, self.device)
-        self.timeline.keep(found)
-        return found
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device. The host does not wait for the copy.

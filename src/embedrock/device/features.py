@@ -5,29 +5,34 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, call
+from types import NoneType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embedrock.device import device_errors
+from embedrock.device.copies import uploaded
 from embedrock.device.stream_order import InStreamOrder
-from embedrock.device.workspace import Workspace, Workspaces, aligned
+from embedrock.device.workspace import Workspace, aligned
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.addresses import AddressKind, BatchTime, TableEntryWords
+from embedrock.kernels.gpu.addresses import AddressKind, BatchTime, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.table_lock import together
 from embedrock.system import forks
 
 MOST_KEYS = 2**31 - 2  # of all tables in a batch: int32
 KEPT_SIZES = 64  # of one layout
+KEPT_BYTES = 16 << 20  # of one workspace: larger ones return to PyTorch, as allocating takes no time beside their use
+KEPT_FORMS = 8  # of workspaces of one layout
 NO_PADDING = -2
 NORMS_AT_ONCE = 64  # norms of as many batches are allocated together
 
 # Many tables are read by one call of `map`.
 _STATE = attrgetter("backend", "process", "executor", "history", "table_lock.failure", "table_lock.running")
-_HISTORY = attrgetter("history")
+_HISTORY, _LOOKED_UP, _EXPECTED = attrgetter("history"), attrgetter("is_looked_up"), attrgetter("expected")
 _SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgetter("process")
 _STAMP, _KNOWN = attrgetter("stamp"), attrgetter("known")
 _COPIED, _AHEAD = attrgetter("timeline.copied"), attrgetter("_ahead")
@@ -136,8 +141,9 @@ def _that_fit(executors: Sequence[Any], numbers: Iterable[int]) -> list[list[int
 
 def working(executors: Sequence[Any]) -> InStreamOrder:
     """Return a context that holds the locks of tables and orders device work after all of theirs."""
-    locks = together([executor.rows.table_lock for executor in executors])
-    return InStreamOrder([executor.timeline for executor in executors], locks)
+    locks = {executor.rows.table_lock for executor in executors}
+    lock = locks.pop().lock if len(locks) == 1 else together(locks)
+    return InStreamOrder([executor.timeline for executor in executors], lock)
 
 
 @functools.lru_cache(maxsize=64)
@@ -164,14 +170,14 @@ class BatchSizes(NamedTuple):
         cuts: begin of each table's positions, and the end of the last.
         words: that kernels read, about the features (see `joint.join` and, for bags, `joint.bags`), then about the tables
             (`sums.layout_of`).
-        recurs: the next batch may have the same words. Bags of different sizes hardly ever recur.
+        placed: the words on the device, int64.
     """
 
     n: int
     positions: tuple[int, ...]
     cuts: tuple[int, ...]
     words: tuple[int, ...]
-    recurs: bool
+    placed: Tensor
 
 
 class FeatureLayout:
@@ -187,7 +193,6 @@ class FeatureLayout:
         order: the features, table by table.
         tables: index of the table of each feature in `order`.
         are_alike: all features of a table have the same padding.
-        spaces: memory of the batches.
         locks: of the tables.
         working: a context that holds the locks, and orders work on the device after all of theirs.
     """
@@ -201,31 +206,34 @@ class FeatureLayout:
         padded = dict(zip(table_of, paddings, strict=True))
         self.paddings = tuple([padded[table] for table in range(len(self.executors))])
         self.are_alike = len(set(zip(table_of, paddings, strict=True))) == len(self.executors)
-        self.spaces, self._sizes, self._norms = Workspaces(), dict[Any, BatchSizes](), list[Tensor]()
+        self._spaces: dict[Any, list[Any]] = {}  # free arrays of workspaces, by form
+        self._sizes, self._norms = dict[Any, BatchSizes](), list[Tensor]()
         self.locks = [executor.rows.table_lock for executor in self.executors]
         self.working = working(self.executors)
         self._rows_of = [executor._rows_of for executor in self.executors]  # weak, as rows own executors
         self._clocks = [executor.clock for executor in self.executors]
         self._faults = [executor.faults for executor in self.executors]
         self._quiet: list[Any] | None = None
+        self._tables: Any = None  # words about the tables, and what kernels get for them
 
-    def sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...] = (), recurs: bool = True) -> BatchSizes:
+    def sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...] = ()) -> BatchSizes:
         """Return the sizes of a batch, from the ids of each feature in `order`, and the words of `bag_words`."""
         known = self._sizes.get((sizes, bags))
         if known is None:
             if len(self._sizes) >= KEPT_SIZES:
                 self._sizes.clear()
-            known = self._sizes[sizes, bags] = self._of_sizes(sizes, bags, recurs)
+            known = self._sizes[sizes, bags] = self._of_sizes(sizes, bags)
         return known
 
-    def _of_sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...], recurs: bool) -> BatchSizes:
+    def _of_sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...]) -> BatchSizes:
         positions = [0] * len(self.executors)
         for table, size in zip(self.tables, sizes, strict=True):
             positions[table] += size
         cuts = 0, *itertools.accumulate(positions)
         of_sums = sums.layout_of(cuts, self.first.form.dim)
         words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *of_sums
-        return BatchSizes(sum(sizes), tuple(positions), cuts, words, recurs)
+        placed = uploaded(np.array(words, np.int64), self.first.device)
+        return BatchSizes(sum(sizes), tuple(positions), cuts, words, placed)
 
     # ------------------------------------------------------------ lookups. Callers hold `working`.
 
@@ -253,7 +261,7 @@ class FeatureLayout:
         return None
 
     def _rows(self) -> list[Any]:
-        return [rows_of() for rows_of in self._rows_of]
+        return list(map(call, self._rows_of))
 
     def is_quiet(self) -> bool:
         """Return whether nothing has changed since the last lookup that the executors' `begin` would look at."""
@@ -280,12 +288,13 @@ class FeatureLayout:
         pairs = zip(self.executors, counts, strict=True)
         return tuple([e.known if counted else e.known.uncounted(e.cache.not_counted) for e, counted in pairs])
 
-    def entries(self, known: tuple[TableEntryWords, ...]) -> tuple[Tensor, tuple[int, ...]]:
-        """Return words about the tables for kernels: see `entries_of`."""
-        entries, firsts = entries_of(tuple(zip(known, self.paddings, strict=True)), self.first.device)
-        if self.first.timeline.captured is not None:
-            self.first.timeline.keep(entries)
-        return entries, firsts
+    def of_words(self, known: tuple[TableEntryWords, ...]) -> tuple[DeviceTables, tuple[int, ...]]:
+        """Return the tables for kernels from words about them, the key of each one's first row, and the last one's end."""
+        if self._tables is None or self._tables[0] != known:
+            family = self.first.family
+            entries, firsts = entries_of(tuple(zip(known, self.paddings, strict=True)), self.first.device)
+            self._tables = known, (DeviceTables(entries, family.kind, family.draw, family.form), firsts)
+        return self._tables[1]
 
     def are_joined(self) -> bool:
         """Return whether the tables can be looked up together. Open ids may outgrow the family, rules become dense."""
@@ -298,9 +307,8 @@ class FeatureLayout:
         """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""
         if self.first.timeline.is_recorded:
             return
-        late = [executor.faults for executor in self.executors if executor.is_looked_up or not trains]
-        if late:  # else the following step does
-            device_errors.ask(late)
+        if not trains or any(map(_LOOKED_UP, self.executors)):  # else the following step asks
+            device_errors.ask([executor.faults for executor in self.executors if executor.is_looked_up or not trains])
         for executor in self.executors:
             executor.is_looked_up = trains
 
@@ -310,23 +318,35 @@ class FeatureLayout:
             if executor.timeline.copied is not None:
                 executor.timeline.wait_for_copies()
 
-    def use(self) -> None:
-        """Make readers of the tables' records wait for the executors: see `TableLock.use`."""
+    def begin_read(self) -> None:
+        """Begin to read rows, after copies. Readers of the records wait for the executors: see `TableLock.use`."""
         for table_lock, executor in zip(self.locks, self.executors, strict=True):
+            if executor.timeline.copied is not None:
+                executor.timeline.wait_for_copies()
             if executor not in table_lock.running:
                 table_lock.use(executor)
 
     def expects(self) -> bool:
         """Return whether a table expects a batch."""
-        return any([executor.expected is not None for executor in self.executors])
+        return not {NoneType}.issuperset(map(type, map(_EXPECTED, self.executors)))
 
     # ------------------------------------------------------------ memory
 
     def take(self, form: Any, nbytes: int, make: Callable[..., Any], *args: Any) -> Workspace:
-        """Return memory of a batch: see `Workspaces.take`. A CUDA graph has its own."""
+        """Return a workspace of a form, of about `nbytes`; `make` creates its arrays from `args` if none is free.
+
+        A CUDA graph has its own.
+        """
+        free = self._spaces.get(form)
         if self.first.timeline.captured is not None:
             return Workspace(make(*args), None)
-        return self.spaces.take(form, nbytes, make, *args)
+        if free:
+            return Workspace(free.pop(), free)
+        if free is None and nbytes <= KEPT_BYTES:
+            if len(self._spaces) >= KEPT_FORMS:
+                del self._spaces[next(iter(self._spaces))]
+            free = self._spaces[form] = []
+        return Workspace(make(*args), free)
 
     def norms(self, k: int, device: torch.device) -> Tensor:
         """Return memory for the norms of k tables, float32 (3 * k,), which handles may keep."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from embedrock.device.batch import DeviceBatch, SteppedTables, tickets_of
-from embedrock.device.cache import load_rows, shares_of, times_of
+from embedrock.device.batch import DeviceBatch, SteppedTables, parts_of, tickets_of
+from embedrock.device.cache import load_rows
 from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import directory as kernels
@@ -57,8 +57,8 @@ class HashedBatch(DeviceBatch):
     def make(self, given: Tensor, is_ahead: bool = False) -> Self:
         self.given, n, k = given, self.sizes.n, len(self.executors)
         self._space = self.layout.take((n, k), 80 * n, _space, self.family.device, n, k)
-        *wide, self.inverse, self.count, new, self.starts, counts, self.tickets, self.bounds = self._space.arrays
-        self.keys, self.ids, ordered, order = (part.view(torch.int64) for part in wide)
+        arrays, self.bounds, self.ends, self.paddings = self._space.arrays
+        self.keys, self.ids, ordered, order, self.inverse, self.count, new, self.starts, counts, self.tickets = arrays
         ids = given.to(torch.int64)
         plan = self.ids, self.starts, self.inverse, self.count, self.tickets
         if k == 1:
@@ -99,7 +99,7 @@ class HashedBatch(DeviceBatch):
         executor: Any = self.layout.first
         if (rows := executor.spec.rows) is not None:
             mark = plan_kernels.mark
-            mark(self._ordered, rows, self._space.arrays[-3], executor.faults.tensor, self.tickets, self.stamps[0])
+            mark(self._ordered, rows, self._space.arrays[0][-2], executor.faults.tensor, self.tickets, self.stamps[0])
         if self.slots is None:
             self._find(*self._new)
 
@@ -120,9 +120,8 @@ class HashedBatch(DeviceBatch):
         return slots
 
     def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> FoundSlots:
-        self.family = self.layout.first.family  # a table alone may have outgrown the last one
         states = self._states()
-        self._use(tuple(states[::2]))
+        self._take_words(tuple(states[::2]))  # a table alone may have outgrown the last family
         kernels.search(self._arrays, self.tables.entries, keys, counts, news, self.bounds)
         return FoundSlots(self.tables, keys, counts, news, states)
 
@@ -176,23 +175,21 @@ class HashedBatch(DeviceBatch):
         assert whole.ids is not None
         self.ids = whole.ids[place]  # a later search finds the slots
         self.keys = torch.zeros_like(self.ids)
-        self._place_words()
 
     @classmethod
     def of_ids(cls, executor: Any, ids: Tensor, stamp: int) -> Self:
         """Return the batch of ids (n,) of one table, without a cache."""
         own = cls.of_one(executor, None, len(ids), stamp)
-        own._use((executor.known,))
-        own._place_words()
+        own._take_words((executor.known,))
         return own.make(ids)
 
     def take_words(self) -> None:
         """Take the words about the table, which the host plans from now on."""
-        self.family = self.layout.first.family
-        self._use(self.layout.known())
+        self._take_words(self.layout.known())
 
 
-def _space(device: torch.device, n: int, k: int) -> list[Any]:
-    """Return keys, ids, sorted ids, order, inverse, count and new; starts, counts, tickets and bounds, as parts."""
+def _space(device: torch.device, n: int, k: int) -> Any:
+    """Return keys, ids, sorted ids, order, inverse, count and new; as parts, starts, counts and tickets."""
     more = n + 1, plan_kernels.blocks(n), tickets_of(n, k) + k, 2 * k + 1
-    return carved(device, layout((*(2 * n,) * 4, n, 1, kernels.blocks(n + 1)), more))
+    *wide, _, _, _, _, _, _, _ = arrays = carved(device, layout((*(2 * n,) * 4, n, 1, kernels.blocks(n + 1)), more))
+    return parts_of([*(part.view(torch.int64) for part in wide), *arrays[4:]], k)

@@ -59,7 +59,7 @@ class HostBatch(DeviceBatch):
         self.layout, self.executors, self.family, self.host = layout, layout.executors, executor.family, host
         self.sizes, self.stamps = layout.sizes((len(host.order),)), [executor.clock.stamp]
         is_cached = self.family.kind.is_cached and time is not NO_TIME
-        self._use(layout.known((counts,)))
+        self.tables, self.firsts = layout.of_words(layout.known((counts,)))
         (padding,) = layout.paddings
         found = () if padding is None else np.flatnonzero(host.ids == padding)
         self.padding = int(found[0]) if len(found) else -1
@@ -77,10 +77,11 @@ class HostBatch(DeviceBatch):
         found = uploaded_together((*parts, *numbers, bounds, np.array(words, np.int64)), self.family.device)
         self.keys, self.ids, self.starts, self.order, self.inverse, self.count, self.tickets, *found = found
         self.bounds, self.placed = found
+        self.ends, self.paddings = self.bounds[1:2], self.bounds[2:]
 
     def load(self) -> None:
         """Load the rows into the device cache, if there is one."""
-        search = self._victims()
+        search = None if self._search is None else self._victims()
         if search is not None:
             cache.touch(self.tables, search, self.keys, len(self.keys))
             load_rows(self.tables, search, self.keys, len(self.keys))
@@ -96,7 +97,7 @@ class HostBatch(DeviceBatch):
         own = copy.copy(self)
         own.layout = FeatureLayout([executor], self.layout.paddings)
         own.executors, own.family = own.layout.executors, executor.family
-        own._use((executor.known,))
+        own._take_words((executor.known,))
         return own
 
     def read(self) -> Tensor:

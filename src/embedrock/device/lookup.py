@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from embedrock.device.pooling import DeviceBags
 from embedrock.device.prefetched import plan_ahead, taken_ahead
 from embedrock.system.spans import spanned
 
+_FORM = attrgetter("device", "dtype")
 Block = tuple[RowSums, list[Any]]  # sums, and the executor of each table; None: nothing came for the table
 
 
@@ -65,9 +67,10 @@ class DeviceLookup:
                     self._batch = self._planned()
             if self._batch is None and len(layout.executors) == 1:
                 self._batch = layout.first.planned_by_host(layout, self._given[0], self._trains)
-                with layout.working:
-                    self._pool(self._batch)
-                    layout.first.faults.ask_again()
+                if self._all_bags is not None:
+                    with layout.working:
+                        self._pool(self._batch)
+                        layout.first.faults.ask_again()
             if self._batch is None:
                 self._alone = self._features()
         return self._batch
@@ -87,7 +90,8 @@ class DeviceLookup:
             batch = layout.first.batch(layout, self._batch_sizes(), trains, counts).make(self._joined_ids())
         else:
             batch.look_up()
-        self._pool(batch)
+        if self._all_bags is not None:
+            self._pool(batch)
         layout.end(trains)
         return batch
 
@@ -95,28 +99,27 @@ class DeviceLookup:
         all_bags = self._all_bags
         if all_bags is None:
             return self._layout.sizes(tuple(self._sizes))
-        recurs = all(bags.starts is None for bags in all_bags)
-        return self._layout.sizes(tuple(self._sizes), bag_words(all_bags, self._sizes), recurs)
+        return self._layout.sizes(tuple(self._sizes), bag_words(all_bags, self._sizes))
 
     def _joined_ids(self) -> Tensor:
         """Return the ids of all features on the device: (n,)."""
-        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in self._given]
-        first = self._layout.first
-        if len(parts) == 1:
-            return first.on_device(parts[0])
-        if len({(part.device, part.dtype) for part in parts}) > 1:
+        given, first = self._given, self._layout.first
+        if len(given) == 1:
+            ids = given[0] if given[0].dim() == 1 else given[0].reshape(-1)
+            return ids if ids.device == first.device else first.on_device(ids)
+        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
+        if len(set(map(_FORM, parts))) > 1:
             parts = [first.on_device(part).to(torch.int64) for part in parts]
         return first.on_device(torch.cat(parts))
 
     def _pool(self, batch: DeviceBatch) -> None:
         """Find the bags of the positions, unless each bag is the row of its id."""
+        assert self._all_bags is not None
         layout = self._layout
-        if self._all_bags is None or are_rows(self._all_bags, [layout.paddings[table] for table in layout.tables]):
+        if are_rows(self._all_bags, [layout.paddings[table] for table in layout.tables]):
             self._all_bags = None
             return
-        words = self._batch_sizes()
-        placed = batch.placed if batch.sizes is words else layout.first.placed(words.words, words.recurs)
-        self._bags = DeviceBags(self._all_bags, self._sizes, batch, placed)
+        self._bags = DeviceBags(self._all_bags, self._sizes, batch, self._batch_sizes().placed)
         self._outputs = self._bags.counts
 
     def _features(self) -> list[DeviceLookup]:

@@ -12,9 +12,6 @@ import torch
 
 from embedrock.kernels.gpu.binding import TensorPart
 
-KEPT_BYTES = 16 << 20  # of one workspace: larger ones return to PyTorch, as allocating takes no time beside their use
-KEPT_FORMS = 8  # of one layout
-
 
 class ScratchLayout(NamedTuple):
     """Layout of tensors and parts in one allocation of 4-byte elements, each aligned to 16 bytes.
@@ -74,21 +71,3 @@ class Workspace:
     def __del__(self) -> None:
         if self._free is not None:
             self._free.append(self.arrays)
-
-
-class Workspaces:
-    """Workspaces of a layout by their sizes."""
-
-    def __init__(self) -> None:
-        self._free: dict[Any, list[Any]] = {}
-
-    def take(self, form: Any, nbytes: int, make: Callable[..., Any], *args: Any) -> Workspace:
-        """Return a workspace of a form, of about `nbytes`; `make` creates its arrays from `args` if none is free."""
-        free = self._free.get(form)
-        if free:
-            return Workspace(free.pop(), free)
-        if free is None and nbytes <= KEPT_BYTES:
-            if len(self._free) >= KEPT_FORMS:
-                del self._free[next(iter(self._free))]
-            free = self._free[form] = []
-        return Workspace(make(*args), free)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import WORDS
 from embedrock.kernels.gpu.plan import first_from
-from embedrock.kernels.gpu.runtime import kernel, launch
+from embedrock.kernels.gpu.runtime import ReadyKernel, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
 BAD_OFFSETS = tl.constexpr(4)  # error code of invalid bag starts
@@ -45,7 +45,10 @@ def join(ids, cuts, features, tables, keys):
         keys: see above.
     """
     n = ids.shape[0]
-    launch(_join, -(-n // LANES), ids, cuts, tables.entries, keys, n, features, LANES=LANES)
+    _ready_to_join.launch(-(-n // LANES), ids, cuts, tables.entries, keys, n, features)
+
+
+_ready_to_join = ReadyKernel(_join, LANES=LANES)
 
 
 @kernel("n", "features", "count", "tables", anywhere=("paddings", "tickets"))
