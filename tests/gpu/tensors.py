@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from embedrock.device import plan as near_plan
 from embedrock.kernels.gpu import cache, gate, plan, runtime
 from embedrock.kernels.gpu.addresses import AddressKind, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.rows import InitialRecord
@@ -96,5 +95,4 @@ def use_blocks_of(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK", lanes)
         monkeypatch.setattr(module, "blocks", lambda n: -(-n // lanes))
     monkeypatch.setattr(plan, "_ready_to_mark", runtime.ReadyKernel(plan._mark, LANES=lanes))
-    for module, cached in (plan, "_to_collect"), (near_plan, "_room_of"):
-        monkeypatch.setattr(module, cached, getattr(module, cached).__wrapped__)
+    monkeypatch.setattr(plan, "_to_collect", plan._to_collect.__wrapped__)

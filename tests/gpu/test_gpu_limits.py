@@ -34,7 +34,7 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, device_planned, pinned, requirements, steps
+from embedrock.device import attach, device_planned, host_batch, pinned, requirements, steps
 from embedrock.device import dense as direct
 from embedrock.device import host_planned as hosted
 from embedrock.device import stream_order as timeline
@@ -443,7 +443,7 @@ def counted(function: Any, calls: collections.Counter[str]) -> Any:
 def test_a_plan_of_the_host_is_one_upload(monkeypatch: pytest.MonkeyPatch):
     model, ids, uploads = make(HOSTED[0]), torch.arange(5), collections.Counter[str]()
     train(model, [ids])  # whose rows have records from then on
-    for module, name in ((hosted, "uploaded"), (hosted, "uploaded_together")):
+    for module, name in ((hosted, "uploaded"), (host_batch, "uploaded_together")):
         monkeypatch.setattr(module, name, counted(getattr(module, name), uploads))
     train(model, [ids])
     assert uploads == {"uploaded_together": 1}
@@ -455,10 +455,10 @@ def test_kernels_of_every_table_get_their_verdicts_alike(monkeypatch: pytest.Mon
     on_device(layers)
     starts, step = set(), steps.begin_step
 
-    def noted(part: Any, sums: Any, verdict: torch.Tensor | None, number: Any) -> Any:
+    def noted(parts: Any, verdict: torch.Tensor | None, number: Any) -> Any:
         assert verdict is not None
         starts.add(verdict.data_ptr() % 16)  # what Triton compiles kernels anew for
-        return step(part, sums, verdict, number)
+        return step(parts, verdict, number)
 
     monkeypatch.setattr(steps, "begin_step", noted)
     torch.stack([layer(torch.arange(3)).sum() for layer in layers]).sum().backward()

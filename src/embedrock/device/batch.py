@@ -247,16 +247,16 @@ class DeviceBatch:
         own.placed = own.sizes.placed
         return own
 
-    def _take_words(self, known: tuple[TableEntryWords, ...]) -> None:
+    def take_words(self, known: tuple[TableEntryWords, ...] | None = None) -> None:
         """Take words about the tables, as they are now: see `FeatureLayout.known`."""
         self.family = self.layout.first.family
-        self.tables, self.firsts = self.layout.of_words(known)
+        self.tables, self.firsts = self.layout.of_words(self.layout.known() if known is None else known)
 
     def of(self, table: int, executor: Any) -> DeviceBatch:
         """Return the batch of one of the tables, for the executor that has its rows now."""
         begin, n = self.sizes.cuts[table], self.sizes.positions[table]
         own = executor.batch.of_one(executor, self.layout.paddings[table], n, self.stamps[table])
-        own._take_words((executor.known,))
+        own.take_words()
         bounds, k = as_tensor(self.bounds), len(self.executors)
         row, stop, padding = bounds[table], bounds[table + 1], bounds[k + 1 + table]
         own.count = (stop - row).reshape(1)
@@ -289,7 +289,7 @@ class DeviceBatch:
             for batch, dropped in parts
         ])  # fmt: skip
         own = cls.of_one(executor, None, len(ids), stamp)
-        own._take_words((executor.known._replace(fault=executor.no_fault.data_ptr()),))
+        own.take_words((executor.known._replace(fault=executor.no_fault.data_ptr()),))
         own.make(ids)
         own.keys = own.keys[: executor.spec.rows + 1]  # a bound for any number of accumulated batches
         own.count = (own.keys < own.firsts[0] + executor.spec.rows).sum(dtype=torch.int32).reshape(1)

@@ -290,10 +290,10 @@ class FeatureLayout:
 
     def of_words(self, known: tuple[TableEntryWords, ...]) -> tuple[DeviceTables, tuple[int, ...]]:
         """Return the tables for kernels from words about them, the key of each one's first row, and the last one's end."""
-        if self._tables is None or self._tables[0] != known:
-            family = self.first.family
+        family = self.first.family
+        if self._tables is None or self._tables[0] != (known, family):
             entries, firsts = entries_of(tuple(zip(known, self.paddings, strict=True)), self.first.device)
-            self._tables = known, (DeviceTables(entries, family.kind, family.draw, family.form), firsts)
+            self._tables = (known, family), (DeviceTables(entries, family.kind, family.draw, family.form), firsts)
         return self._tables[1]
 
     def are_joined(self) -> bool:

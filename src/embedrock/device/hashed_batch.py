@@ -121,7 +121,7 @@ class HashedBatch(DeviceBatch):
 
     def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> FoundSlots:
         states = self._states()
-        self._take_words(tuple(states[::2]))  # a table alone may have outgrown the last family
+        self.take_words(tuple(states[::2]))  # a table alone may have outgrown the last family
         kernels.search(self._arrays, self.tables.entries, keys, counts, news, self.bounds)
         return FoundSlots(self.tables, keys, counts, news, states)
 
@@ -180,12 +180,8 @@ class HashedBatch(DeviceBatch):
     def of_ids(cls, executor: Any, ids: Tensor, stamp: int) -> Self:
         """Return the batch of ids (n,) of one table, without a cache."""
         own = cls.of_one(executor, None, len(ids), stamp)
-        own._take_words((executor.known,))
+        own.take_words()
         return own.make(ids)
-
-    def take_words(self) -> None:
-        """Take the words about the table, which the host plans from now on."""
-        self._take_words(self.layout.known())
 
 
 def _space(device: torch.device, n: int, k: int) -> Any:

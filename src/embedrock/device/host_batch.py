@@ -97,7 +97,7 @@ class HostBatch(DeviceBatch):
         own = copy.copy(self)
         own.layout = FeatureLayout([executor], self.layout.paddings)
         own.executors, own.family = own.layout.executors, executor.family
-        own._take_words((executor.known,))
+        own.take_words()
         return own
 
     def read(self) -> Tensor:

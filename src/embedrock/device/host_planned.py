@@ -169,7 +169,8 @@ class HostPlannedExecutor(GpuExecutor):
     def read_by_host(self, batch: Any) -> Tensor:
         """Return the weights of a batch's rows: see `DeviceBatch.read_rows`."""
         with self._located(self.host_of(batch)) as host, self.working:
-            self.timeline.wait_for_copies()
+            batch.take_words()
+            batch.layout.begin_read()
             out, keys = batch.out(), batch.keys
             fresh = out  # unused if all rows have records
             absent = np.flatnonzero(host.slots < 0)
@@ -257,6 +258,7 @@ class HostPlannedExecutor(GpuExecutor):
         self._of_shared, verdict = None, verdicts[0]
         with self._table_lock(), self.mirror.at_work():
             due = self._due(batch, verdict)
+            batch.take_words()
             stepped = batch.as_ready()
             if due is None:
                 return stepped

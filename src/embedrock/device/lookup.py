@@ -105,7 +105,9 @@ class DeviceLookup:
         """Return the ids of all features on the device: (n,)."""
         given, first = self._given, self._layout.first
         if len(given) == 1:
-            ids = given[0] if given[0].dim() == 1 else given[0].reshape(-1)
+            ids = given[0]
+            if ids.dim() != 1 or not ids.is_contiguous():  # kernels read neighbours
+                ids = ids.reshape(-1).contiguous()
             return ids if ids.device == first.device else first.on_device(ids)
         parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
         if len(set(map(_FORM, parts))) > 1:

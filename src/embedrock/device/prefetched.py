@@ -64,7 +64,7 @@ def plan_ahead(batch: DeviceBatch) -> None:
     features = layout if same else FeatureLayout(executors, paddings)
     sizes = features.sizes(tuple([ids.numel() for ids in given]))
     made = first.batch(features, sizes, True, None)
-    flat = [first.on_device(ids).reshape(-1) for ids in given]
+    flat = [first.on_device(ids).reshape(-1).contiguous() for ids in given]
     joined = flat[0] if len(flat) == 1 else torch.cat([ids.to(torch.int64) for ids in flat])
     try:
         with first.timeline.aside(joined, made.placed, made.tables.entries):
