@@ -90,7 +90,7 @@ def test_kernels_take_no_more_registers_than_they_have_to(capability: str) -> No
     done = subprocess.run([sys.executable, program, capability], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     used = json.loads(done.stdout)
-    assert set(used) == all_kernels()
+    assert set(used) >= all_kernels()  # and those of tests
     for name, variants in used.items():
         for found in variants:
             assert found["registers"] <= FEW_REGISTERS.get(name, MOST_REGISTERS), name

@@ -34,6 +34,7 @@ from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 
 WINDOW = 2  # device slots that are searched for victims, for each position of a batch
 GROUP = 8  # neighbours that a program is dealt at once: 32 bytes of int32
+_WARPS = 16  # of `insert`. With 8, a thread takes 145 registers: a multiprocessor runs one program of either
 COPIED = 2048  # words of the records that one program copies at once
 
 _BINS = tl.constexpr(128)
@@ -233,7 +234,7 @@ def insert(tables, search, keys, count):
         tables, search, keys, count: as in `touch`.
     """
     args = *_of(tables, search), search.moves, keys.shape[0], tables.form.record_bytes
-    launch(_insert, search.programs, keys, count, *args, num_warps=TOUCHING_WARPS, LANES=BLOCK, GROUP=GROUP)
+    launch(_insert, search.programs, keys, count, *args, num_warps=_WARPS, LANES=BLOCK, GROUP=GROUP)
 
 
 @kernel("size")
