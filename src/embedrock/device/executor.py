@@ -89,7 +89,7 @@ class GpuExecutor(ABC):
     # The owner of the room for a step's rows. Tables with the same owner are prepared together, by
     # `HostPlannedExecutor.prepare_all`. None: all rows have room from the beginning.
     room: Any = None
-    checks_in_step = False  # the kernel of a step checks the gradients itself, where a plan gives it work
+    checks_in_step = False  # the kernels of a step check the gradients themselves, where a plan gives them work
     not_captured: str | None = "the host plans its batches"  # why steps cannot be captured; None: they can
 
     def __init__(
@@ -375,8 +375,11 @@ class GpuExecutor(ABC):
     def begin_step(self) -> None:  # noqa: B027  # where the host plans, `ready` does so
         """Begin a step. No row changes."""
 
-    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
-        """Return the table alone for a step that has begun, under a verdict, int32 (LINE,). No row changes."""
+    def ready(self, verdict: Any, grads: DeviceRowGradients) -> SteppedTables:
+        """Return the table alone for a step that has begun. No row changes.
+
+        `verdict`: int32 (LINE,), or a `gate.VerdictCase` if the executor `checks_in_step`.
+        """
         plan = grads.plan
         return SteppedTables(self.tables, plan.keys, plan.ids, plan.count, None, grads.values, found=plan.found)
 

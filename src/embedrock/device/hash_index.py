@@ -132,7 +132,7 @@ class DeviceHashIndex:
         kernels.search(_rows_of(plan), entries, keys := keys.view(torch.int64), *new, known=plan.keys)
         return keys, new
 
-    def enter(self, plan: DeviceBatchPlan, entries: Tensor, search: tuple[Tensor, SlotCounts], verdict: Tensor) -> None:
+    def enter(self, plan: DeviceBatchPlan, entries: Tensor, search: tuple[Tensor, SlotCounts], verdict: Any) -> None:
         """Give slots to rows without one, if the verdict allows the step, and write them to the keys."""
         keys, new = search
         kernels.enter(_rows_of(plan), entries, keys, *new, plan.tickets, (0, 1), verdict)

@@ -263,8 +263,7 @@ class HostPlannedExecutor(GpuExecutor):
         """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
         return self._stepped(grads.plan).plan
 
-    def ready(self, verdict: Tensor | None, grads: DeviceRowGradients) -> SteppedTables:
-        assert verdict is not None  # the step was checked before
+    def ready(self, verdict: Tensor, grads: DeviceRowGradients) -> SteppedTables:
         self._of_shared, plan = None, grads.plan
         with self._table_lock(), self.mirror.at_work():
             due = self._due(plan, verdict)

@@ -74,13 +74,12 @@ class HashedJointPlan(JointBatchPlan):
             slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
         return slots
 
-    def ready(self, first: int, values: Tensor, verdicts: Tensor) -> SteppedTables:
+    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any) -> SteppedTables:
         found = self._found()
-        return super().ready(first, values, verdicts)._replace(admit=lambda: self._enter(found, first, verdicts))
+        return super().ready(which, values, verdicts)._replace(admit=lambda: self._enter(found, which, verdicts))
 
-    def _enter(self, found: PlanSlots, first: int, verdicts: Tensor) -> None:
-        """Give slots to the new rows of consecutive tables, starting with `first`, by their verdicts."""
-        which = first, first + len(verdicts)
+    def _enter(self, found: PlanSlots, which: tuple[int, int], verdicts: Any) -> None:
+        """Give slots to the new rows of consecutive tables by their verdicts."""
         tables, keys, counts, news, _ = found
         kernels.enter(self._arrays, tables.entries, keys, counts, news, self.plan.tickets, which, verdicts)
         for table in range(*which):

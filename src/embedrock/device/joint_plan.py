@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -169,13 +169,16 @@ class JointBatchPlan:
         """The tables for kernels, the current keys of their rows, and the ids; None: the keys determine these."""
         return self.tables, self.plan.keys, None
 
-    def ready(self, first: int, values: Tensor, verdicts: Tensor) -> SteppedTables:
-        """Return consecutive tables that have begun a step, starting with `first`, for their verdicts.
+    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any) -> SteppedTables:
+        """Return consecutive tables that have begun a step, for their verdicts.
 
-        `values`: gradients of the rows of all tables.
+        Args:
+            which: the first of the tables, and the one after the last.
+            values: gradients of the rows of all tables.
+            verdicts: see `rows.step`.
         """
         tables, keys, ids = self.known
-        return SteppedTables(tables, keys, ids, self.plan.count, self.bounds, values, first, self.plan.found)
+        return SteppedTables(tables, keys, ids, self.plan.count, self.bounds, values, which[0], self.plan.found)
 
     @property
     def layout(self) -> TensorPart:

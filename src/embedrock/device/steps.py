@@ -13,7 +13,7 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.device import device_errors as faults
 from embedrock.device.device_errors import step_numbers
-from embedrock.device.gradients import DeviceRowGradients, RowSums
+from embedrock.device.gradients import RowSums
 from embedrock.device.joint import TableRowSums
 from embedrock.device.plan import SteppedTables
 from embedrock.device.step_constants import check_rule, count_step, draft_step
@@ -28,7 +28,7 @@ class DeviceStep(CheckedStep):
 
     Args:
         requests: of the tables.
-        verdicts: int32 (k, LINE), see `gate.judge`; None: of one table, the kernel of the step decides.
+        verdicts: int32 (k, LINE), see `gate.judge`; None: the kernels of the step decide.
         number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
     """
 
@@ -70,7 +70,10 @@ class DeviceStep(CheckedStep):
         for room in rooms_of(self.requests):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun, k = list[Callable[[], None]](), 0
-        for sums, due in segments_of(self.requests):
+        segments = segments_of(self.requests)
+        if self.verdicts is None and not _is_checked_in_step(segments):  # the host has begun to plan
+            self.verdicts = _verdicts(self.requests, self.number)
+        for sums, due in segments:
             verdicts = None if self.verdicts is None else self.verdicts[k : k + len(due)]
             begun.append(begin_step(due, sums, verdicts, self.number))
             k += len(due)
@@ -114,7 +117,7 @@ def begin_step(
 
     Args:
         due, sums: one of `segments_of` a step.
-        verdicts: int32 (tables, LINE), see `gate.judge`; None: of one table, the kernel of the step decides.
+        verdicts: int32 (tables, LINE), see `gate.judge`; None: the kernels of the step decide.
         number: see `DeviceStep`.
     """
     grads, timeline = due[0].grads, due[0].executor.timeline
@@ -126,27 +129,41 @@ def begin_step(
         if what != last:  # most neighbours have the same step constants
             last, draft = what, draft_step(part.executor, part.rule)
         drafts.append(draft)
-    if sums is not None and verdicts is not None:
-        stepped = sums.joint.ready(sums.table, sums.joint_values, verdicts)
-        timeline.uses(verdicts, stepped.tables.entries, sums.joint.plan.order, sums.joint.bounds)
+    first = 0 if sums is None else sums.table
+    which, plan = (first, first + len(due)), grads.plan if sums is None else sums.joint.plan
+    known = verdicts if verdicts is not None else gate.VerdictCase(*_numbers(due), which, plan.tickets, number)
+    if sums is not None:
+        stepped = sums.joint.ready(which, sums.joint_values, known)
+        timeline.uses(stepped.tables.entries, plan.order, sums.joint.bounds)
     else:
-        verdict = None if verdicts is None else verdicts[0]
-        timeline.uses(grads.plan.keys, grads.plan.ids, grads.shown if verdict is None else verdict)
-        stepped = due[0].executor.ready(verdict, grads)
-    timeline.uses(stepped.values, stepped.keys, stepped.row_count)
-    return functools.partial(_step, due, stepped, verdicts, number, drafts)
+        timeline.uses(plan.keys, plan.ids)
+        stepped = due[0].executor.ready(known if verdicts is None else verdicts[0], grads)
+    timeline.uses(stepped.values, stepped.keys, stepped.row_count, grads.shown if verdicts is None else verdicts)
+    return functools.partial(_step, due, stepped, known, number, drafts)
+
+
+def _numbers(due: Sequence[StepRequest]) -> tuple[Tensor, Tensor]:
+    """Return the current numbers of gradients, and their norms as they were shown, for kernels."""
+    return _in_a_row([part.grads.number for part in due]), _in_a_row([part.grads.shown for part in due])
+
+
+def _in_a_row(numbers: Sequence[Tensor]) -> Tensor:
+    """Return numbers as kernels read them: the first, if the others follow it in memory, or a copy of all."""
+    first = numbers[0].data_ptr()
+    follow = all(number.data_ptr() == first + 4 * k for k, number in enumerate(numbers))
+    return numbers[0] if follow else torch.stack(list(numbers))
 
 
 def _step(
     due: Sequence[StepRequest],
     stepped: SteppedTables,
-    verdicts: Tensor | None,
+    verdicts: Any,
     number: int | Tensor,
     drafts: Sequence[Any],
 ) -> None:
     """Step tables, by one kernel for neighbours with the same step constants."""
     tables, keys, ids, count, bounds, values, first, found, admit = stepped
-    executor, grads = due[0].executor, due[0].grads
+    executor = due[0].executor
     weights, versions = None, ()
     if found is not None and found.weights is not None:
         weights, versions, found.weights = found.weights, found.versions, None
@@ -166,10 +183,10 @@ def _step(
     for (_, _, clip, is_known), places in itertools.groupby(range(len(due)), key=alike.__getitem__):
         begin, *others = places
         end = begin + 1 + len(others)
-        if verdicts is None:
-            own = gate.VerdictCase(grads.number, grads.shown, executor.faults.tensor, grads.plan.tickets, number)
-        else:
+        if type(verdicts) is not gate.VerdictCase:
             own = verdicts[begin:end]
+        else:  # the last kernel records a refusal
+            own = verdicts if end == len(due) else verdicts._replace(ticket=None)
         (step, numbers), which = counted[begin], (first + begin, first + end)
         were = weights if is_known else None
         rows.step(keys, ids, count, bounds, tables, which, values, own, clip, step, numbers, were)
@@ -203,13 +220,11 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         groups.setdefault(executor.device, []).append(part)
         goes_on &= part.tables[0].on_nonfinite == "raise"
     goes_on &= len(groups) < 2
-    if goes_on and len(due) == 1 and _is_checked_in_step(due[0].executor, due[0].grads):
-        return [DeviceStep(due, None, _next_number(due[0].executor.timeline))]
     steps = []
     for group in groups.values():
         with InStreamOrder([part.executor.timeline for part in group], None):
             prepare(group)
-            steps.append(_judge(group))
+            steps.append(_judge(group, goes_on))
     if goes_on:
         return steps
     with enough_memory("a step"), torch.inference_mode(False):
@@ -228,9 +243,15 @@ def rooms_of(due: Sequence[StepRequest]) -> list[list[StepRequest]]:
     return [*rooms.values()]
 
 
-def _is_checked_in_step(executor: Any, grads: DeviceRowGradients) -> bool:
-    # Not for merged gradients, those of several tables, or an empty plan, for which no kernel runs.
-    return executor.checks_in_step and type(grads.sums) is RowSums and grads.plan.keys.shape[0] > 0
+def _is_checked_in_step(segments: Sequence[tuple[TableRowSums | None, list[StepRequest]]]) -> bool:
+    # Only where one plan has all rows. No kernel runs for an empty plan.
+    (sums, due), *others = segments
+    if others or not due[0].executor.checks_in_step:
+        return False
+    if sums is not None:
+        return sums.joint.plan.keys.shape[0] > 0
+    grads = due[0].grads
+    return type(grads.sums) is RowSums and grads.plan.keys.shape[0] > 0
 
 
 def prepare(due: Sequence[StepRequest]) -> None:
@@ -247,20 +268,20 @@ def _next_number(timeline: StreamOrder) -> int | Tensor:
     return timeline.captured.judge()
 
 
-def _judge(due: Sequence[StepRequest]) -> DeviceStep:
+def _judge(due: Sequence[StepRequest], goes_on: bool) -> DeviceStep:
+    number = _next_number(due[0].executor.timeline)
+    is_checked_later = goes_on and _is_checked_in_step(segments_of(due))
+    return DeviceStep(due, None if is_checked_later else _verdicts(due, number), number)
+
+
+def _verdicts(due: Sequence[StepRequest], number: int | Tensor) -> Tensor:
     device, count, timeline = due[0].executor.device, len(due), due[0].executor.timeline
-    number = _next_number(timeline)
-    numbers, shown = [part.grads.number for part in due], [part.grads.shown for part in due]
-    if count == 1:
-        numbers, shown = numbers[0], shown[0]
-    else:
-        numbers = torch.stack([*numbers, *shown])
-        shown = numbers[count:]
+    numbers, shown = _numbers(due)
     faults = _addresses(tuple([part.executor.faults.tensor.data_ptr() for part in due]), device)
     timeline.keep(faults)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=device)
     gate.judge(numbers, shown, faults, verdicts, number)
-    return DeviceStep(due, verdicts, number)
+    return verdicts
 
 
 @functools.lru_cache(maxsize=64)
