@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from embedrock.kernels.gpu import directory, plan
+from embedrock.kernels.gpu import directory, gate, plan
 from embedrock.kernels.gpu.addresses import WORDS
 
 N, SLOTS = 100, 1000
@@ -20,7 +20,8 @@ def example_directory() -> None:
     rows, bounds = (keys, starts, None, count, keys), torch.zeros(3, dtype=torch.int32)
     for start in range(2):  # wherever counters begin
         directory.search(rows, entries, keys, counts, counts[start:], bounds)
-        directory.enter(rows, entries, keys, counts, counts[start:], counts, (0, 1), verdict)
+        for verdicts in (verdict, gate.VerdictCase(torch.ones(()), torch.ones(()), (0, 1), counts, 3)):
+            directory.enter(rows, entries, keys, counts, counts[start:], counts, (0, 1), verdicts)
 
 
 def example_open_rows() -> None:

@@ -22,6 +22,12 @@ def tables_of(form: RecordForm, count: int, is_near: bool, draw: str, is_cached:
     return DeviceTables(torch.zeros(count, WORDS, dtype=torch.int64), kind, draw, form)
 
 
+def case_of(count: int, start: int = 0) -> gate.VerdictCase:
+    """Return gradients of tables that kernels check, wherever their numbers begin."""
+    numbers = torch.ones(count + start)[start:]
+    return gate.VerdictCase(numbers, numbers, (0, count), ONE, 3)
+
+
 def example_plan() -> None:
     tables = tables_of(forms(Adam())[0], 3, True, "normal")
     for ids in (KEYS, KEYS.int()):
@@ -42,8 +48,8 @@ def example_open_ids() -> None:
         plan.collect(KEYS, 0, KEYS, counts, KEYS, counts, counts, ONE, counts, of=of)
         arrays, found = (KEYS, counts, of, ONE, words[start:]), (KEYS, counts, some[start:])
         directory.search(arrays, tables.entries, *found, counts)
-        verdicts = torch.zeros(count, gate.LINE, dtype=torch.int32)
-        directory.enter(arrays, tables.entries, *found, some[start:], (0, count), verdicts)
+        for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count, start)):
+            directory.enter(arrays, tables.entries, *found, some[start:], (0, count), verdicts)
 
 
 WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache
@@ -58,12 +64,14 @@ def example_rows() -> None:
         for tables in every:
             rows.read(KEYS, ONE, tables, values, KEYS)
         for were, ids, tables in itertools.product((None, values), (None, KEYS), every):
-            which, verdicts = (0, len(tables.entries)), torch.zeros(len(tables.entries), gate.LINE, dtype=torch.int32)
-            rows.step(KEYS, ids, ONE, ONE, tables, which, values, verdicts, None, 1, numbers(Adam(), 1), were)
+            count = len(tables.entries)
+            for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count), case_of(count, 1)):
+                rows.step(KEYS, ids, ONE, ONE, tables, (0, count), values, verdicts, None, 1, numbers(Adam(), 1), were)
     tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
     verdict, step = torch.zeros(1, gate.LINE).int(), torch.empty((), dtype=torch.int64)
     rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdict, 0.5, 1, numbers(SGD(), 1))
-    rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdict, None, step, in_memory(numbers(SGD(), 1)))
+    for verdicts in (verdict, case_of(3)._replace(step=step), case_of(3)._replace(ticket=None)):
+        rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdicts, None, step, in_memory(numbers(SGD(), 1)))
 
 
 def example_sums_of_several_tables() -> None:

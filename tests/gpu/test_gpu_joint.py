@@ -89,7 +89,7 @@ def launches() -> Iterator[collections.Counter[str]]:
         runtime.on_launch = before
 
 
-JOINT = dict.fromkeys(("_join", "_mark", "_collect", "_read", "_sum", "_judge", "_step"), 1)
+JOINT = dict.fromkeys(("_join", "_mark", "_collect", "_read", "_sum", "_step"), 1)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,32 @@ def test_ids_outside_of_one_table_are_an_error_of_it_and_stop_all(bad: int):
     for table, rows in zip(model.tables, before, strict=True):
         np.testing.assert_array_equal(table.lookup(np.arange(5)), rows)
         assert table.steps == 1
+
+
+def test_tables_of_other_step_constants_all_step_or_none():
+    mine, theirs = Model(EVERYTHING), Model(None)
+    for model in (mine, theirs):
+        model.layers["f1"](torch.tensor([1, 2])).sum().backward()
+        model.step.step()  # so the tables differ in their number of steps
+        model.step.zero_grad()
+        model.loss(1).backward()
+        for handle in ert.handles(model.rows):
+            assert handle.grad is not None
+            handle.grad = handle.grad * 0.5  # no number follows the one of another table
+    with launches() as seen:
+        mine.step.step()
+    assert seen["_step"] > 1
+    assert "_judge" not in seen
+    theirs.step.step()
+    assert_same(mine, theirs)
+
+    mine.step.zero_grad()
+    (mine.loss(2) * float("nan")).backward()
+    mine.step.step()
+    with pytest.raises(er.NonFiniteGradientError):
+        mine.loss(2)
+    mine.step.zero_grad()
+    assert_same(mine, theirs)
 
 
 def test_bags_of_one_id_are_rows():

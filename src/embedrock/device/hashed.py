@@ -204,6 +204,10 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return self._directory is not None
 
     @property
+    def checks_in_step(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._directory is not None
+
+    @property
     def family(self) -> TableFamily:
         kind = self.cache.kind
         if self._family is None or self._family_of is not kind:  # rows may have outgrown the placement

@@ -154,7 +154,7 @@ class HashedBatch(DeviceBatch):
         executor: Any = self.layout.first
         return super().read_rows() if executor.plans else executor.read_by_host(self)
 
-    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Tensor | None, clip: float | None) -> SteppedTables:
+    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
         executor: Any = self.layout.first
         if not executor.plans:
             return executor.ready_by_host(self, values, verdicts, clip)

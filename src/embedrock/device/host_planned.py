@@ -251,10 +251,9 @@ class HostPlannedExecutor(GpuExecutor):
         return self._stepped(grads.batch).plan
 
     def ready_by_host(
-        self, batch: Any, values: Tensor, verdicts: Tensor | None, clip: float | None
+        self, batch: Any, values: Tensor, verdicts: Tensor, clip: float | None
     ) -> SteppedTables:
         """Prepare a step of a batch: see `DeviceBatch.ready`."""
-        assert verdicts is not None  # the step was checked before
         self._of_shared, verdict = None, verdicts[0]
         with self._table_lock(), self.mirror.at_work():
             due = self._due(batch, verdict)

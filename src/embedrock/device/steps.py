@@ -77,7 +77,7 @@ class DeviceStep(CheckedStep):
 
     Args:
         steps: of the tables.
-        verdicts: int32 (k, LINE), see `gate.judge`; None: the kernel of the step decides.
+        verdicts: int32 (k, LINE), see `gate.judge`; None: the kernels of the step decide.
         number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
     """
 
@@ -119,8 +119,10 @@ class DeviceStep(CheckedStep):
     def _begin(self) -> list[Callable[[], None]]:
         for room in _by_room(self._rooms):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
-        begun, k = list[Callable[[], None]](), 0
-        for run in runs_of(self.steps):
+        begun, k, runs = [], 0, runs_of(self.steps)
+        if self.verdicts is None and not _are_checked_in_step(runs):  # the host has begun to plan
+            self.verdicts = _verdicts(self.steps, self.number)
+        for run in runs:
             verdicts = None if self.verdicts is None else self.verdicts[k : k + len(run)]
             begun.append(begin_step(run, verdicts, self.number))
             k += len(run)
@@ -141,7 +143,7 @@ class DeviceStep(CheckedStep):
 
 
 # Many tables are read by one call of `map`.
-_SUMS = attrgetter("sums")
+_SUMS, _SCALED = attrgetter("sums"), attrgetter("scaled")
 _ROWS, _LOCK, _TIMELINE = attrgetter("rows"), attrgetter("table_lock"), attrgetter("executor.timeline")
 _FAULT = attrgetter("executor.faults.address")
 _ROOM, _FAULTS, _NONFINITE = attrgetter("executor.room"), attrgetter("executor.faults"), attrgetter("rows.on_nonfinite")
@@ -177,7 +179,7 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
 
     Args:
         steps: one of `runs_of` a step.
-        verdicts: int32 (tables, LINE), see `gate.judge`; None: the kernel of the step decides.
+        verdicts: int32 (tables, LINE), see `gate.judge`; None: the kernels of the step decide.
         number: see `DeviceStep`.
     """
     drafts, last, draft = list[Any](), None, None
@@ -193,17 +195,34 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
             check_rule(rule, rows)
             last, draft = what, draft_step(own, rule)
         drafts.append(draft)
-    which = first, first + len(steps)
-    stepped = sums.batch.ready(which, sums.values, verdicts, steps[0].clip_value)
+    which, known = (first, first + len(steps)), verdicts
+    if known is None:
+        known = gate.VerdictCase(*_numbers(steps), which, sums.batch.tickets, number)
+    stepped = sums.batch.ready(which, sums.values, known, steps[0].clip_value)
     executor.timeline.uses(sums.values, stepped.keys, *([] if verdicts is None else [verdicts]))
-    return functools.partial(_step, steps, stepped, which, verdicts, number, drafts)
+    return functools.partial(_step, steps, stepped, which, known, number, drafts)
+
+
+def _numbers(steps: Sequence[TableStep]) -> tuple[Tensor, Tensor]:
+    """Return the current numbers of the tables' gradients, and their norms as they were shown, for kernels."""
+    sums, count = steps[0].sums, len(steps)
+    are_whole = count == sums.count_of_tables and list(map(_SUMS, steps)).count(sums) == count
+    if are_whole and {None}.issuperset(map(_SCALED, steps)):
+        return sums.norms, sums.norms
+    grads = [part.grads for part in steps]
+    return _in_a_row([own.number for own in grads]), _in_a_row([own.shown for own in grads])
+
+
+def _in_a_row(numbers: Sequence[Tensor]) -> Tensor:
+    """Return numbers as kernels read them: one after the other in memory."""
+    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers))
 
 
 def _step(
     steps: Sequence[TableStep],
     stepped: SteppedTables,
     which: tuple[int, int],
-    verdicts: Tensor | None,
+    verdicts: Any,
     number: int | Tensor,
     drafts: Sequence[Any],
 ) -> None:
@@ -226,11 +245,10 @@ def _step(
     for (_, _, clip, is_known), places in itertools.groupby(range(len(steps)), key=alike.__getitem__):
         begin, *others = places
         end = begin + 1 + len(others)
-        if verdicts is None:
-            grads = steps[0].grads
-            own = gate.VerdictCase(grads.number, grads.shown, executor.faults.tensor, sums.batch.tickets, number)
-        else:
+        if type(verdicts) is not gate.VerdictCase:
             own = verdicts[begin:end]
+        else:  # the last kernel records a refusal
+            own = verdicts if end == len(steps) else verdicts._replace(ticket=None)
         (step, numbers), run = counted[begin], (first + begin, first + end)
         were = weights if is_known else None
         rows.step(keys, ids, count, bounds, tables, run, sums.values, own, clip, step, numbers, were)
@@ -262,13 +280,13 @@ def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
     if not due[0].executor.timeline.is_recorded:
         device_errors.check(list(map(_FAULTS, due)))
     goes_on = alone and len(groups) < 2 and {"raise"}.issuperset(map(_NONFINITE, due))
-    if goes_on and len(due) == 1 and _is_checked_in_step(due[0]):
-        return [DeviceStep(due, None, _next_number(due[0].executor.timeline))]
     steps = []
     for group in groups.values():
         with InStreamOrder(list(map(_TIMELINE, group)), None):
             prepare(with_room(group))
-            steps.append(_judge(group))
+            number = _next_number(group[0].executor.timeline)
+            is_checked_later = goes_on and _are_checked_in_step(runs_of(group))
+            steps.append(DeviceStep(group, None if is_checked_later else _verdicts(group, number), number))
     if goes_on:
         return steps
     with enough_memory("a step"), torch.inference_mode(False):
@@ -286,9 +304,10 @@ def _by_room(due: Sequence[TableStep]) -> list[list[TableStep]]:
     return [*rooms.values()]
 
 
-def _is_checked_in_step(part: TableStep) -> bool:
-    # Not for one of several tables, or an empty batch, for which no kernel runs.
-    return part.executor.checks_in_step and part.sums.count_of_tables == 1 and part.sums.values.shape[0] > 0
+def _are_checked_in_step(runs: Sequence[Sequence[TableStep]]) -> bool:
+    # Only where one batch has all rows. No kernel runs for an empty one.
+    (first, *_), *others = runs
+    return not others and first.executor.checks_in_step and first.sums.values.shape[0] > 0
 
 
 def prepare(due: Sequence[TableStep]) -> None:
@@ -305,19 +324,14 @@ def _next_number(timeline: StreamOrder) -> int | Tensor:
     return timeline.captured.judge()
 
 
-def _judge(due: Sequence[TableStep]) -> DeviceStep:
+def _verdicts(due: Sequence[TableStep], number: int | Tensor) -> Tensor:
+    """Check the gradients on the device; return int32 (k, LINE), see `gate.judge`."""
     first, count = due[0].executor, len(due)
-    number = _next_number(first.timeline)
-    sums = due[0].sums
-    numbers = shown = sums.norms
-    if count != sums.count_of_tables or len(runs_of(due)) > 1 or any(part.scaled is not None for part in due):
-        numbers = torch.stack([part.grads.number for part in due])
-        shown = torch.stack([part.grads.shown for part in due])
     faults = _addresses(tuple(map(_FAULT, due)), first.device)
     first.timeline.keep(faults)
     verdicts = torch.empty(count, gate.LINE, dtype=torch.int32, device=first.device)
-    gate.judge(numbers, shown, faults, verdicts, number)
-    return DeviceStep(due, verdicts, number)
+    gate.judge(*_numbers(due), faults, verdicts, number)
+    return verdicts
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ LANES = 512
 NEW, DROPPED = -1, -2  # instead of slots: of an id without one, and of a row without a step
 
 _NEW, _DROPPED = tl.constexpr(NEW), tl.constexpr(DROPPED)
-_WORDS, _LINE, _LIVE = tl.constexpr(WORDS), tl.constexpr(gate.LINE), tl.constexpr(gate.LIVE)
+_WORDS = tl.constexpr(WORDS)
 _PADDING, _DIRECTORY = tl.constexpr(11), tl.constexpr(18)  # words of an entry
 _SLOTS = tl.constexpr((1 << 32) - 1)  # bits of an entry
 _NO_ENTRY = tl.constexpr(-1)
@@ -273,17 +273,15 @@ def _enter_table(u, id, new, before, entry, keys):  # noqa: A002
 
 
 @inlined
-def _count_given(entries, news, verdicts, begin, end, TABLES: tl.constexpr):
-    t = tl.arange(0, TABLES)
-    here = (t >= begin) & (t < end)
-    here &= tl.load(verdicts + (t - begin) * _LINE + _LIVE, mask=here, other=0) != 0
+def _count_given(entries, news, live, begin, TABLES: tl.constexpr):
+    here, t = live != 0, begin + tl.arange(0, TABLES)
     used = tl.load(entries + t * _WORDS + _DIRECTORY + 4, mask=here, other=0).to(tl.pointer_type(tl.int64))
     given = tl.load(used, mask=here, other=0) + tl.load(news + t, mask=here, other=0)
     tl.debug_barrier()  # the store overwrites the numbers read above
     tl.store(used, given, mask=here)
 
 
-@kernel("begin", "end", anywhere=("news", "ticket"))
+@kernel("begin", "end", anywhere=("news", "ticket", "verdicts", "shown"))
 def _enter(
     ids,
     starts,
@@ -295,12 +293,14 @@ def _enter(
     news,
     ticket,
     verdicts,
+    shown,
     begin,
     end,
     LANES: tl.constexpr,
     TABLES: tl.constexpr,
 ):
     program = tl.program_id(0)
+    every, factors = gate.verdicts_of(verdicts, shown, begin, end, None, 0, entries, TABLES)
     u, here, id, table, this, last = _rows_of(program, ids, starts, tables, count, LANES)  # noqa: A001
     key = tl.load(keys + u, mask=here, other=0)
     before = sum_before(counts, program)
@@ -308,13 +308,14 @@ def _enter(
     this, last = tl.maximum(this, begin), tl.minimum(last, end - 1)
     while this <= last:
         entry = entries + this * _WORDS
-        if tl.load(verdicts + (this - begin) * _LINE + _LIVE) != 0:
+        live, _ = gate.verdict_of(this - begin, every, factors, TABLES)
+        if live:
             new = here & (table == this) & (key < tl.load(entry)) & (padding == 0)
             # The table's new rows in earlier programs: none if its rows begin in this one.
             _enter_table(u, id, new, tl.maximum(before - sum_before(news, this), 0), entry, keys)
         this += 1
     if is_last(ticket, tl.num_programs(0) - 1):
-        _count_given(entries, news, verdicts, begin, end, TABLES)
+        _count_given(entries, news, every, begin, TABLES)
 
 
 def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
@@ -324,9 +325,9 @@ def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
         plan, entries, keys, counts, news: see `search`, which has written them; `keys` receives the new ones.
         ticket: int32 (1,), a zeroed counter, zero again afterwards.
         which: the first of the tables, and the one after the last.
-        verdicts: int32 (tables, LINE), of `gate.judge`: without a step, no row of a table gets a slot.
+        verdicts: see `rows.step`: without a step, no row of a table gets a slot.
     """
-    args = *plan[:-1], entries, keys, counts, news, ticket, verdicts, *which
+    args = *plan[:-1], entries, keys, counts, news, ticket, *gate.arguments_of(verdicts, which)[:4]
     launch(_enter, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(entries.shape[0]))
 
 

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from embedrock.kernels.gpu.addresses import WORDS
 from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
@@ -14,24 +15,33 @@ BESIDE = tl.constexpr(3)
 LINE = 4  # int32 a verdict; a multiple of 16 bytes, or kernels would be compiled for both alignments
 LIVE, FACTOR, FINITE = 0, 1, 2
 _LINE, _FACTOR, _FINITE = tl.constexpr(LINE), tl.constexpr(FACTOR), tl.constexpr(FINITE)
+_WORDS, _FAULT = tl.constexpr(WORDS), tl.constexpr(7)  # of an entry
 
 
 class VerdictCase(NamedTuple):
-    """Inputs of the check of one table's gradients, for the kernel of the step.
+    """Inputs of the check of a step's gradients, for the kernels of the step. They all decide alike.
 
     Attributes:
-        number: float32 (), current number of the gradients.
-        shown: float32 (), their norm as it was shown.
-        fault: int64 (4,), error of the table.
-        tickets: int32, a zeroed counter, zero again afterwards.
+        numbers: float32, current number of each table's gradients; or the first of them, if the others follow it.
+        shown: the same of their norms as they were shown.
+        which: the first of the checked tables, and the one after the last.
+        ticket: int32, a zeroed counter, zero again afterwards; None: another launch records a refusal.
         step: the number of the step, >= 1, or int64 () with it.
     """
 
-    number: Any
+    numbers: Any
     shown: Any
-    fault: Any
-    tickets: Any
+    which: tuple[int, int]
+    ticket: Any
     step: Any
+
+
+def arguments_of(verdicts, which):
+    """Return what kernels take instead of a `VerdictCase`, or of verdicts of the tables `which`."""
+    if type(verdicts) is VerdictCase:
+        numbers, shown, judged, ticket, step = verdicts
+        return numbers, shown, *judged, ticket, step
+    return verdicts, None, *which, None, 0
 
 
 @inlined
@@ -45,44 +55,66 @@ def _weigh(grad, shown):
 
 
 @inlined
-def judge_alone(number, shown, fault, tickets, step):
-    """Check the gradients of one table in each program of its step; return 1 or 0, and the factor.
+def _check(numbers, shown, fault, lane, here):
+    """Return whether a step is made; of each table, its verdict (see `judge`), and the code of its error."""
+    grad, known = tl.load(numbers + lane, mask=here, other=1.0), tl.load(shown + lane, mask=here, other=1.0)
+    factor, own, is_dropped = _weigh(grad, known)
+    code = tl.load(fault, mask=here, other=0)
+    good = tl.min((own & (code == 0)).to(tl.int32), axis=0)
+    live = good * (here & (is_dropped == 0)).to(tl.int32)
+    return good, live, factor.to(tl.int32, bitcast=True), own, code
 
-    All programs decide alike. The last one records a refusal, after all others have read the old error.
+
+@inlined
+def _refuse(fault, code, own, refused, step):
+    """Record a refused step in the errors of its tables."""
+    first = tl.load(fault + 3, mask=refused, other=1)
+    tl.debug_barrier()  # the stores overwrite the words read above
+    tl.store(fault, tl.where(own, BESIDE, NONFINITE).to(tl.int64), mask=refused & (code == 0))
+    tl.store(fault + 3, tl.zeros_like(first) + loaded(step), mask=refused & (first == 0))
+
+
+@inlined
+def verdicts_of(verdicts, shown, begin, end, ticket, step, entries, LANES: tl.constexpr):
+    """Return `LIVE` and `FACTOR` of neighbouring tables, in each program of their step.
+
+    For the first arguments see `arguments_of`. All programs decide alike. The last one records a refusal, after all
+    others have read the old errors.
     """
-    factor, is_finite, is_dropped = _weigh(tl.load(number), tl.load(shown))
-    code = tl.load(fault)
-    is_good = is_finite & (code == 0)
-    if is_good == 0:  # noqa: SIM102
-        if is_last(tickets, tl.num_programs(0) - 1):  # (Triton would evaluate both sides of `and`)
-            first = tl.load(fault + 3)
-            tl.debug_barrier()  # the stores overwrite the words read above
-            if code == 0:
-                tl.store(fault, NONFINITE)
-            if first == 0:
-                tl.store(fault + 3, loaded(step))
-    return (is_good & (is_dropped == 0)).to(tl.int32), factor
+    lane = tl.arange(0, LANES)
+    here = lane < end - begin
+    if shown is None:
+        live = tl.load(verdicts + lane * _LINE, mask=here, other=0)
+        factor = tl.load(verdicts + lane * _LINE + _FACTOR, mask=here, other=0)
+    else:
+        fault = tl.load(entries + (begin + lane) * _WORDS + _FAULT, mask=here, other=0).to(tl.pointer_type(tl.int64))
+        good, live, factor, own, code = _check(verdicts, shown, fault, lane, here)
+        if ticket is not None:  # noqa: SIM102  # (Triton would evaluate both sides of `and`)
+            if good == 0:  # noqa: SIM102
+                if is_last(ticket, tl.num_programs(0) - 1):
+                    _refuse(fault, code, own, here, step)
+    return live, factor
+
+
+@inlined
+def verdict_of(table, live, factor, LANES: tl.constexpr):
+    """Return of one table whether it is stepped, and the factor of its gradients."""
+    mine = tl.arange(0, LANES) == table
+    bits = tl.sum(tl.where(mine, factor, 0), axis=0)
+    return tl.sum(tl.where(mine, live, 0), axis=0) != 0, bits.to(tl.float32, bitcast=True)
 
 
 @kernel("count", "number", anywhere=("numbers", "shown"))
 def _judge(numbers, shown, faults, verdicts, count, number, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     here = lane < count
-    grad = tl.load(numbers + lane, mask=here, other=1.0)
-    shown = tl.load(shown + lane, mask=here, other=1.0)
-    factor, own, is_dropped = _weigh(grad, shown)
     fault = tl.load(faults + lane, mask=here, other=0).to(tl.pointer_type(tl.int64))
-    code = tl.load(fault, mask=here, other=0)
-    good = tl.min((own & (code == 0)).to(tl.int32), axis=0)
+    good, live, factor, own, code = _check(numbers, shown, fault, lane, here)
     verdict = verdicts + lane * _LINE
-    tl.store(verdict, good * (is_dropped == 0).to(tl.int32), mask=here)
-    tl.store(verdict + _FACTOR, factor.to(tl.int32, bitcast=True), mask=here)
+    tl.store(verdict, live, mask=here)
+    tl.store(verdict + _FACTOR, factor, mask=here)
     tl.store(verdict + _FINITE, own.to(tl.int32), mask=here)
-    refused = here & (good == 0)
-    first = tl.load(fault + 3, mask=refused, other=1)
-    tl.debug_barrier()  # the stores overwrite the words read above
-    tl.store(fault, tl.where(own, BESIDE, NONFINITE).to(tl.int64), mask=refused & (code == 0))
-    tl.store(fault + 3, tl.zeros_like(first) + loaded(number), mask=refused & (first == 0))
+    _refuse(fault, code, own, here & (good == 0), number)
 
 
 def judge(numbers, shown, faults, verdicts, number):

@@ -18,7 +18,6 @@ from embedrock.kernels.gpu.numbers import apart, loaded, of_step
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel
 
 _WORDS = tl.constexpr(WORDS)
-_LINE, _LIVE, _FACTOR = tl.constexpr(gate.LINE), tl.constexpr(gate.LIVE), tl.constexpr(gate.FACTOR)
 
 
 @inlined
@@ -207,7 +206,7 @@ def _step_table(
     step_rows((u, here, key - first), homes, gradients, origin, numbers, DRAW, UPDATE, KIND, FORM)
 
 
-@kernel("tables", "begin", "end", "step", "steps", "judged", anywhere=("verdicts", "shown"))
+@kernel("tables", "begin", "end", "step", "steps", "first", "stop", "judged", anywhere=("verdicts", "shown"))
 def _step(
     keys,
     ids,
@@ -221,14 +220,15 @@ def _step(
     were,
     verdicts,
     shown,
-    fault,
-    tickets,
+    first,
+    stop,
+    ticket,
     judged,
     clip,
     step,
     numbers,
     steps,
-    ALONE: tl.constexpr,
+    TABLES: tl.constexpr,
     DRAW: tl.constexpr,
     UPDATE: tl.constexpr,
     KIND: tl.constexpr,
@@ -239,22 +239,20 @@ def _step(
     own_ids = keys, 1
     if ids is not None:
         own_ids = ids, 0
-    if ALONE:
+    every, factors = gate.verdicts_of(verdicts, shown, first, stop, ticket, judged, entries, TABLES)
+    if TABLES == 1:
         if bounds is not None:
             here &= u != tl.load(bounds + 2)
-        if fault is not None:
-            live, factor = gate.judge_alone(verdicts, shown, fault, tickets, judged)
-        else:
-            live, factor = tl.load(verdicts + _LIVE), tl.load(verdicts + _FACTOR).to(tl.float32, bitcast=True)
-        lines, gradients = (u, here & (live != 0), key), (values, were, factor, clip)
-        _step_table(lines, entries, gradients, own_ids, made, DRAW, UPDATE, KIND, FORM)
+        live, factor = gate.verdict_of(0, every, factors, TABLES)
+        _step_table(
+            (u, here & live, key), entries, (values, were, factor, clip), own_ids, made, DRAW, UPDATE, KIND, FORM
+        )
     else:
         table, last = span_of(entries, tables, key, here)
         table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
         while table <= last:
-            verdict = verdicts + (table - begin) * _LINE
-            mine = here & (u != tl.load(bounds + tables + 1 + table)) & (tl.load(verdict + _LIVE) != 0)
-            gradients = values, were, tl.load(verdict + _FACTOR).to(tl.float32, bitcast=True), clip
+            live, factor = gate.verdict_of(table - first, every, factors, TABLES)
+            mine, gradients = here & live & (u != tl.load(bounds + tables + 1 + table)), (values, were, factor, clip)
             _step_table((u, mine, key), entries + table * _WORDS, gradients, own_ids, made, DRAW, UPDATE, KIND, FORM)
             table += 1
 
@@ -315,18 +313,17 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
         tables: see above.
         which: the first of the stepped tables, and the one after the last.
         values: float32 (n, dim): the gradients.
-        verdicts: int32 (stepped tables, LINE) of `gate.judge`: decisions, and factors of gradients. Or, of one table
-            alone, a `gate.VerdictCase`, which the kernel checks.
+        verdicts: int32 (stepped tables, LINE) of `gate.judge`: decisions, and factors of gradients. Or a
+            `gate.VerdictCase`, which the kernel checks. The last step of its tables has the ticket.
         clip: limit of the gradients' absolute values; None: no limit.
         step: the number of the step; or int64 () with it, and then all step constants are float32 (). The same for all.
         numbers: a tuple of `embedrock.kernels.arguments`, with the type of the rule and tensors as arrays.
         were: the current weights of the rows, float32 (n, dim), which are then not read again; or None.
     """
     count_of_tables = tables.entries.shape[0]
-    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables == 1)
-    case = verdicts if type(verdicts) is gate.VerdictCase else (verdicts, None, None, None, 0)
+    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables)
     clip = None if clip is None else float(clip)
-    gradients = values, were, *case, clip
+    gradients = values, were, *gate.arguments_of(verdicts, which), clip
     of_rows = keys, ids, bounds, count, tables.entries, count_of_tables, *which
     ready.launch(programs(keys.shape[0]), *of_rows, *gradients, *of_step(step, numbers))
 
@@ -348,9 +345,9 @@ def _to_read(form, kind, draw, is_alone):
 
 
 @functools.cache
-def _to_step(form, kind, draw, rule, is_alone):
-    update = rules.UPDATES[rule]
-    return prepared(_step, form, most_rows(rule), ALONE=is_alone, DRAW=DRAWS.get(draw), UPDATE=update, KIND=kind)
+def _to_step(form, kind, draw, rule, tables):
+    lanes, update = 1 << (tables - 1).bit_length(), rules.UPDATES[rule]
+    return prepared(_step, form, most_rows(rule), TABLES=lanes, DRAW=DRAWS.get(draw), UPDATE=update, KIND=kind)
 
 
 @functools.cache
