@@ -305,10 +305,6 @@ class DeviceBatch:
         count = int(self.count)
         return self.keys[:count] - self.firsts[0] if self.ids is None else self.ids[:count].clone()
 
-    def most_rows(self, table: int) -> int:
-        """Return an upper bound of the number of a table's rows."""
-        return self.sizes.positions[table] if len(self.executors) > 1 else len(self.keys)
-
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory of the large arrays."""

@@ -46,7 +46,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         super().__init__(rows, rows.tier, device)
         count = self.spec.rows
         assert count is not None  # a dense index has a row count
-        self.placement, self._count, self._memory = placement, count, backend
+        self.placement, self._count, self._memory, self._epoch = placement, count, backend, backend.epoch
         self._draw_on_device()
         self._pinned = None
         if placement.mode != "device":

@@ -6,7 +6,6 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -87,6 +86,7 @@ class DeviceErrors:
         tensor: int64 (4,) on the device: code, number, value, first refused step.
         address: of the tensor.
         lines: of which it is one.
+        launched: numbers of steps that may turn out to be refused.
     """
 
     def __init__(self, rows: TableState, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class DeviceErrors:
         self.address = self.tensor.data_ptr()
         self._answer: HostCopy | None = None  # to the last request
         self._is_asked = False
-        self._launched: deque[int] = deque()  # numbers of steps that may turn out to be refused
+        self.launched: deque[int] = deque()
         self._asked_at = 0
         _all.add(self)
 
@@ -106,10 +106,6 @@ class DeviceErrors:
         rows = self._rows_of()
         assert rows is not None  # the caller holds the rows
         return rows
-
-    def record_step(self, number: int) -> None:
-        """Record that a step was launched."""
-        self._launched.append(number)
 
     def ask(self) -> None:
         """Copy the error to the host after all work launched so far."""
@@ -151,8 +147,8 @@ class DeviceErrors:
             return
         self._is_asked = False
         if not self._answer.lines[self._line, 0]:
-            while self._launched and self._launched[0] <= self._asked_at:
-                self._launched.popleft()
+            while self.launched and self.launched[0] <= self._asked_at:
+                self.launched.popleft()
             return
         self._take()
 
@@ -194,9 +190,9 @@ class DeviceErrors:
             The code, a value, the first refused step, and the number of refused steps.
         """
         code, _, value, first = self.tensor.tolist()  # waits: later steps are not refused
-        refused = sum(number >= first for number in self._launched) if first else 0
+        refused = sum(number >= first for number in self.launched) if first else 0
         self.tensor.zero_()
-        self._launched.clear()
+        self.launched.clear()
         self._is_asked = False
         self._rows.undo_steps(refused)
         return code, value, first, refused
@@ -211,7 +207,7 @@ def check(faults: Sequence[DeviceErrors]) -> None:
         if not answer.lines[:, 0].any():
             for each in faults:
                 each._is_asked = False
-                launched, last = each._launched, each._asked_at
+                launched, last = each.launched, each._asked_at
                 while launched and launched[0] <= last:
                     launched.popleft()
             return
@@ -228,12 +224,14 @@ def ask(faults: Sequence[DeviceErrors]) -> None:
     for each in faults:
         if each._is_asked:
             continue
-        lines, launched = each.lines, each._launched
+        lines, launched = each.lines, each.launched
         answer = copied.get(lines)
         if answer is None:
-            with suppress(torch.OutOfMemoryError):  # the steps are launched, and must not fail any more
+            try:
                 answer = copied[lines] = lines.come()
-        each._answer, each._is_asked = answer, answer is not None
+            except torch.OutOfMemoryError:  # the steps are launched, and must not fail any more
+                continue
+        each._answer, each._is_asked = answer, True
         each._asked_at = launched[-1] if launched else 0
 
 

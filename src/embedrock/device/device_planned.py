@@ -13,13 +13,8 @@ COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between GPU 
 
 
 class DevicePlannedExecutor(GpuExecutor):
-    """Executor that plans on the GPU, and draws initial values there.
+    """Executor that plans on the GPU, and draws initial values there."""
 
-    Attributes:
-        is_newer: the device's records are newer than the backend's.
-    """
-
-    is_newer = False
     plans = True
 
     def _draw_on_device(self) -> None:
@@ -45,10 +40,6 @@ class DevicePlannedExecutor(GpuExecutor):
     @property
     def _rows_at_a_time(self) -> int:
         return max(1, min(COPIED_ROWS, COPIED_BYTES // self.spec.record_bytes))
-
-    def mark_changed(self) -> None:
-        super().mark_changed()
-        self.is_newer = True
 
     def take_ahead(self) -> PrefetchedBatch | None:
         """Return the prefetched batch, once."""

@@ -72,12 +72,14 @@ class GpuExecutor(ABC):
         batch: type of the batches of tables of the family.
         is_looked_up: a lookup that trains came since the last step.
         expected: ids of the next batch; None if they are unknown.
+        is_newer: the device's records are newer than the backend's.
     """
 
     cache: DeviceCache
     first: rows.InitialRecord | None = None
     judge: Any  # `steps.judge`, in subclasses
     batch: type[DeviceBatch]
+    is_newer = False
     plans = False  # the device plans, not the host
     begins_by_version = False  # `begin` does nothing more unless the table's version or state has changed
     joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
@@ -288,8 +290,10 @@ class GpuExecutor(ABC):
 
     def mark_changed(self) -> None:
         """Make later reads of the backend's records wait for `finish`."""
-        self._rows_of().table_lock.use(self)
-        self.is_looked_up = False
+        table_lock = self._rows_of().table_lock
+        if self not in table_lock.running:
+            table_lock.use(self)
+        self.is_looked_up, self.is_newer = False, True
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
         if self._ahead is not None and self._ahead.stamp is not None:  # the prefetched rows are in use from now on
             self.clock.begun = self._ahead.stamp

@@ -35,6 +35,7 @@ _STATE = attrgetter("backend", "process", "executor", "history", "table_lock.fai
 _HISTORY, _LOOKED_UP, _EXPECTED = attrgetter("history"), attrgetter("is_looked_up"), attrgetter("expected")
 _SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgetter("process")
 _STAMP, _KNOWN = attrgetter("stamp"), attrgetter("known")
+_EPOCH, _MEMORY = attrgetter("_epoch"), attrgetter("_memory.epoch")
 _COPIED, _AHEAD = attrgetter("timeline.copied"), attrgetter("_ahead")
 
 
@@ -267,6 +268,8 @@ class FeatureLayout:
         """Return whether nothing has changed since the last lookup that the executors' `begin` would look at."""
         rows = self._rows()
         if not self.first.begins_by_version or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
+            return False
+        if list(map(_EPOCH, self.executors)) != list(map(_MEMORY, self.executors)):
             return False
         return list(map(_STATE, rows)) == self._quiet and {forks.process}.issuperset(map(_PROCESS, rows))
 

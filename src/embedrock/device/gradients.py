@@ -80,10 +80,6 @@ class RowSums:
         values = self.values[rows.clamp(max=len(self.values) - 1)] if len(self.values) else self.values
         return RowSums(batch, values, self.norms[table::k])
 
-    def most_rows(self, table: int) -> int:
-        """Return an upper bound of the number of a table's rows with gradients."""
-        return self.batch.most_rows(table)
-
     def by_frequency(self) -> RowSums:
         """Return each row's gradient divided by the number of its id's occurrences. Of one table."""
         starts = as_tensor(self.batch.starts)
@@ -161,7 +157,8 @@ class DeviceRowGradients:
     @property
     def most_rows(self) -> int:
         """Upper bound of the number of rows with gradients."""
-        return self.sums.most_rows(self.table)
+        batch = self.sums.batch
+        return batch.sizes.positions[self.table] if len(batch.executors) > 1 else batch.keys.shape[0]
 
     def of(self, table: int) -> DeviceRowGradients:
         return self

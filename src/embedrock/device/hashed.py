@@ -229,8 +229,15 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         words = super().entry_words()
         return words if self._directory is None else words._replace(directory=self._directory.words)
 
+    @property
+    def begins_by_version(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._directory is not None
+
     def begin(self) -> None:
         self._open()
+
+    def mark_changed(self) -> None:
+        (GpuExecutor if self._directory is not None else HostPlannedExecutor).mark_changed(self)
 
     def finds_room(self, grads: DeviceRowGradients) -> bool:
         with self.working:

@@ -82,5 +82,5 @@ def count_launched(executor: Any, rows: TableState, draft: Any, number: int) -> 
     rows.count(draft)
     executor.mark_changed()
     if number:
-        executor.faults.record_step(number)
+        executor.faults.launched.append(number)
     return rows.steps, draft

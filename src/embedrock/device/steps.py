@@ -20,7 +20,9 @@ from embedrock.device.device_errors import step_numbers
 from embedrock.device.gradients import DeviceRowGradients, RowSums
 from embedrock.device.step_constants import check_rule, count_step, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
-from embedrock.kernels.gpu import gate, rows
+from embedrock.kernels.cpu.threads import BackgroundCall
+from embedrock.kernels.gpu import gate
+from embedrock.kernels.gpu import rows as kernels
 from embedrock.optimizers import Rule
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import CheckedStep, DeferredInserts, StepRequest
@@ -132,7 +134,7 @@ class DeviceStep(CheckedStep):
         with self._ordered():
             begun, self._begun = self._begun or self._begin(), None
             for table_lock in self.table_locks:
-                if table_lock.running:
+                if table_lock.running and type(table_lock.running[0]) is BackgroundCall:
                     table_lock.settle_steps()  # tables of the same lock may have CPU steps under way
             for make in begun:
                 make()
@@ -233,14 +235,13 @@ def _step(
     if found is not None and found.weights is not None:
         weights, versions, found.weights = found.weights, found.versions, None
         executor.timeline.uses(weights)
-    alike, counted = [], []
+    alike = []
     for table, part in enumerate(steps, first):
         is_known = weights is not None and versions[table] == part.rows.version.of_rows
         alike.append((part.rule, part.rows.steps, part.scaled and part.scaled.clip_value, is_known))
     if admit is not None:
         admit()
-    for part, draft in zip(steps, drafts, strict=True):
-        counted.append(count_step(part.executor, part.rows, part.rule, draft, number))
+    counted = _counted(steps, drafts, number)
     executor.step_beside(counted[0][1])
     for (_, _, clip, is_known), places in itertools.groupby(range(len(steps)), key=alike.__getitem__):
         begin, *others = places
@@ -251,9 +252,25 @@ def _step(
             own = verdicts if end == len(steps) else verdicts._replace(ticket=None)
         (step, numbers), run = counted[begin], (first + begin, first + end)
         were = weights if is_known else None
-        rows.step(keys, ids, count, bounds, tables, run, sums.values, own, clip, step, numbers, were)
+        kernels.step(keys, ids, count, bounds, tables, run, sums.values, own, clip, step, numbers, were)
     if not executor.timeline.is_recorded:
         device_errors.ask(list(map(_FAULTS, steps)))
+
+
+def _counted(steps: Sequence[TableStep], drafts: Sequence[Any], number: Any) -> list[tuple[Any, Any]]:
+    """Count drafted steps; return their numbers and the rules' step constants: see `count_step`."""
+    counted: list[tuple[Any, Any]] = []
+    for (rows, rule, executor, *_), draft in zip(steps, drafts, strict=True):
+        if rows.history is not None or executor.timeline.captured is not None:
+            counted.append(count_step(executor, rows, rule, draft, number))
+            continue
+        rows.steps += 1  # as `TableState.count` and `count_launched` do, by one call for each table
+        rows.version.now += 1
+        executor.mark_changed()
+        if number:
+            executor.faults.launched.append(number)
+        counted.append((rows.steps, draft))
+    return counted
 
 
 def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:

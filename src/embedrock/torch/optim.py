@@ -268,10 +268,13 @@ class RowOptimizer(torch.optim.Optimizer):
         bound = self._bound(group)
         check_untouched([part.handle for part in bound if part.rule is not None])
         together: list[Part] = []
+        current: Any = None  # gradients of several tables, which a step can take as they are
         for handle, rule, clip, rows in bound:
             pending = handle.pending
             joint = pending.joint
-            if joint is not None and rule is not None and clip is None and not handle.followers and joint.is_current:
+            is_whole = joint is not None and rule is not None and clip is None and not handle.followers
+            if is_whole and (joint is current or joint.is_current):
+                current = joint
                 together += ((joint, rule, pending.number, rows),)
             elif (grads := handle.gradients()) is not None:
                 if rule is None:
