@@ -109,7 +109,7 @@ def test_no_program_that_enters_ids_depends_on_another(monkeypatch: pytest.Monke
     pair = Pair(2000, 1)
     for k in range(2):
         ids = np.arange(900) * 3 - 450 * k
-        pair.step(ids, ids % 7 == 0, True, 0)
+        pair.step(ids, True, 0)
     pair.entries.table.zero_()
     kernels.file(pair.used, 2000, pair.entries)
     assert int((pair.entries.table != 0).sum()) == pair.count
@@ -125,7 +125,7 @@ def test_entries_are_made_of_ids_as_they_are():
     pair.used.fill_(len(ids))
     kernels.file(pair.used, 2 * len(ids), pair.entries)
     assert int((pair.entries.table != 0).sum()) == len(ids)
-    pair.step(ids[::3], np.zeros(len(ids[::3]), bool), True, 2)
+    pair.step(ids[::3], True, 2)
 
 
 # ---------------------------------------------------------------- tables

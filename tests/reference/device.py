@@ -568,8 +568,7 @@ def search_tables(
     bounds[: len(tables) + 1] = np.searchsorted(of, np.arange(len(tables) + 1))
     for number, table in enumerate(tables):
         own = slice(bounds[number], bounds[number + 1])
-        count, known = np.array([len(ids[own])], np.int32), np.zeros(len(ids[own]), np.int64)
-        slots = search(ids[own], count, known, table.ids, table.used)
+        slots = search(ids[own], np.array([len(ids[own])], np.int32), table.ids, table.used)
         padding = np.flatnonzero(_are_padding(ids[own], table))
         keys[own] = table.first + slots
         news[number] = np.count_nonzero(np.delete(slots, padding) == NEW)

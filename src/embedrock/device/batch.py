@@ -291,6 +291,7 @@ class DeviceBatch:
         own = cls.of_one(executor, None, len(ids), stamp)
         own.take_words((executor.known._replace(fault=executor.no_fault.data_ptr()),))
         own.make(ids)
+        own.take_words()  # a step records its errors
         own.keys = own.keys[: executor.spec.rows + 1]  # a bound for any number of accumulated batches
         own.count = (own.keys < own.firsts[0] + executor.spec.rows).sum(dtype=torch.int32).reshape(1)
         return own
