@@ -192,8 +192,7 @@ class DeviceBatch:
         """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
         self.layout.begin_read()
         out = self.out()
-        tables, keys, ids = self.known
-        rows.read(keys, self.count, tables, out, ids)
+        rows.read(self.keys, self.count, self.tables, out, self.ids)
         self.finish_read(out)
         return out
 
@@ -212,11 +211,6 @@ class DeviceBatch:
         """Return whether all tables still are of the family. Open ids may outgrow theirs."""
         return all([executor.family is self.family for executor in self.executors])
 
-    @property
-    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
-        """The tables for kernels, the current keys of their rows, and the ids; None: the keys determine these."""
-        return self.tables, self.keys, self.ids
-
     # ------------------------------------------------------------ steps
 
     def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
@@ -232,8 +226,7 @@ class DeviceBatch:
 
     def as_ready(self) -> SteppedTables:
         """Return the tables as their current records can be stepped."""
-        tables, keys, ids = self.known
-        return SteppedTables(tables, keys, ids, self.count, self.bounds, self.found)
+        return SteppedTables(self.tables, self.keys, self.ids, self.count, self.bounds, self.found)
 
     # ------------------------------------------------------------ batches of one table
 

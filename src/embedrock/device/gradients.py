@@ -31,20 +31,14 @@ class RowSums:
 
     Attributes:
         batch, values, norms: see above.
+        count_of_tables: number of the tables.
+        executor: of the first table: it checks steps of all.
     """
 
     def __init__(self, batch: DeviceBatch, values: Tensor, norms: Tensor, space: Any = None) -> None:
         self.batch, self.values, self.norms, self._space = batch, values, norms, space
+        self.count_of_tables, self.executor = len(batch.executors), batch.executors[0]
         self._generations = list(map(_GENERATION, batch.layout.locks))
-
-    @property
-    def count_of_tables(self) -> int:
-        return len(self.batch.executors)
-
-    @property
-    def executor(self) -> Any:
-        """The executor of the first table: it checks steps of all."""
-        return self.batch.executors[0]
 
     @property
     def is_current(self) -> bool:

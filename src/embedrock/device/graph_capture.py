@@ -275,7 +275,7 @@ class GraphCapture:
         return number
 
     def _count(self, step: CapturedStep, executor: DenseGpuExecutor, rule: Rule, judged: int) -> None:
-        number, numbers = count_launched(executor, executor.rows, draft_step(executor, rule), judged)
+        number, numbers = count_launched(executor, executor.rows, draft_step(executor, executor.rows, rule), judged)
         self._numbers.write(step.place, number)
         for place, value in enumerate(numbers, step.place + 1):
             self._numbers.write(place, value, np.float32)

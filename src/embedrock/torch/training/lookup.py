@@ -308,6 +308,8 @@ class LookupState(ABC):
     @staticmethod
     def taken(grads: Sequence[Tensor | None]) -> Sequence[Any]:
         """Return the gradients of all outputs in the form that `bring` and `weight_grads` take."""
+        if set(map(type, grads)) == _TENSORS and not any(map(Tensor.is_neg, grads)):
+            return grads
         return [None if own is None else own.resolve_neg() for own in grads]
 
     def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:
