@@ -1,4 +1,4 @@
-"""`RowSums`: the gradients of a batch on a GPU, summed to one for each row; `DeviceRowGradients`: those of one table."""
+"""`RowSums`: the gradients of a batch on a GPU, one for each row; `DeviceRowGradients`: those of one table."""
 
 from __future__ import annotations
 
@@ -233,5 +233,5 @@ def _space(device: torch.device, n: int, dim: int, k: int) -> tuple[Tensor, Tens
     partial = aligned(n * dim)
     of_rows = partial + aligned(later * dim)
     whole = torch.empty(-(-(of_rows + 2 * squares) // dim), dim, dtype=torch.float32, device=device)
-    parts = (partial, (later, dim), torch.float32), (of_rows, (squares,), torch.float64)
-    return whole[:n], *(TensorPart(whole, *part) for part in parts)
+    of_squares = TensorPart(whole, of_rows, (squares,), torch.float64)
+    return whole[:n], TensorPart(whole, partial, (later, dim), torch.float32), of_squares

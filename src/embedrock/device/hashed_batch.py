@@ -50,7 +50,6 @@ class HashedBatch(DeviceBatch):
     slots: FoundSlots | None = None
     host: Any = None
     stepped: Any = None
-    ids: Tensor
 
     # ------------------------------------------------------------ plans
 

@@ -112,10 +112,7 @@ class DeviceStep(CheckedStep):
             prepare(self._rooms)
 
     def is_prepared(self) -> bool:
-        for part in self._rooms:
-            if not part.executor.is_prepared(part.grads):
-                return False
-        return True
+        return not self._rooms or all(part.executor.is_prepared(part.grads) for part in self._rooms)
 
     def prepare(self) -> None:
         with self._ordered():
@@ -126,7 +123,9 @@ class DeviceStep(CheckedStep):
             for room in _by_room(self._rooms):
                 room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun, k, runs = [], 0, self._runs or runs_of(self.steps)
-        if self.verdicts is None and self._runs is None and not _are_checked_in_step(runs):  # the host has begun to plan
+        if (
+            self.verdicts is None and self._runs is None and not _are_checked_in_step(runs)
+        ):  # the host has begun to plan
             self.verdicts = _verdicts(self.steps, self.number)
         for run in runs:
             verdicts = None if self.verdicts is None else self.verdicts[k : k + len(run)]
@@ -160,7 +159,7 @@ def with_room(steps: Sequence[TableStep]) -> list[TableStep]:
     return [*compress(steps, map(_ROOM, steps))]
 
 
-def runs_of(steps: Sequence[TableStep]) -> list[Sequence[TableStep]]:
+def runs_of(steps: Sequence[TableStep]) -> Sequence[Sequence[TableStep]]:
     """Return the steps in runs of neighbours of one sum, which one kernel can make."""
     sums = steps[0].sums
     if sums.batch.family.is_open:

@@ -90,11 +90,12 @@ class StepRequest(NamedTuple):
             tables = dict(map(_NUMBERED, run))
             executor = joint.executor
             if len(tables) >= joint.count_of_tables:
-                own = list(map(tables.__getitem__, range(len(tables))))
-                found += (StepRequest(own, rule, joint, None, executor),)
+                whole = list(map(tables.__getitem__, range(len(tables))))
+                found += (StepRequest(whole, rule, joint, None, executor),)
             else:
-                parts = [(own, joint.of(k)) for k, own in tables.items()]
-                found += [StepRequest((own,), rule, part, None, part.executor) for own, part in parts]
+                found += [
+                    StepRequest((own,), rule, part := joint.of(k), None, part.executor) for k, own in tables.items()
+                ]
         return found
 
     def split(self) -> list[StepRequest]:

@@ -272,8 +272,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for handle, rule, clip, rows in bound:
             pending = handle.pending
             joint = pending.joint
-            is_whole = joint is not None and rule is not None and clip is None and not handle.followers
-            if is_whole and (joint is current or joint.is_current):
+            is_plain = clip is None and not handle.followers
+            if joint is not None and rule is not None and is_plain and (joint is current or joint.is_current):
                 current = joint
                 together += ((joint, rule, pending.number, rows),)
             elif (grads := handle.gradients()) is not None:
