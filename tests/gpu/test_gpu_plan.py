@@ -57,11 +57,11 @@ def test_narrow(n: int) -> None:
 
 
 def test_no_positions() -> None:
-    nothing, count, starts = tensor(np.empty(0, np.int64)), one(-7), one(-7)
-    plan.narrow(nothing, nothing)
-    tickets = one(-7)
-    plan.mark(nothing, 5, nothing, one(0, torch.int64), tickets, 1)
-    plan.collect(nothing, 9, nothing, nothing, nothing, starts, nothing, count, tickets)
+    nothing, none = tensor(np.empty(0, np.int64)), tensor(np.empty(0, np.int32))
+    plan.narrow(nothing, none)
+    count, starts, tickets = one(-7), one(-7), one(-7)
+    plan.mark(nothing, 5, none, one(0, torch.int64), tickets, 1)
+    plan.collect(nothing, 9, nothing, none, nothing, starts, none, count, tickets)
     assert count.item() == starts.item() == tickets.item() == 0
 
 
