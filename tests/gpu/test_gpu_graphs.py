@@ -225,6 +225,19 @@ def test_what_a_step_returns_is_not_written_to_again(graphs: FakeGraphs):
     assert all(handle.grad is None for handle in ert.handles(both.models[0]))
 
 
+def test_gradients_that_were_stepped_wait_for_nothing(graphs: FakeGraphs):
+    both = pair()
+    for k, ids in enumerate(batches(8)):
+        for model, optimizers in zip(both.models, both.optimizers, strict=True):
+            if k in (0, 1, 3, 4, 6):  # by launches: before the first call, before the capture, between replays
+                model(ids + 7).square().sum().backward()
+                optimizers[0].step()  # and no zero_grad()
+        both.optimizers[1][0].zero_grad()
+        both.step(ids)
+    assert both.graphed.graphs == len(graphs.made) == 1
+    both.check()
+
+
 def test_a_model_with_dense_weights_behind_one_optimizer(graphs: FakeGraphs):
     def make(on_gpu: bool) -> nn.Module:
         torch.manual_seed(0)
