@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from gpu_device import INTERPRETED
 from tensors import Poisoned, one, same, tensor
 
 from embedrock.kernels.gpu import plan
@@ -76,6 +77,14 @@ def test_more_blocks_than_are_added_up_at_once(stop: int) -> None:
     total = one(-1)
     launch(_add_up, 1, tensor(counts), stop, total)
     assert total.item() == counts[:stop].sum()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Triton compiles the kernel itself")
+def test_a_launch_that_triton_refuses_fails_where_kernels_are_interpreted() -> None:
+    total = one(-1)
+    with pytest.raises(AssertionError, match=r"(?s)Triton refuses to compile _add_up for .*total.* re-assigned"):
+        launch(_add_up, 1, tensor(np.ones(3, np.int64)), 3, total)
+    assert total.item() == -1
 
 
 @pytest.mark.parametrize(
