@@ -316,6 +316,23 @@ def test_steps_that_are_not_finite_can_be_left_out():
     both(SOME_NEAR[1], loop, on_nonfinite="skip")
 
 
+def test_rows_whose_first_step_a_scaler_skips_are_not_forgotten():
+    """The dense weights are stepped all the same, as their gradients do not overflow."""
+
+    def loop(model: Model) -> None:
+        (weight,) = ert.dense_parameters(model.whole)
+        scaler = torch.amp.GradScaler(weight.device.type, init_scale=2.0**16)
+        for k in range(3):
+            model.zero_grad()
+            rows = model.rows(batches(1)[0]).sum() * (1.0 if k else 1e38)
+            scaler.scale(rows + weight.sum()).backward()
+            for optimizer in (model.step_rows, model.step_dense):
+                scaler.step(optimizer)
+            scaler.update()
+
+    both(ALL_NEAR, loop)
+
+
 @pytest.mark.parametrize("offsets", [[1, 3], [0, 5, 3], [0, 99]])
 def test_offsets_of_bags_on_the_host_are_refused_at_once(offsets: list[int]):
     bag = ert.EmbeddingBag(ROWS, DIM)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from embedrock.device.copies import pinned_copy
 from embedrock.device.dense import DenseGpuExecutor
 from embedrock.device.device_errors import step_numbers
 from embedrock.device.step_constants import count_launched, draft_step
-from embedrock.errors import UnsupportedError
+from embedrock.errors import NonFiniteGradientError, UnsupportedError
 from embedrock.kernels import arguments
 from embedrock.kernels.gpu.addresses import BatchTime
 from embedrock.optimizers import Rule
@@ -106,6 +106,7 @@ class GraphCapture:
 
     Attributes:
         is_recording: launches are being recorded, and the host counts nothing.
+        skips: executors whose step is skipped if its gradients have NaN or Inf; the host waits for its replays.
     """
 
     def __init__(self, executors: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
@@ -117,6 +118,7 @@ class GraphCapture:
         self._judged_now = 0
         self._steps: dict[tuple[Any, ...], CapturedStep] = {}
         self._kept: list[Tensor] = []
+        self.skips: list[DenseGpuExecutor] = []
 
     @property
     def is_recorded(self) -> bool:
@@ -166,7 +168,7 @@ class GraphCapture:
     @contextmanager
     def _attached(self) -> Iterator[None]:
         self._numbers.taken = 0
-        self._batches, self._judged, self._steps, self._kept = [], [], {}, []
+        self._batches, self._judged, self._steps, self._kept, self.skips = [], [], {}, [], []
         for executor in self.executors:
             executor.timeline.captured = self
         try:
@@ -268,6 +270,10 @@ class GraphCapture:
             faults.ask([executor.faults for executor in self.executors])
             for executor in {batch.executor: None for batch in self._batches}:
                 executor.rows.table_lock.use(executor)
+            for executor in self.skips:
+                executor.faults.look()
+                with suppress(NonFiniteGradientError):
+                    executor.check()
 
     def _number_judged(self, place: int) -> int:
         number = next(step_numbers)

@@ -180,8 +180,9 @@ class _Graph:
         except Exception as error:
             raise UnsupportedError(
                 f"the step that ert.graphed was given cannot be captured in a CUDA graph: {error} No step of this "
-                "batch was made. Within it, read no value of a tensor on the host (item(), if, print, GradScaler), "
-                "make no tensor of host data, and give PyTorch's optimizers capturable=True; or call it itself."
+                "batch was made. Within it, read no value of a tensor on the host (item(), if, print), make no tensor "
+                "of host data, and give PyTorch's optimizers capturable=True. With a GradScaler, they need fused=True, "
+                "too, and its step() takes each optimizer, not one of ert.optimizer. Or call it itself."
             ) from error
 
 
