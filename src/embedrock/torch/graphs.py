@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,9 @@ from embedrock.optimizers import Rule
 from embedrock.table.table import rows_of
 from embedrock.torch.optim import RowOptimizer
 from embedrock.torch.training.backward import as_it_is
-from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.generation import generation
+from embedrock.torch.training.handle import Handle, drop_gradients
+from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import OptimizedRows
 from embedrock.torch.whole import ModelOptimizer
 
@@ -88,6 +91,8 @@ class GraphedStep:
         self._step, self._optimizers, self._warmup = step, optimizers, warmup
         self._graphs: dict[Any, _Graph] = {}
         self._has_warned = False
+        self._known: list[Any] = []  # executors, as of the generations and handles that `_rests` has
+        self._rests: Any = None
 
     @property
     def graphs(self) -> int:
@@ -104,9 +109,11 @@ class GraphedStep:
             NonFiniteGradientError, IdError, ...: as in an ordinary step.
         """
         bound = [part for optimizer in self._optimizers for part in optimizer.bound()]
-        executors = [_executor(part) for part in bound]
+        handles = [part.handle for part in bound]
+        executors = self._executors(bound, handles)
         values, form = pytree.tree_flatten((args, kwargs))
-        rows = tuple((id(part.handle), part.handle.requires_grad, part.clip_value) for part in bound)
+        clips = [part.clip_value for part in bound]
+        rows = *map(id, handles), *map(_TRAINS, handles), *clips
         device = executors[0].device.type  # a graph is valid under the modes of its capture
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         key = form, tuple(map(_form_of, values)), rows, modes
@@ -119,11 +126,21 @@ class GraphedStep:
                 self._warn_of_many()
                 return self._step(*args, **kwargs)
             graph = self._graphs[key] = _Graph(self._step, executors, values, form, self._warmup)
-        _forget(bound)  # gradients of an earlier step, which a capture would add to
+        drop_gradients(handles, set_to_none=True)  # of an earlier step, which a capture would add to
         try:
             return graph.run(values, rules)
         finally:
-            _forget(bound)  # their memory may belong to the graph
+            drop_gradients(handles, set_to_none=True)  # their memory may belong to the graph
+
+    def _executors(self, bound: Sequence[OptimizedRows], handles: Sequence[Handle]) -> list[Any]:
+        """Return the GPU executors of the rows, checked again where anything has changed: see `_executor`."""
+        rests = generation.now, list(map(id, handles)), [part.rows.table_lock.generation for part in bound]
+        is_quiet = rests == self._rests and not are_there_groups() and not any(map(_JOINT, handles))
+        is_quiet = is_quiet and not any(map(_SEEN, handles)) and not any(map(_FOLLOWERS, handles))
+        if not (is_quiet and {("raise", None)}.issuperset(map(_STATE, bound))):
+            self._known = [_executor(part) for part in bound]
+            self._rests = generation.now, *rests[1:]
+        return self._known
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
@@ -161,9 +178,13 @@ class _Graph:
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
         from embedrock.device.copies import pinned_copy
 
-        for own, value in zip(self._inputs, values, strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(pinned_copy(value, own.device), non_blocking=True)
+        pairs = zip(self._inputs, values, strict=True)
+        given = [(own, value) for own, value in pairs if isinstance(own, Tensor)]
+        if given:
+            inputs, tensors = zip(*given, strict=True)
+            if not {inputs[0].device}.issuperset(map(_DEVICE, tensors)):
+                tensors = [pinned_copy(value, inputs[0].device) for value in tensors]
+            torch._foreach_copy_(inputs, tensors, non_blocking=True)
         if self._left:
             self._left -= 1
             return pytree.tree_map(_copy, self.captured.rehearse(self._step))
@@ -184,11 +205,6 @@ class _Graph:
                 "of host data, and give PyTorch's optimizers capturable=True. With a GradScaler, they need fused=True, "
                 "too, and its step() takes each optimizer, not one of ert.optimizer. Or call it itself."
             ) from error
-
-
-def _forget(bound: Iterable[OptimizedRows]) -> None:
-    for part in bound:
-        part.handle.forget()
 
 
 def _executor(part: OptimizedRows) -> Any:
@@ -223,6 +239,13 @@ def _not_captured(handle: Handle, why: str) -> UnsupportedError:
     )
 
 
+# Many handles and tables are read by one call of `map`.
+_TRAINS, _JOINT, _SEEN = attrgetter("requires_grad"), attrgetter("pending.joint"), attrgetter("pending.seen")
+_FOLLOWERS, _STATE, _DEVICE = (
+    attrgetter("followers"),
+    attrgetter("rows.on_nonfinite", "rows.history"),
+    attrgetter("device"),
+)
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
