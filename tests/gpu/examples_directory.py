@@ -25,7 +25,6 @@ def example_directory() -> None:
 
 
 def example_open_rows() -> None:
-    keys, counts = torch.arange(N), torch.zeros(plan.blocks(N), dtype=torch.int32)
-    plan.mark(keys, 0, counts, None, counts, 7)
-    for limit in (1, 16, 1000):
-        plan.mark(keys, limit, counts, torch.zeros(4, dtype=torch.int64), counts, 7)
+    keys, words = torch.arange(N), torch.zeros(N + 1, dtype=torch.int32)
+    for fault in (None, torch.zeros(4, dtype=torch.int64)):
+        plan.collect(keys, 0, keys, words, keys, words, words, words, words, checked=(1000, fault, 7))

@@ -44,7 +44,7 @@ def example_open_ids() -> None:
     for count, start, dtype in itertools.product(TABLES, (0, 1), (torch.uint8, torch.int32)):  # wherever words begin
         tables, of = tables_of(forms(Adam())[0], count, True, "normal"), torch.zeros(len(KEYS), dtype=dtype)
         directory.tables(KEYS, words[start:], count, of)
-        directory.mark(KEYS, KEYS, KEYS, of, KEYS, KEYS, counts, counts)
+        directory.reorder(KEYS, KEYS, KEYS, KEYS, KEYS)
         plan.collect(KEYS, 0, KEYS, counts, KEYS, counts, counts, ONE, counts, of=of)
         arrays, found = (KEYS, counts, of, ONE, words[start:]), (KEYS, counts, some[start:])
         directory.search(arrays, tables.entries, *found, counts)

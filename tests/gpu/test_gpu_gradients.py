@@ -426,7 +426,7 @@ def test_a_batch_that_is_expected_is_planned_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runtime, "on_launch", lambda kernel, *args: launched.update([kernel.fn.__name__]))
     train(model, ert.prefetch(ids, {model.rows: lambda ids: ids}))
     assert (launched["_collect"], launched["_exchange"]) == (3, 3)
-    assert launched["_mark"] == 3 + 2  # the ids of two are checked when they are looked up
+    assert launched["_check"] == 2  # the ids of two are checked when they are looked up
     assert_same_table(model.table, train(make(None), ids).table)
 
 

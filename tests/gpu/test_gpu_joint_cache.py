@@ -22,7 +22,6 @@ from embedrock.device import cache as near_device
 from embedrock.device import memory_for
 from embedrock.device import plan as near_plan
 from embedrock.kernels.gpu import cache, plan
-from embedrock.kernels.gpu.runtime import ReadyKernel
 from slow import slow
 
 DIM, BATCH = 6, 10
@@ -31,7 +30,7 @@ NAMES = "a", "b", "c"
 SIZES = (BATCH, BATCH, BATCH), (BATCH, 0, 3), (1, 2 * BATCH, 0)  # ids of the tables, batch by batch
 ARRIVING = dict.fromkeys(("_offer", "_choose", "_swap", "_exchange"), 1)
 CACHED = JOINT | ARRIVING
-OF_PLAN = dict.fromkeys(("_join", "_mark", "_collect"), 1) | ARRIVING
+OF_PLAN = dict.fromkeys(("_join", "_collect"), 1) | ARRIVING
 
 Batch = dict[str, Tensor]
 
@@ -157,7 +156,6 @@ def use_blocks_of(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan, cache):
         monkeypatch.setattr(module, "BLOCK", lanes)
         monkeypatch.setattr(module, "blocks", lambda n: -(-n // lanes))
-    monkeypatch.setattr(plan, "_ready_to_mark", ReadyKernel(plan._mark, LANES=lanes))
     for module, cached in (plan, "_to_collect"), (near_plan, "_room_of"):
         monkeypatch.setattr(module, cached, getattr(module, cached).__wrapped__)
 

@@ -63,7 +63,7 @@ class DevicePlannedExecutor(GpuExecutor):
         if plan is not None and ahead is not None and trains and ahead.is_of(ids):
             self.timeline.uses(*plan.allocations)
             if (rows := self.spec.rows) is not None:  # bad ids become an error only when the batch is looked up
-                kernels.mark(plan.ordered, rows, plan.counts, self.faults.tensor, plan.tickets, plan.stamp)
+                kernels.check(plan.ordered, rows, self.faults.tensor, plan.stamp)
             plan = self._renewed(plan, tuple(ids.shape))
         else:  # a prefetched batch was counted when it was loaded
             plan = self._made_plan(self.on_device(ids), trains, counts=ahead is None)

@@ -150,7 +150,8 @@ class JointBatchPlan:
         ids, tables = self.ids, self.tables
         keys = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
         kernels.join(ids, self.placed, len(self.batch.tables), tables, keys)
-        self.plan = sorted_plan(keys, 0, None, self.stamps[0], self.tickets(len(self.executors)))
+        k = len(self.executors)
+        self.plan = sorted_plan(keys, self.stamps[0], self.tickets(k), k if tables.kind.is_cached else 0)
         search = None if self._search is None else scratch_of(self.plan, self._search, self.misses)
         found = None if is_ahead else (ids, self.bounds, self.stamps[0])
         collect(self.plan, self.firsts[-1] - 1, tables, search, found)
@@ -189,7 +190,7 @@ class JointBatchPlan:
     @staticmethod
     def tickets(k: int) -> int:
         """Return the number of counters for k tables, beside those for sums of one."""
-        return 4 * k - 1
+        return 3 * k - 1
 
     @property
     def ends(self) -> TensorPart:
@@ -206,13 +207,14 @@ class JointBatchPlan:
     def tickets_of_bags(self) -> Tensor | TensorPart:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
-        return self.plan.tickets[-2 * k - 1 : -k]
+        return self.plan.tickets[-k - 1 :]
 
     @property
-    def misses(self) -> Tensor | TensorPart:
+    def misses(self) -> TensorPart:
         """Number of rows to load of each table: int32 (k,)."""
-        k = len(self.executors)
-        return self.plan.tickets[-k:]
+        k, scan = len(self.executors), self.plan.scan
+        assert scan is not None  # the device planned
+        return TensorPart(scan, scan.shape[0] - k, (k,), torch.int32)
 
     def of(self, table: int) -> DeviceBatchPlan:
         """Return the plan of one table, equal to a plan of it alone."""

@@ -68,7 +68,7 @@ class DeviceBatchPlan:
         stamp: number of the batch.
         positions: int32 (n,), the key of each position, if the device planned.
         ordered: the same, sorted; or the sorted open ids, if they are to be checked.
-        counts: see `kernels.mark`, if the device planned.
+        scan: int32, zeros: see `kernels.collect`, if the device planned. Zeroed counters of tables follow.
         host: the host's plan, if the host planned.
         stepped: the stepped rows of `host`; None: all of them.
         epoch: state of the hash index that `keys` come from; changes when ids get slots.
@@ -87,7 +87,7 @@ class DeviceBatchPlan:
     stamp: int
     positions: Tensor | None = None
     ordered: Tensor | None = None
-    counts: TensorPart | None = None
+    scan: Tensor | None = None
     host: Plan | None = None
     stepped: SteppedRows | None = None
     epoch: int = 0
@@ -182,33 +182,39 @@ def make_plan(
         stamp: number of the batch.
         arrival: the table, and scratch of the search for victims, if rows are marked as used; None without a cache.
     """
-    plan = sorted_plan(keys, rows, fault, stamp)
-    collect(plan, rows, *(arrival or ()))
+    plan = sorted_plan(keys, stamp)
+    collect(plan, rows, *(arrival or ()), checked=None if fault is None else (rows, fault, stamp))
     return plan
 
 
-def sorted_plan(keys: Tensor, rows: int, fault: Tensor | None, stamp: int, tickets: int = 0) -> DeviceBatchPlan:
-    """Begin to plan a batch: sort its keys. `tickets`: number of counters beside those of sums. See `make_plan`."""
+def sorted_plan(keys: Tensor, stamp: int, tickets: int = 0, counters: int = 0) -> DeviceBatchPlan:
+    """Begin to plan a batch: sort its keys. See `make_plan`.
+
+    Args:
+        keys, stamp: see there.
+        tickets: number of tickets beside those of sums.
+        counters: of tables, zeroed before `collect`.
+    """
     n, device = keys.numel(), keys.device
     given = keys if keys.dim() == 1 and keys.is_contiguous() else keys.reshape(-1).contiguous()
     is_wide = given.dtype == torch.int64
     room = carved(device, _room_of(n, is_wide, tickets))
-    unique, inverse, positions, count, starts, counts, drawn = room
+    unique, inverse, positions, count, starts, drawn = room
+    scan = torch.zeros(kernels.scan_words(n) + counters, dtype=torch.int32, device=device)
     unique = unique.view(torch.int64)
     if is_wide:  # halves the bytes to sort
         kernels.narrow(given, positions)
     else:
         positions = given
     ordered, order = torch.sort(positions, stable=True)
-    kernels.mark(ordered, rows, counts, fault, drawn, stamp)
     arrays = unique, unique, starts, order, inverse, count, drawn
-    return DeviceBatchPlan(tuple(keys.shape), *arrays, stamp, positions, ordered, counts)
+    return DeviceBatchPlan(tuple(keys.shape), *arrays, stamp, positions, ordered, scan)
 
 
-def collect(plan: DeviceBatchPlan, nobody: int, *more: Any) -> None:
+def collect(plan: DeviceBatchPlan, nobody: int, *more: Any, checked: Any = None) -> None:
     """Write a sorted plan; `nobody` is the key of no row. For `more` see `kernels.collect`."""
-    arrays = plan.order, plan.counts, plan.keys, plan.starts, plan.inverse, plan.count, plan.tickets
-    kernels.collect(plan.ordered, nobody, *arrays, *more)
+    arrays = plan.order, plan.scan, plan.keys, plan.starts, plan.inverse, plan.count, plan.tickets
+    kernels.collect(plan.ordered, nobody, *arrays, *more, checked=checked)
 
 
 def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor | None) -> DeviceBatchPlan:
@@ -222,35 +228,36 @@ def make_open_plan(ids: Tensor, stamp: int, rows: int | None, fault: Tensor | No
     """
     n, device = ids.numel(), ids.device
     room = carved(device, _open_room_of(n))
-    keys, unique, inverse, count, new, starts, counts, drawn = room
+    keys, unique, inverse, count, new, starts, drawn = room
+    scan = torch.zeros(kernels.scan_words(n), dtype=torch.int32, device=device)
     keys, unique = keys.view(torch.int64), unique.view(torch.int64)
     wide = ids.to(torch.int64)
     ordered, order = torch.sort(wide if wide.dim() == 1 else wide.reshape(-1), stable=True)
-    kernels.mark(ordered, rows or 0, counts, None if rows is None else fault, drawn, stamp)
-    kernels.collect(ordered, 0, order, counts, unique, starts, inverse, count, drawn)
+    checked = None if rows is None or fault is None else (rows, fault, stamp)
+    kernels.collect(ordered, 0, order, scan, unique, starts, inverse, count, drawn, checked=checked)
     unchecked = None if rows is None or fault is not None else ordered
     arrays, news = (keys, unique, starts, order, inverse, count, drawn), (new, drawn[-1:])
-    return DeviceBatchPlan(tuple(ids.shape), *arrays, stamp, ordered=unchecked, counts=counts, new=news)
+    return DeviceBatchPlan(tuple(ids.shape), *arrays, stamp, ordered=unchecked, new=news)
 
 
 @functools.lru_cache(maxsize=256)
 def _room_of(n: int, is_wide: bool, tickets: int) -> ScratchLayout:
     """Return the layout of a plan.
 
-    Tensors: unique keys, inverse, narrow keys and count. Parts: starts, counts and tickets.
+    Tensors: unique keys, inverse, narrow keys and count. Parts: starts and tickets.
     """
     narrow = n if is_wide else 0
-    return layout((2 * n, n, narrow, 1), (n + 1, kernels.blocks(n), 1 + partial_rows(n) + tickets))
+    return layout((2 * n, n, narrow, 1), (n + 1, 1 + partial_rows(n) + tickets))
 
 
 @functools.lru_cache(maxsize=256)
 def _open_room_of(n: int) -> ScratchLayout:
     """Return the layout of a plan of open ids.
 
-    Tensors: keys, ids, inverse, count and new. Parts: starts, counts and tickets.
+    Tensors: keys, ids, inverse, count and new. Parts: starts and tickets.
     """
     sizes = 2 * n, 2 * n, n, 1, directory.blocks(n)
-    return layout(sizes, (n + 1, kernels.blocks(n), 2 + partial_rows(n)))
+    return layout(sizes, (n + 1, 2 + partial_rows(n)))
 
 
 class ScratchLayout(NamedTuple):
