@@ -20,7 +20,7 @@ def example_directory() -> None:
     for start in range(2):  # wherever counters begin
         for known in (None, keys):
             directory.search(rows, entries, keys, counts, counts[start:], known=known)
-        for verdicts in (verdict, gate.VerdictCase(torch.ones(()), torch.ones(()), (0, 1), counts, 3)):
+        for verdicts in (verdict, gate.VerdictCase(torch.ones(()), torch.ones(()), 0, 1, counts, 3)):
             directory.enter(rows, entries, keys, counts, counts[start:], counts, (0, 1), verdicts)
 
 

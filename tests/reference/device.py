@@ -524,17 +524,6 @@ def tables(order: Int64Array, cuts: Int64Array, found: np.ndarray) -> None:
     found[:] = np.searchsorted(cuts, order, side="right") - 1
 
 
-def reorder(ids: Int64Array, first: Int64Array, second: Int64Array, ordered: Int64Array, order: Int64Array) -> None:
-    """Put positions that were sorted by id, and then by table, in that order.
-
-    Args:
-        ids, first: (n,), sorted ids, and their positions.
-        second: (n,), which of those comes where.
-        ordered, order: (n,) receive the ids, and their positions.
-    """
-    ordered[:], order[:] = ids[second], first[second]
-
-
 def search_tables(
     ids: Int64Array,
     of: np.ndarray,

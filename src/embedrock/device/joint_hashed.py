@@ -114,16 +114,16 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatc
     n, device = len(ids), ids.device
     room = carved(device, _room_of(n, JointBatchPlan.tickets(k) + k))
     *wide, inverse, count, new, starts, tickets = room
-    keys, unique, ordered, order = (part.view(torch.int64) for part in wide)
+    keys, unique, order = (part.view(torch.int64) for part in wide)
     of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=device)
     by_id, first = torch.sort(ids, stable=True)
     kernels.tables(first, begins, k, of_positions)
     of_positions, second = torch.sort(of_positions, stable=True)
-    kernels.reorder(by_id, first, second, ordered, order)
     scan = torch.zeros(plan_kernels.scan_words(n), dtype=torch.int32, device=device)
-    plan_kernels.collect(ordered, 0, order, scan, unique, starts, inverse, count, tickets, of=of_positions)
+    of = of_positions, second, first
+    plan_kernels.collect(by_id, 0, order, scan, unique, starts, inverse, count, tickets, of=of)
     arrays = keys, unique, starts, order, inverse, count, tickets[:-k]
-    made = DeviceBatchPlan((n,), *arrays, stamp, ordered=ordered, new=(new, tickets[-k:]))
+    made = DeviceBatchPlan((n,), *arrays, stamp, new=(new, tickets[-k:]))
     return made, of_positions
 
 
@@ -131,8 +131,8 @@ def _sorted(ids: Tensor, begins: Tensor, k: int, stamp: int) -> tuple[DeviceBatc
 def _room_of(n: int, tickets: int) -> ScratchLayout:
     """Return the layout of a plan.
 
-    Tensors: keys, ids, sorted ids, order, inverse, count and new. Parts: starts and tickets.
+    Tensors: keys, ids, order, inverse, count and new. Parts: starts and tickets.
     """
-    wide = (2 * n,) * 4
+    wide = (2 * n,) * 3
     more = n + 1, 1 + partial_rows(n) + tickets
     return layout((*wide, n, 1, blocks(n + 1)), more)

@@ -131,7 +131,7 @@ def begin_step(
         drafts.append(draft)
     first = 0 if sums is None else sums.table
     which, plan = (first, first + len(due)), grads.plan if sums is None else sums.joint.plan
-    known = verdicts if verdicts is not None else gate.VerdictCase(*_numbers(due), which, plan.tickets, number)
+    known = verdicts if verdicts is not None else gate.VerdictCase(*_numbers(due), *which, plan.tickets, number)
     if sums is not None:
         stepped = sums.joint.ready(which, sums.joint_values, known)
         timeline.uses(stepped.tables.entries, plan.order, sums.joint.bounds)

@@ -123,26 +123,6 @@ def tables(order, cuts, count, found):
     launch(_tables, blocks_of_positions(n), order, cuts, found, n, count, LANES=BLOCK)
 
 
-@kernel("n")
-def _reorder(ids, first, second, ordered, order, n, LANES: tl.constexpr):
-    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    place = tl.load(second + i, mask=i < n, other=0)
-    tl.store(ordered + i, tl.load(ids + place, mask=i < n, other=0), mask=i < n)
-    tl.store(order + i, tl.load(first + place, mask=i < n, other=0), mask=i < n)
-
-
-def reorder(ids, first, second, ordered, order):
-    """Reorder positions that were sorted by id, and then by table.
-
-    Args:
-        ids, first: int64 (n,), sorted ids, and their positions.
-        second: int64 (n,), places in `ids`, sorted by table.
-        ordered, order: int64 (n,) receive the ids, and their positions.
-    """
-    n = ids.shape[0]
-    launch(_reorder, blocks_of_positions(n), ids, first, second, ordered, order, n, LANES=BLOCK)
-
-
 @inlined
 def _directory(entry):
     """Return the entries, ids, size and seed of a table's hash index, and the address of its number of slots."""
@@ -328,7 +308,7 @@ def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
         which: the first of the tables, and the one after the last.
         verdicts: see `rows.step`: without a step, no row of a table gets a slot.
     """
-    args = *plan[:-1], entries, keys, counts, news, ticket, *gate.arguments_of(verdicts, which)[:4]
+    args = *plan[:-1], entries, keys, counts, news, ticket, *gate.case_of(verdicts, which)[:4]
     launch(_enter, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(entries.shape[0]))
 
 

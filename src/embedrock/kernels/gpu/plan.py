@@ -29,7 +29,7 @@ def blocks(n):
 
 
 @inlined
-def sum_before(counts, stop, TOLD: tl.constexpr = 0):
+def sum_before(counts, stop, TOLD=0):
     """Return the sum of ``counts[:stop]``; with `TOLD` = 1, wait for them: 0 is none, and 1 was added to each."""
     lane = tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.int32)
@@ -46,10 +46,13 @@ def sum_before(counts, stop, TOLD: tl.constexpr = 0):
 
 
 @inlined
-def load_heads(keys, i, n):
-    """Return keys, and a mask of the first one among equal neighbours."""
-    key = tl.load(keys + i, mask=i < n, other=0).to(tl.int64)
-    before = tl.load(keys + i - 1, mask=(i > 0) & (i < n), other=0).to(tl.int64)
+def load_heads(keys, i, n, places=None):
+    """Return keys, and a mask of the first one among equal neighbours; `places` of the keys, if not in order."""
+    place, last, after = i, i - 1, (i > 0) & (i < n)
+    if places is not None:
+        place, last = tl.load(places + i, mask=i < n, other=0), tl.load(places + i - 1, mask=after, other=0)
+    key = tl.load(keys + place, mask=i < n, other=0).to(tl.int64)
+    before = tl.load(keys + last, mask=after, other=0).to(tl.int64)
     return key, (i < n) & ((i == 0) | (key != before))
 
 
@@ -180,6 +183,8 @@ def _collect(
     size,
     n,
     of_positions,
+    places,
+    positions,
     limit,
     fault,
     ids,
@@ -201,10 +206,14 @@ def _collect(
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     i = program * LANES + tl.arange(0, LANES)
-    key, heads = load_heads(keys, i, n)
-    if of_positions is not None:
+    key, heads = load_heads(keys, i, n, places)
+    if places is None:
+        position = tl.load(order + i, mask=i < n, other=0)
+    else:
         _, begun = load_heads(of_positions, i, n)
         heads |= begun
+        position = tl.load(positions + tl.load(places + i, mask=i < n, other=0), mask=i < n, other=0)
+        tl.store(order + i, position, mask=i < n)
     own = tl.sum(heads.to(tl.int32), axis=0)
     tl.atomic_xchg(scan + 1 + program, own + 1, sem="relaxed")
     before = sum_before(scan + 1, program, TOLD=1)
@@ -212,7 +221,6 @@ def _collect(
     # Equal keys make room at the end, where each of them leaves one `nobody`.
     tl.store(unique + tl.where(heads, rank, n - i + rank), tl.where(heads, key, nobody), mask=i < n)
     tl.store(starts + rank, i, mask=heads)
-    position = tl.load(order + i, mask=i < n, other=0)
     tl.store(inverse + position, rank, mask=i < n)
     if program == programs - 1:
         tl.store(starts + before + own, n)
@@ -263,14 +271,15 @@ def collect(
         tables: see `addresses.DeviceTables`, if the kernel does more:
         search: the work of `cache.touch` for these tables, with this scratch.
         found: the work of `bounds`, with these arguments of it: ids, bounds and number.
-        of: (n,) integers, the table of each key: equal keys of different tables differ.
+        of: of keys that were then sorted by table: the table of each, (n,) integers; their places in `keys`, int64; and
+            the positions of `keys`, int64. Equal keys of different tables differ, and `order` receives the positions.
         checked: the work of `check`, with these arguments of it: limit, fault and number.
     """
     n = keys.shape[0]
     *where, number = checked or (0, None, 0)
     *bounds, number = found or (None, None, number)
-    of_plan = keys, nobody, order, scan, unique, starts, inverse, count, tickets, tickets.shape[0], n, of
-    args = *of_plan, *where, *bounds, number
+    arrays = keys, nobody, order, scan, unique, starts, inverse, count, tickets, tickets.shape[0], n
+    args = *arrays, *(of or (None, None, None)), *where, *bounds, number
     if tables is None:
         _to_collect(1, 4).launch(blocks(n) or 1, *args, None, 0, *_NO_SEARCH)
         return
