@@ -133,15 +133,14 @@ class DeviceBatch:
         n, k, family = self.sizes.n, len(self.executors), self.family
         self._space = self.layout.take((n, k), 44 * n, _space, family.device, n, k)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
-        self.keys, self.inverse, positions, self.count, self.starts, counts, self.tickets = arrays
+        self.keys, self.inverse, positions, self.count, self.starts, self.tickets, scan = arrays
         kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)
         ordered, self.order = torch.sort(positions, stable=True)
-        plan_kernels.mark(ordered, 0, counts, None, self.tickets, self.stamps[0])
         self.positions = positions
         search = None if self._search is None else self._victims()
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
-        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, counts, *plan, self.tables, search, found)
+        plan_kernels.collect(ordered, self.nobody, self.order, scan, *plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
@@ -318,14 +317,18 @@ def _moves(device: torch.device, n: int) -> Tensor:
     return torch.empty(n, 3, dtype=torch.int64, device=device)
 
 
-def parts_of(arrays: list[Any], k: int) -> tuple[list[Any], Any, Any, Any]:
-    """Return the arrays of a batch of k tables without its bounds, these, and their parts: see `DeviceBatch`."""
+def scan_of(n: int, device: torch.device) -> Tensor:
+    """Return memory of a scan over n positions, for `plan.collect`, which leaves it as it is now."""
+    return torch.zeros(plan_kernels.scan_words(n), dtype=torch.int32, device=device)
+
+
+def parts_of(arrays: list[Any], k: int, scan: Tensor) -> tuple[list[Any], Any, Any, Any]:
+    """Return the arrays of a batch of k tables with its scan, its bounds, and their parts: see `DeviceBatch`."""
     *arrays, bounds = arrays
-    return arrays, bounds, bounds[1 : k + 1], bounds[k + 1 :]
+    return [*arrays, scan], bounds, bounds[1 : k + 1], bounds[k + 1 :]
 
 
 def _space(device: torch.device, n: int, k: int) -> Any:
-    """Return keys, inverse, positions and count; as parts, starts, counts and tickets: see `parts_of`."""
-    sizes = n + 1, plan_kernels.blocks(n), tickets_of(n, k), 2 * k + 1
-    keys, *arrays = carved(device, layout((2 * n, n, n, 1), sizes))
-    return parts_of([keys.view(torch.int64), *arrays], k)
+    """Return keys, inverse, positions and count; as parts, starts and tickets; and a scan: see `parts_of`."""
+    keys, *arrays = carved(device, layout((2 * n, n, n, 1), (n + 1, tickets_of(n, k), 2 * k + 1)))
+    return parts_of([keys.view(torch.int64), *arrays], k, scan_of(n, device))

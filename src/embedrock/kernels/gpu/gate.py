@@ -24,24 +24,22 @@ class VerdictCase(NamedTuple):
     Attributes:
         numbers: float32, current number of each table's gradients; or the first of them, if the others follow it.
         shown: the same of their norms as they were shown.
-        which: the first of the checked tables, and the one after the last.
+        first, stop: the first of the checked tables, and the one after the last.
         ticket: int32, a zeroed counter, zero again afterwards; None: another launch records a refusal.
         step: the number of the step, >= 1, or int64 () with it.
     """
 
     numbers: Any
     shown: Any
-    which: tuple[int, int]
+    first: int
+    stop: int
     ticket: Any
     step: Any
 
 
-def arguments_of(verdicts, which):
-    """Return what kernels take instead of a `VerdictCase`, or of verdicts of the tables `which`."""
-    if type(verdicts) is VerdictCase:
-        numbers, shown, judged, ticket, step = verdicts
-        return numbers, shown, *judged, ticket, step
-    return verdicts, None, *which, None, 0
+def case_of(verdicts, which):
+    """Return a `VerdictCase` for kernels, of which one without norms has the verdicts of the tables `which`."""
+    return verdicts if type(verdicts) is VerdictCase else VerdictCase(verdicts, None, *which, None, 0)
 
 
 @inlined
@@ -78,7 +76,7 @@ def _refuse(fault, code, own, refused, step):
 def verdicts_of(verdicts, shown, begin, end, ticket, step, entries, LANES: tl.constexpr):
     """Return `LIVE` and `FACTOR` of neighbouring tables, in each program of their step.
 
-    For the first arguments see `arguments_of`. All programs decide alike. The last one records a refusal, after all
+    For the first arguments see `case_of`. All programs decide alike. The last one records a refusal, after all
     others have read the old errors.
     """
     lane = tl.arange(0, LANES)
