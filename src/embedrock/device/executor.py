@@ -110,7 +110,6 @@ class GpuExecutor(ABC):
         self.is_looked_up = False
         self._seen = -1  # the table version that it has loaded
         self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
-        self._layouts = dict[int | None, FeatureLayout]()
         self.constants = StepConstants(device, self.timeline)
         self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # the row -1
         self.no_fault = torch.ones(4, dtype=torch.int64, device=device)  # takes no other error
@@ -145,7 +144,6 @@ class GpuExecutor(ABC):
         self.timeline.finish()
         self._free()
         self._ahead = self.expected = self._known = None
-        self._layouts.clear()
         self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
@@ -184,10 +182,6 @@ class GpuExecutor(ABC):
     def family(self) -> TableFamily:
         """The family of tables that batches may have together with this one."""
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids, float32 ``ids.shape + (dim,)``."""
-        return DeviceLookup(self.layout(), [ids]).read()[0]
-
     def bags(self, ids: Tensor, mode: str, starts: Tensor | None, weights: Tensor | None) -> FeatureBags:
         """Return bags of ids.
 
@@ -202,11 +196,8 @@ class GpuExecutor(ABC):
         return FeatureBags(mode, ids.shape[1] if starts is None else 0, starts, weights)
 
     def layout(self, padding: int | None = None) -> FeatureLayout:
-        """Return the layout of lookups of the table alone."""
-        known = self._layouts.get(padding)
-        if known is None:
-            known = self._layouts[padding] = FeatureLayout([self], [padding])
-        return known
+        """Return a new layout of lookups of the table alone. (The executor keeps none, as layouts keep executors.)"""
+        return FeatureLayout([self], [padding])
 
     def begin_batch(self, n: int, trains: bool) -> BatchTime:
         """Begin a batch of n positions; return its time."""

@@ -214,7 +214,7 @@ def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: A
         batch: of the positions.
         what, share: the shares of positions in gradients of bags, see `sums.sum_shares`.
     """
-    (n, k), dim, device = (batch.sizes.n, len(batch.executors)), grads.shape[1], grads.device
+    (n, k), dim, device = (batch.sizes.n, len(batch.executors)), grads.shape[1], batch.family.device
     if grads.stride(1) != 1:  # expanded (as of a sum) or transposed; kernels read contiguous rows
         grads = grads.contiguous()
     form = "sums", n, dim, k

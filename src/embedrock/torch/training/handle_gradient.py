@@ -367,7 +367,7 @@ def _number_of(grads: Gradients, device: torch.device) -> Tensor:
     if not isinstance(grads.shown, Tensor):
         return torch.scalar_tensor(float(grads.shown), dtype=torch.float32, device=device)
     own = grads.spare[1].detach()
-    return own if own.device == device else torch.zeros((), dtype=torch.float32, device=device).fill_(own)
+    return own if own.device == device else own.to(device)
 
 
 class Pending:
