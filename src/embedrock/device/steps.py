@@ -71,7 +71,8 @@ class DeviceStep(CheckedStep):
             room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun, k = list[Callable[[], None]](), 0
         segments = segments_of(self.requests)
-        if self.verdicts is None and not _is_checked_in_step(segments):  # the host has begun to plan
+        is_left_to_kernels = self.verdicts is None and self.requests[0].executor.room is not None
+        if is_left_to_kernels and not _is_checked_in_step(segments):  # the host has begun to plan
             self.verdicts = _verdicts(self.requests, self.number)
         for sums, due in segments:
             verdicts = None if self.verdicts is None else self.verdicts[k : k + len(due)]
@@ -220,6 +221,8 @@ def judge(due: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         groups.setdefault(executor.device, []).append(part)
         goes_on &= part.tables[0].on_nonfinite == "raise"
     goes_on &= len(groups) < 2
+    if goes_on and not rooms_of(due) and _is_checked_in_step(segments_of(due)):
+        return [DeviceStep(due, None, _next_number(due[0].executor.timeline))]
     steps = []
     for group in groups.values():
         with InStreamOrder([part.executor.timeline for part in group], None):
