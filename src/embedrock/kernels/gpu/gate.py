@@ -43,20 +43,13 @@ def case_of(verdicts, which):
 
 
 @inlined
-def _weigh(grad, shown):
-    """Return the factor of gradients, whether they are finite with it, and whether they were zeroed."""
-    # Zero gradients stay zero with any factor, but must not hide a nonfinite number.
-    untouched = tl.where(grad == 0.0, 1.0, grad)
-    factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), untouched)
-    is_finite = tl.abs(shown * factor) <= FLOAT32_MAX  # false for NaN
-    return factor, is_finite, (grad == 0.0) & (shown != 0.0)
-
-
-@inlined
 def _check(numbers, shown, fault, lane, here):
     """Return whether a step is made; of each table, its verdict (see `judge`), and the code of its error."""
     grad, known = tl.load(numbers + lane, mask=here, other=1.0), tl.load(shown + lane, mask=here, other=1.0)
-    factor, own, is_dropped = _weigh(grad, known)
+    # Zero gradients stay zero with any factor, but must not hide a nonfinite number.
+    untouched = tl.where(grad == 0.0, 1.0, grad)
+    factor = tl.where(known != 0.0, tl.div_rn(grad, tl.where(known != 0.0, known, 1.0)), untouched)
+    own, is_dropped = tl.abs(known * factor) <= FLOAT32_MAX, (grad == 0.0) & (known != 0.0)  # NaN is not finite
     code = tl.load(fault, mask=here, other=0)
     good = tl.min((own & (code == 0)).to(tl.int32), axis=0)
     live = good * (here & (is_dropped == 0)).to(tl.int32)
