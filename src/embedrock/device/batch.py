@@ -89,6 +89,7 @@ class DeviceBatch:
         bounds: int32 (2 * k + 1,), begin of each table's rows, the end of the last, and each table's padding row.
         ends, paddings: int32 (k,), parts of it: the end of each table's rows, and its padding row, -1 for none.
         found: weights that a lookup has read from RAM, for a step of the same rows.
+        norms: memory for the norms of the first sums, see `RowSums`; None: it is taken.
     """
 
     keys: Tensor
@@ -103,6 +104,7 @@ class DeviceBatch:
     ids: Any = None
     positions: Tensor | None = None
     found: FoundWeights | None = None
+    norms: Tensor | None = None
     placed: Tensor
     _space: Any = None
     _search: Any = None
@@ -113,6 +115,7 @@ class DeviceBatch:
         times, self.stamps = features.begin_batch(sizes.positions, trains)
         self.tables, self.firsts = features.of_words(features.known(counts))
         self.placed = sizes.placed
+        self.norms = features.norms(len(self.executors), self.family.device) if trains else None
         if self.family.kind.is_cached:
             self._begin_search(times, sizes.words)
         if features.first.timeline.captured is not None:
