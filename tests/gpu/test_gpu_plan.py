@@ -51,20 +51,8 @@ def test_collect(rows: int, n: int, dtype: type) -> None:
     same(back.check(n), inverse)
 
 
-@pytest.mark.parametrize("n", SIZES[2:5])
-def test_narrow(n: int) -> None:
-    keys = np.random.default_rng(n).integers(-(2**63), 2**63 - 1, n) >> 31  # about half of them fit
-    keys[:2] = -(2**63), 2**63 - 1
-    expected, got = np.empty(n, np.int32), Poisoned((n,), torch.int32)
-    device.narrow(keys, expected)
-    plan.narrow(tensor(keys), got.inside)
-    same(got.check(n), expected)
-    assert len(np.unique(expected)) > n // 4
-
-
 def test_no_positions() -> None:
     nothing, count, starts = tensor(np.empty(0, np.int64)), one(-7), one(-7)
-    plan.narrow(nothing, nothing)
     tickets, fault, scan = one(-7), one(0, torch.int64), scan_of(0)
     args = scan.inside, nothing, starts, nothing, count, tickets
     plan.collect(nothing, 9, nothing, *args, checked=(5, fault, 1))

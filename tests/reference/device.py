@@ -35,12 +35,6 @@ NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a
 # ---------------------------------------------------------------- the plan
 
 
-def narrow(keys: Int64Array, narrowed: Int32Array) -> None:
-    """Write keys to `narrowed` (n,): those that do not fit become the least or the most that does."""
-    limits = np.iinfo(np.int32)
-    narrowed[:] = np.clip(keys, limits.min, limits.max)
-
-
 def check(keys: Int64Array, limit: int, fault: Int64Array, number: int) -> None:
     """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: code, ``number``, key.
 

@@ -80,13 +80,13 @@ class GpuExecutor(ABC):
     judge: Any  # `steps.judge`, in subclasses
     batch: type[DeviceBatch]
     is_newer = False
-    plans = False  # the device plans, not the host
-    begins_by_version = False  # `begin` does nothing more unless the table's version or state has changed
+    # The device plans, not the host. Then `begin` does nothing more unless the table's version or state has changed, and
+    # the kernels of a step check the gradients themselves, where a batch gives them work.
+    plans = False
     joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
     # The owner of the room for a step's rows. Tables with the same owner are prepared together, by
     # `HostPlannedExecutor.prepare_all`. None: all rows have room from the beginning.
     room: Any = None
-    checks_in_step = False  # the kernel of a step checks the gradients itself, where a plan gives it work
     not_captured: str | None = "the host plans its batches"  # why steps cannot be captured; None: they can
 
     def __init__(
@@ -111,7 +111,6 @@ class GpuExecutor(ABC):
         self._seen = -1  # the table version that it has loaded
         self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
         self.constants = StepConstants(device, self.timeline)
-        self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # the row -1
         self.no_fault = torch.ones(4, dtype=torch.int64, device=device)  # takes no other error
 
     @property

@@ -270,7 +270,7 @@ class FeatureLayout:
     def is_quiet(self) -> bool:
         """Return whether nothing has changed since the last lookup that the executors' `begin` would look at."""
         rows = self.rows()
-        if not self.first.begins_by_version or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
+        if not self.first.plans or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
             return False
         if list(map(_EPOCH, self.executors)) != list(map(_MEMORY, self.executors)):
             return False

@@ -318,7 +318,7 @@ def _by_room(due: Sequence[TableStep]) -> list[list[TableStep]]:
 def _are_checked_in_step(runs: Sequence[Sequence[TableStep]]) -> bool:
     # Only where one batch has all rows. No kernel runs for an empty one.
     (first, *_), *others = runs
-    return not others and first.executor.checks_in_step and first.sums.values.shape[0] > 0
+    return not others and first.executor.plans and first.sums.values.shape[0] > 0
 
 
 def prepare(due: Sequence[TableStep]) -> None:

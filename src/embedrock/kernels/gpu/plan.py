@@ -16,7 +16,6 @@ from embedrock.kernels.gpu.sums import is_last
 BLOCK = 1024
 TILE = tl.constexpr(1024)  # counts that are added up at once
 
-LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 NUMBER = tl.constexpr(1)  # error code of a key out of range
 
 _WORDS = tl.constexpr(WORDS)
@@ -54,19 +53,6 @@ def load_heads(keys, i, n, places=None):
     key = tl.load(keys + place, mask=i < n, other=0).to(tl.int64)
     before = tl.load(keys + last, mask=after, other=0).to(tl.int64)
     return key, (i < n) & ((i == 0) | (key != before))
-
-
-@kernel("n")
-def _narrow(keys, narrowed, n, LANES: tl.constexpr):
-    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    key = tl.load(keys + i, mask=i < n, other=0)
-    tl.store(narrowed + i, tl.minimum(tl.maximum(key, LEAST), MOST).to(tl.int32), mask=i < n)
-
-
-def narrow(keys, narrowed):
-    """Write keys int64 (n,) to `narrowed` int32 (n,), clamped to the range of int32."""
-    n = keys.shape[0]
-    _ready_to_narrow.launch(blocks(n), keys, narrowed, n)
 
 
 @inlined
@@ -290,6 +276,3 @@ _NO_SEARCH = None, None, 0, 0, None, 0
 @functools.cache
 def _to_collect(tables, warps):
     return ReadyKernel(_collect, num_warps=warps, TABLES=tables, LANES=BLOCK)
-
-
-_ready_to_narrow = ReadyKernel(_narrow, LANES=BLOCK)  # each batch launches it
