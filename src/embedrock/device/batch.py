@@ -108,6 +108,7 @@ class DeviceBatch:
     placed: Tensor
     _space: Any = None
     _search: Any = None
+    _moves: Tensor
 
     def __init__(self, features: FeatureLayout, sizes: BatchSizes, trains: bool, counts: Sequence[bool] | None) -> None:
         self.layout, self.sizes, self.executors = features, sizes, features.executors
@@ -134,9 +135,10 @@ class DeviceBatch:
         """Plan the batch of ids (n,), and load its rows; `is_ahead`: `look_up` follows when they are looked up."""
         self.given = given
         n, k, family = self.sizes.n, len(self.executors), self.family
-        self._space = self.layout.take((n, k), 44 * n, _space, family.device, n, k)
+        is_cached = self._search is not None
+        self._space = self.layout.take((n, k, is_cached), 44 * n, _space, family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
-        self.keys, self.inverse, positions, self.count, self.starts, self.tickets, scan = arrays
+        self.keys, self.inverse, positions, self.count, self._moves, self.starts, self.tickets, scan = arrays
         kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)
         ordered, self.order = torch.sort(positions, stable=True)
         self.positions = positions
@@ -155,8 +157,8 @@ class DeviceBatch:
             return None
         # Times in memory are adjacent, in the order of tables.
         times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
-        self._moves = self.layout.take(("moves", self.sizes.n), 24 * self.sizes.n, _moves, placed.device, self.sizes.n)
-        return VictimSearch(self._moves.arrays, programs, shares=placed[: len(words)], times=times)
+        moves = self._moves.view(torch.int64).view(-1, 3)
+        return VictimSearch(moves, programs, shares=placed[: len(words)], times=times)
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
@@ -316,22 +318,26 @@ def tickets_of(n: int, k: int) -> int:
     return k + partial_rows(n, k) + 1 + k
 
 
-def _moves(device: torch.device, n: int) -> Tensor:
-    return torch.empty(n, 3, dtype=torch.int64, device=device)
+def space_of(device: torch.device, wide: int, n: int, k: int, narrow: tuple[int, ...], tickets: int) -> Any:
+    """Return memory of a batch of n positions of k tables, in one allocation.
 
+    Args:
+        device, n, k: see above.
+        wide: number of int64 tensors with n elements.
+        narrow: sizes of int32 tensors.
+        tickets: number of counters.
 
-def scan_of(n: int, device: torch.device) -> Tensor:
-    """Return memory of a scan over n positions, for `plan.collect`, which leaves it as it is now."""
-    return torch.zeros(plan_kernels.scan_words(n), dtype=torch.int32, device=device)
-
-
-def parts_of(arrays: list[Any], k: int, scan: Tensor) -> tuple[list[Any], Any, Any, Any]:
-    """Return the arrays of a batch of k tables with its scan, its bounds, and their parts: see `DeviceBatch`."""
+    Returns:
+        The tensors; `starts`, `tickets` and a scan (see `plan.collect`), as parts; `bounds`, `ends` and `paddings`.
+    """
+    words = plan_kernels.scan_words(n)
+    arrays = carved(device, layout((*(2 * n,) * wide, *narrow), (n + 1, tickets, words, 2 * k + 1)))
+    as_tensor(arrays[-2]).zero_()
+    arrays[:wide] = [part.view(torch.int64) for part in arrays[:wide]]
     *arrays, bounds = arrays
-    return [*arrays, scan], bounds, bounds[1 : k + 1], bounds[k + 1 :]
+    return arrays, bounds, bounds[1 : k + 1], bounds[k + 1 :]
 
 
-def _space(device: torch.device, n: int, k: int) -> Any:
-    """Return keys, inverse, positions and count; as parts, starts and tickets; and a scan: see `parts_of`."""
-    keys, *arrays = carved(device, layout((2 * n, n, n, 1), (n + 1, tickets_of(n, k), 2 * k + 1)))
-    return parts_of([keys.view(torch.int64), *arrays], k, scan_of(n, device))
+def _space(device: torch.device, n: int, k: int, is_cached: bool) -> Any:
+    """Return keys, inverse, positions, count and moves of rows into a cache; see `space_of`."""
+    return space_of(device, 1, n, k, (n, n, 1, 6 * n if is_cached else 0), tickets_of(n, k))

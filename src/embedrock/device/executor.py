@@ -80,8 +80,8 @@ class GpuExecutor(ABC):
     judge: Any  # `steps.judge`, in subclasses
     batch: type[DeviceBatch]
     is_newer = False
-    # The device plans, not the host. Then `begin` does nothing more unless the table's version or state has changed, and
-    # the kernels of a step check the gradients themselves, where a batch gives them work.
+    # The device plans, not the host. Then `begin` does nothing unless the table's version or state has changed, and the
+    # kernels of a step check the gradients themselves, where a batch gives them work.
     plans = False
     joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
     # The owner of the room for a step's rows. Tables with the same owner are prepared together, by

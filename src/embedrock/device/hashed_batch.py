@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from embedrock.device.batch import DeviceBatch, SteppedTables, parts_of, scan_of, tickets_of
+from embedrock.device.batch import DeviceBatch, SteppedTables, space_of, tickets_of
 from embedrock.device.cache import load_rows
 from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import cache
@@ -55,9 +55,11 @@ class HashedBatch(DeviceBatch):
 
     def make(self, given: Tensor, is_ahead: bool = False) -> Self:
         self.given, n, k = given, self.sizes.n, len(self.executors)
-        self._space = self.layout.take((n, k), 80 * n, _space, self.family.device, n, k)
+        is_cached = self._search is not None
+        self._space = self.layout.take((n, k, is_cached), 80 * n, _space, self.family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
-        self.keys, self.ids, self.order, self.inverse, self.count, new, self.starts, self.tickets, scan = arrays
+        self.keys, self.ids, self.order, self.inverse, self.count, new, self._moves, *parts = arrays
+        self.starts, self.tickets, scan = parts
         ids = given.to(torch.int64)
         plan = self.ids, self.starts, self.inverse, self.count, self.tickets
         if k == 1:
@@ -177,9 +179,7 @@ class HashedBatch(DeviceBatch):
         return own.make(ids)
 
 
-def _space(device: torch.device, n: int, k: int) -> Any:
-    """Return keys, ids, order, inverse, count and new; as parts, starts and tickets; and a scan: see `parts_of`."""
-    arrays = carved(
-        device, layout((*(2 * n,) * 3, n, 1, kernels.blocks(n + 1)), (n + 1, tickets_of(n, k) + k, 2 * k + 1))
-    )
-    return parts_of([*(part.view(torch.int64) for part in arrays[:3]), *arrays[3:]], k, scan_of(n, device))
+def _space(device: torch.device, n: int, k: int, is_cached: bool) -> Any:
+    """Return keys, ids, order, inverse, count, new and moves of rows into a cache; see `space_of`."""
+    narrow = n, 1, kernels.blocks(n + 1), 6 * n if is_cached else 0
+    return space_of(device, 3, n, k, narrow, tickets_of(n, k) + k)

@@ -204,7 +204,7 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
     if known is None:
         known = gate.VerdictCase(*_numbers(steps), *which, sums.batch.tickets, number)
     stepped = sums.batch.ready(which, sums.values, known, steps[0].clip_value)
-    executor.timeline.uses(sums.values, stepped.keys, *([] if verdicts is None else [verdicts]))
+    executor.timeline.uses(sums.values, stepped.keys, sums.norms if verdicts is None else verdicts)
     return functools.partial(_step, steps, stepped, which, known, number, drafts)
 
 
