@@ -70,10 +70,12 @@ def test_a_scaler_and_schedules_in_graphs_train_as_by_launches(near: int | None)
                 schedule.step()
     assert steps[0].graphs == 1
     assert models[0].rows.table.steps > 1
-    np.testing.assert_array_equal(*(model.rows.table.lookup(np.arange(ROWS)) for model in models))
+    mine, other = (model.rows.table.lookup(np.arange(ROWS)) for model in models)
+    np.testing.assert_array_equal(mine, other)
     assert torch.equal(models[0].head.weight, models[1].head.weight)
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning has some
 def test_the_lightning_module_of_the_page_trains_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)
