@@ -38,7 +38,8 @@ def graphed(step: Callable[..., Any], *optimizers: RowOptimizer | ModelOptimizer
 
     Args:
         step: makes one training step: forward, backward, and ``step()`` of all optimizers, once. It must not read
-            tensor values on the host. PyTorch's optimizers in it need ``capturable=True``.
+            tensor values on the host. PyTorch's optimizers in it need ``capturable=True``, and ``fused=True`` with a
+            `GradScaler`, which belongs in it as a whole.
         optimizers: optimizers of all rows that `step` uses: Embedrock's, or results of `ert.optimizer`.
         warmup: number of ordinary calls of each form before its capture, at least 1.
 
@@ -216,10 +217,12 @@ def _executor(part: OptimizedRows) -> Any:
     handle = part.handle
     executor: Any = handle.executor()
     why = getattr(executor, "not_captured", "the CPU reads and steps its rows")
+    if handle.max_norm is not None:
+        why = "the CPU reads and steps its rows, which max_norm shrinks"
     if why is None and executor.device.type != "cuda":
         why = "its rows are not on a GPU"
     if why is None and rows_of(handle.table).on_nonfinite != "raise":
-        why = 'of on_nonfinite="skip", for which the host must know whether a step is made'
+        why = 'of on_nonfinite="skip", with which the host waits for each step: a GradScaler in the step skips it, too'
     if why is None and handle.followers:
         why = "its rows are averaged (ert.average), which the host does at each step"
     if why is not None:
@@ -234,8 +237,9 @@ def _executor(part: OptimizedRows) -> Any:
 
 def _not_captured(handle: Handle, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"steps of {handle.label} cannot be captured in a CUDA graph: {why}. Those of tables can be that the GPU plans "
-        "(rows=, no directory=), near, cached or in place. Call the step itself, without ert.graphed."
+        f"steps of {handle.label} cannot be captured in a CUDA graph: {why}. A graph takes tables in RAM with rows= "
+        "and Embedrock's initializers, near, cached or in place. It takes none with directory=, admission=, eviction=, "
+        "sharded=, max_norm, dense=True or ert.average. Leave that out, or call the step itself, without ert.graphed."
     )
 
 
@@ -254,12 +258,14 @@ def _form_of(value: Any) -> Any:
     if type(value) is Tensor and value.layout is torch.strided and not value.is_nested and not value.requires_grad:
         return value.shape, value.dtype
     if not isinstance(value, PLAIN):
-        told = type(value).__name__
+        told, remedy = type(value).__name__, "tensors of its data"
         if isinstance(value, Tensor):
-            told = "a tensor with requires_grad=True" if value.requires_grad else f"a {told}, {value.layout}"
+            told = f"a {told}, {value.layout}"
+            if value.requires_grad:
+                told, remedy = "a tensor with requires_grad=True", "its detach()"
         raise ArgumentError(
             "a step of ert.graphed takes nests (tuples, lists, dicts) of dense tensors that need no gradient, and of "
-            f"plain values: got {told}, which would stay as it is in all replays. Pass its tensors."
+            f"plain values: got {told}, which would stay as it is in all replays. Pass {remedy}."
         )
     return type(value), value
 
@@ -271,7 +277,7 @@ def _copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         raise ArgumentError(
             f"a step of ert.graphed returns nests of tensors, or None: got {type(value).__name__}, which no replay "
-            "would change. The step was made."
+            "would change. The step was made. Return tensors, and read their values after the call."
         )
     value.record_stream(torch.cuda.current_stream(value.device))  # the tensor may be on another device
     return value.detach().clone()
