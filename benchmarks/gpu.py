@@ -246,7 +246,7 @@ def _model(workload: GpuWorkload, device: Device) -> Backward:
     for before, after in zip(widths, HIDDEN, strict=False):
         layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
     mlp = torch.nn.Sequential(*layers, torch.nn.Linear(HIDDEN[-1], 1)).to(device.name)
-    optimizer = torch.optim.Adam(mlp.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.Adam(mlp.parameters(), lr=LEARNING_RATE, fused=True, capturable=device.is_gpu)
 
     def backward(rows: list[Any], labels: Any) -> None:
         logits = mlp(torch.cat(rows, dim=-1)).squeeze(-1)

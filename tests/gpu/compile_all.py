@@ -61,6 +61,13 @@ def compiled(kernel: Any) -> list[Any]:
     return [binary for caches in kernel.device_caches.values() for binary in caches[0].values()]
 
 
+def check(kernel: Any, binary: Any) -> None:
+    """Fail where a compiled kernel is none, or rounds otherwise."""
+    assert binary.asm["cubin"]
+    inexact = INEXACT.search(binary.asm["ptx"])
+    assert inexact is None, f"{kernel.__name__} has {inexact[0]}"
+
+
 def compile_at_most(most: int) -> None:
     run = JITFunction.run
 
@@ -123,9 +130,7 @@ if __name__ == "__main__":
     assert kept.count, "nothing was launched again"
     for kernel in runtime.KERNELS:
         for binary in compiled(kernel):
-            assert binary.asm["cubin"]
-            inexact = INEXACT.search(binary.asm["ptx"])
-            assert inexact is None, f"{kernel.__name__} has {inexact[0]}"
+            check(kernel, binary)
         print(kernel.__name__, len(compiled(kernel)))
     from host_cost import costs  # which imports this file
 

@@ -23,6 +23,18 @@ else:
         quick_interpreter.install()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def launches_compile() -> Iterator[None]:
+    """Fail launches that the interpreter accepts, and the compiler refuses."""
+    if not INTERPRETED:
+        yield
+        return
+    import compile_launched
+
+    with compile_launched.compiling():
+        yield
+
+
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have PyTorch fill what it does not initialize with NaN, and the largest integers."""

@@ -126,5 +126,6 @@ def install(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", graphs.capture)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graphs.graph is not None)
     return graphs

@@ -102,6 +102,7 @@ def steps(out: Path, dry: bool) -> list[Step]:
         _bench("cache", 140, "cache", 80, out, dry),
         Step("tests", 150, (python, *_pytest(dry))),
         Step("graphs", 40, (python, own, "graphs")),
+        Step("forum", 80, (python, own, "forum")),
         Step("profile", 90, (python, own, "profile")),
         Step("late", 40, (python, own, "late")),
         Step("open ids", 40, (python, own, "open_ids")),

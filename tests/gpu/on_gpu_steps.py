@@ -40,6 +40,8 @@ MODE_STEPS = 2 if IS_SLOW else 8
 DELAY = 20_000_000  # cycles that copies ahead wait: some ms
 PROFILED_STEPS = 3 if IS_SLOW else 30
 GRAPHED_STEPS = 3 if IS_SLOW else 300
+WARM_UP_STEPS = 2 if IS_SLOW else 100
+MODES = {"mode a": None, "mode b": 0.0, "mode c": 0.2}  # of the benchmark: the share of the rows in use that are near
 
 
 def found(**numbers: Any) -> None:
@@ -240,12 +242,40 @@ def rates() -> None:
 def profile() -> None:
     """Tell what a step of the forum's model takes on the host and in kernels, without rows, and with them."""
     device, workload = Device(DEVICE), gpu.forum(toy=IS_SLOW)
-    for name, near in {"model alone": -1.0, "mode a": None, "mode b": 0.0, "mode c": 0.2}.items():
+    for name, near in {"model alone": -1.0, **MODES}.items():
         parts = _no_rows(workload, device) if near == -1.0 else gpu.our_parts(workload, device, near)
         trainer = gpu.Trainer(workload, parts, device)
-        for _ in trainer.run(2 if IS_SLOW else 100, False):
-            pass
+        _run(trainer, WARM_UP_STEPS, device)
         found(**{name: _profiled(trainer, device)})
+
+
+def forum() -> None:
+    """Train the forum's model by launches, and all of its step in a CUDA graph. Tell what a step takes."""
+    device, workload = Device(DEVICE), gpu.forum(toy=IS_SLOW)
+    is_emulated = IS_SLOW and not INTERPRETED  # which has no sums of sparse gradients
+    for name in (*["torch"] * (not is_emulated), *MODES):
+        is_ours = name in MODES
+        parts = gpu.our_parts(workload, device, MODES[name]) if is_ours else gpu.nn_parts(workload, device, False, True)
+        trainer: Any = gpu.Trainer(workload, parts, device)
+        for way in ("launches", *["graph"] * (is_ours and not INTERPRETED)):
+            if way == "graph":
+                trainer._step = ert.graphed(trainer._step, *parts.optimizers)
+            _run(trainer, WARM_UP_STEPS, device)
+            host, whole = min((_run(trainer, GRAPHED_STEPS, device) for _ in range(3)), key=lambda times: times[1])
+            us = {"host_us": host, "step_us": whole}
+            found(**{f"{name}, {way}": {kind: round(s / GRAPHED_STEPS * 1e6, 1) for kind, s in us.items()}})
+        del parts, trainer
+
+
+def _run(trainer: gpu.Trainer, steps: int, device: Device) -> tuple[float, float]:
+    """Make steps; return their seconds on the host, and until the device is done."""
+    device.synchronize()
+    start = time.perf_counter()
+    for _ in trainer.run(steps, False):
+        pass
+    host = time.perf_counter() - start
+    device.synchronize()
+    return host, time.perf_counter() - start
 
 
 def _no_rows(workload: Any, device: Device) -> gpu.Parts:
@@ -254,20 +284,12 @@ def _no_rows(workload: Any, device: Device) -> gpu.Parts:
 
 
 def _profiled(trainer: gpu.Trainer, device: Device) -> dict[str, float]:
-    device.synchronize()
-    start = time.perf_counter()
-    for _ in trainer.run(PROFILED_STEPS, False):
-        pass
-    host = time.perf_counter() - start
-    device.synchronize()
-    whole = time.perf_counter() - start
+    host, whole = _run(trainer, PROFILED_STEPS, device)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.is_gpu:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as profiler:
-        for _ in trainer.run(PROFILED_STEPS, False):
-            pass
-        device.synchronize()
+        _run(trainer, PROFILED_STEPS, device)
     events = kernels_of(profiler.events() or [])
     by = "self_cuda_time_total" if device.is_gpu else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=by, row_limit=25))
@@ -284,7 +306,7 @@ def kernels_of(events: Iterable[Any]) -> list[Any]:
 
 
 STEPS: dict[str, Callable[..., None]] = {
-    step.__name__: step for step in (facts, modes, mode, late, open_ids, graphs, cached, rates, profile)
+    step.__name__: step for step in (facts, modes, mode, late, open_ids, graphs, forum, cached, rates, profile)
 }
 
 if __name__ == "__main__":

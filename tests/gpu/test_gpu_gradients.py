@@ -112,16 +112,22 @@ def test_a_step_of_zeroed_gradients_counts_and_touches_no_row(way: Way):
 
 @pytest.mark.parametrize("way", FEW, ids=by_name)
 def test_clipping_by_norm_and_by_value(way: Way):
-    def loop(model: Model) -> None:
+    """Both are clipped by the norm of the first: PyTorch rounds a norm of several parameters otherwise on a GPU."""
+    models = [make(way), make(None)]
+    for model in models:
         model.step_rows.param_groups[0]["clip_value"] = 0.02
-
-        def clip(model: Model) -> None:
+    for ids in batches(3):
+        norms = list[torch.Tensor]()
+        for model in models:
+            model.zero_grad()
+            loss_of(model, ids).backward()
             everything = [*ert.dense_parameters(model.whole), *ert.handles(model.whole)]
-            torch.nn.utils.clip_grad_norm_(everything, 0.3)
-
-        train(model, batches(3), clip)
-
-    both(way, loop)
+            own = torch.nn.utils.get_total_norm([one.grad for one in everything if one.grad is not None])
+            norms.append(own.cpu())
+            torch.nn.utils.clip_grads_with_norm_(everything, 0.3, norms[0])
+            model.step()
+        assert 0.3 < norms[0].item() == pytest.approx(norms[1].item(), rel=1e-6)
+    assert_same_table(models[0].table, models[1].table)
 
 
 @pytest.mark.parametrize("way", FEW, ids=by_name)
@@ -291,7 +297,7 @@ def test_a_step_that_several_tables_cannot_make_is_one_error(waits: bool):
         with pytest.raises(er.NonFiniteGradientError, match=r"refused \(1 so far\)"):
             layers[0](batches(1)[0])
     optimizer.zero_grad()
-    torch.stack([layer(batches(1)[0]).sum() for layer in layers]).sum().backward()
+    torch.stack([layer(batches(1)[0]).sum().cpu() for layer in layers]).sum().backward()
     optimizer.step()
     assert [layer.table.steps for layer in layers] == [1] * len(layers)
 
@@ -308,6 +314,23 @@ def test_steps_that_are_not_finite_can_be_left_out():
         assert model.table.stats()["skipped_steps"] == 1
 
     both(SOME_NEAR[1], loop, on_nonfinite="skip")
+
+
+def test_rows_whose_first_step_a_scaler_skips_are_not_forgotten():
+    """The dense weights are stepped all the same, as their gradients do not overflow."""
+
+    def loop(model: Model) -> None:
+        (weight,) = ert.dense_parameters(model.whole)
+        scaler = torch.amp.GradScaler(weight.device.type, init_scale=2.0**16)
+        for k in range(3):
+            model.zero_grad()
+            rows = model.rows(batches(1)[0]).sum() * (1.0 if k else 1e38)
+            scaler.scale(rows + weight.sum()).backward()
+            for optimizer in (model.step_rows, model.step_dense):
+                scaler.step(optimizer)
+            scaler.update()
+
+    both(ALL_NEAR, loop)
 
 
 @pytest.mark.parametrize("offsets", [[1, 3], [0, 5, 3], [0, 99]])

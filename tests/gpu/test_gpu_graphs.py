@@ -225,6 +225,19 @@ def test_what_a_step_returns_is_not_written_to_again(graphs: FakeGraphs):
     assert all(handle.grad is None for handle in ert.handles(both.models[0]))
 
 
+def test_gradients_that_were_stepped_wait_for_nothing(graphs: FakeGraphs):
+    both = pair()
+    for k, ids in enumerate(batches(8)):
+        for model, optimizers in zip(both.models, both.optimizers, strict=True):
+            if k in (0, 1, 3, 4, 6):  # by launches: before the first call, before the capture, between replays
+                model(ids + 7).square().sum().backward()
+                optimizers[0].step()  # and no zero_grad()
+        both.optimizers[1][0].zero_grad()
+        both.step(ids)
+    assert both.graphed.graphs == len(graphs.made) == 1
+    both.check()
+
+
 def test_a_model_with_dense_weights_behind_one_optimizer(graphs: FakeGraphs):
     def make(on_gpu: bool) -> nn.Module:
         torch.manual_seed(0)
@@ -293,7 +306,67 @@ def test_numbers_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: py
         both.check()
 
 
+class Halved(Sum):
+    """The same in float16, whose gradients overflow."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).half().float()
+
+
+def scaled(near: int | None, unscales: bool) -> tuple[list[Halved], Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return models whose gradients are scaled, in graphs and on the CPU, and a step of each."""
+    models = [Halved(layer(1, on_gpu, near), layer(2, on_gpu, near)) for on_gpu in (True, False)]
+
+    def step_of(model: Halved) -> tuple[ert.RowOptimizer, Callable[..., Tensor]]:
+        scaler, rows = torch.amp.GradScaler("cpu", 2.0**18, growth_interval=2), ert.Adam(model, lr=0.1)
+
+        def step(ids: Tensor) -> Tensor:
+            rows.zero_grad()
+            scaler.scale(model(ids).square().sum()).backward()
+            if unscales:
+                scaler.unscale_(rows)
+                torch.nn.utils.clip_grad_value_(ert.handles(model), 0.5)
+            scaler.step(rows)
+            scaler.update()
+            return scaler._get_scale_async().clone()  # pyright: ignore[reportOptionalMemberAccess]
+
+        return rows, step
+
+    (rows, step), (_, other) = map(step_of, models)
+    return models, ert.graphed(step, rows), other
+
+
+@pytest.mark.parametrize(("near", "unscales"), [(17, False), (None, True), *slow((0, False), (17, True))])
+def test_a_scaler_skips_replays_that_overflow(gpu: FakeGPU, graphs: FakeGraphs, near: int | None, unscales: bool):
+    models, step, other = scaled(near, unscales)
+    steps = list[int]()
+    for ids in batches(14):
+        np.testing.assert_array_equal(step(ids), other(ids))
+        counts = {handle.table.steps for model in models for handle in ert.handles(model)}
+        assert len(counts) == 1
+        steps += counts
+    assert 1 < len(set(steps)) < len(steps) - 4  # some are skipped, also after the capture
+    assert len(graphs.made) == 1
+    for mine, theirs in zip(*map(ert.handles, models), strict=True):
+        np.testing.assert_array_equal(mine.table.lookup(np.arange(ROWS)), theirs.table.lookup(np.arange(ROWS)))
+    assert gpu.races == []
+
+
 # ---------------------------------------------------------------- errors
+
+
+def test_a_scaled_replay_with_wrong_ids_is_an_error_at_once(graphs: FakeGraphs):
+    models, step, _ = scaled(None, unscales=False)
+    ids = torch.arange(5)
+    for _ in range(8):
+        step(ids)
+    (count,) = {handle.table.steps for handle in ert.handles(models[0])}
+    for wrong in (ROWS, 4):  # each table has an error of its own
+        with pytest.raises(IdError, match=r"got 120 in an earlier batch, on the GPU. Steps .* refused \(1 so far\)"):
+            step(torch.tensor([0, 1, 2, 3, wrong]))
+    for _ in range(2):  # of which one may overflow
+        step(ids)
+    assert all(handle.table.steps > count for handle in ert.handles(models[0]))
 
 
 def test_ids_outside_of_the_table_refuse_replays(graphs: FakeGraphs):
@@ -404,6 +477,25 @@ def test_a_step_that_cannot_be_captured_is_not_made(graphs: FakeGraphs):
     assert one.table.steps == 1
     reads(ids)
     assert one.table.steps == 2
+
+
+def test_a_scaler_that_reads_what_it_found_is_refused(graphs: FakeGraphs):
+    one, ids = layer(), torch.arange(3)
+    model = nn.Sequential(one, nn.Linear(DIM, 1))
+    both = ert.optimizer(model, rows=ert.SGD, dense=torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(ids: Tensor) -> None:
+        scaler.scale(model(ids).sum()).backward()
+        scaler.step(both)
+        scaler.update()
+        both.zero_grad()
+
+    graphed = ert.graphed(step, both, warmup=1)
+    graphed(ids)
+    with pytest.raises(UnsupportedError, match=r"With a GradScaler, they need fused=True, too, .* each optimizer, not"):
+        graphed(ids)
+    assert one.table.steps == 1
 
 
 def test_a_step_of_another_thread_while_one_is_captured_is_refused(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):

@@ -117,9 +117,8 @@ class FailsAt(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name, *_ = str(function).split(".")
-        allocates_nothing = (
-            function.is_view or name.endswith("_") or name == "_local_scalar_dense" or namespace == "profiler"
-        )
+        allocates_nothing = function.is_view or name.endswith("_") or namespace == "profiler"
+        allocates_nothing |= name in ("_local_scalar_dense", "record_stream")
         if not (self._in_kernel or allocates_nothing):
             self.left -= 1
             if self.left == -1:

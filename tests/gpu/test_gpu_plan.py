@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from gpu_device import INTERPRETED
 from tensors import Poisoned, one, same, tensor
 
 from embedrock.kernels.gpu import plan
@@ -57,11 +58,11 @@ def test_narrow(n: int) -> None:
 
 
 def test_no_positions() -> None:
-    nothing, count, starts = tensor(np.empty(0, np.int64)), one(-7), one(-7)
-    plan.narrow(nothing, nothing)
-    tickets = one(-7)
-    plan.mark(nothing, 5, nothing, one(0, torch.int64), tickets, 1)
-    plan.collect(nothing, 9, nothing, nothing, nothing, starts, nothing, count, tickets)
+    nothing, none = tensor(np.empty(0, np.int64)), tensor(np.empty(0, np.int32))
+    plan.narrow(nothing, none)
+    count, starts, tickets = one(-7), one(-7), one(-7)
+    plan.mark(nothing, 5, none, one(0, torch.int64), tickets, 1)
+    plan.collect(nothing, 9, nothing, none, nothing, starts, none, count, tickets)
     assert count.item() == starts.item() == tickets.item() == 0
 
 
@@ -76,6 +77,14 @@ def test_more_blocks_than_are_added_up_at_once(stop: int) -> None:
     total = one(-1)
     launch(_add_up, 1, tensor(counts), stop, total)
     assert total.item() == counts[:stop].sum()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Triton compiles the kernel itself")
+def test_a_launch_that_triton_refuses_fails_where_kernels_are_interpreted() -> None:
+    total = one(-1)
+    with pytest.raises(AssertionError, match=r"(?s)Triton refuses to compile _add_up for .*total.* re-assigned"):
+        launch(_add_up, 1, tensor(np.ones(3, np.int64)), 3, total)
+    assert total.item() == -1
 
 
 @pytest.mark.parametrize(

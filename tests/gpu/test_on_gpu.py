@@ -186,6 +186,7 @@ def test_every_step_runs_at_the_size_of_a_toy(tmp_path: Path):
     assert found["bench"]["report"]
     assert found["cache"]["report"]
     assert found["profile"]["mode c"]["host_us"] > 0
+    assert found["forum"]["mode c, launches"]["step_us"] > 0
 
 
 def test_tests_that_need_hypothesis_are_skipped_where_there_is_none(tmp_path: Path):

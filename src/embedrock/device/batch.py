@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -54,6 +55,9 @@ class SteppedTables(NamedTuple):
     admit: Callable[[], object] | None = None
 
 
+_FAMILY = attrgetter("family")
+
+
 class DeviceBatch:
     """Ids of one table or several of a family, planned on a device. Rows and positions lie table by table.
 
@@ -96,7 +100,7 @@ class DeviceBatch:
     bounds: Tensor | TensorPart
     ends: Tensor | TensorPart
     paddings: Tensor | TensorPart
-    ids: Tensor | None = None
+    ids: Any = None
     positions: Tensor | None = None
     found: FoundWeights | None = None
     placed: Tensor
@@ -192,8 +196,7 @@ class DeviceBatch:
         """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
         self.layout.begin_read()
         out = self.out()
-        tables, keys, ids = self.known
-        rows.read(keys, self.count, tables, out, ids)
+        rows.read(self.keys, self.count, self.tables, out, self.ids)
         self.finish_read(out)
         return out
 
@@ -205,17 +208,12 @@ class DeviceBatch:
         """Catch up rows that were read, float32 (n, dim), and keep them for a step if it can use them."""
         if len(self.executors) == 1:
             self.layout.first.refresh(out, self)
-        if all([executor.keeps_weights for executor in self.executors]):
+        if all(executor.keeps_weights for executor in self.executors):
             self.found = FoundWeights(out, tuple([executor.rows.version.of_rows for executor in self.executors]))
 
     def is_of_family(self) -> bool:
         """Return whether all tables still are of the family. Open ids may outgrow theirs."""
-        return all([executor.family is self.family for executor in self.executors])
-
-    @property
-    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
-        """The tables for kernels, the current keys of their rows, and the ids; None: the keys determine these."""
-        return self.tables, self.keys, self.ids
+        return list(map(_FAMILY, self.executors)).count(self.family) == len(self.executors)
 
     # ------------------------------------------------------------ steps
 
@@ -232,8 +230,7 @@ class DeviceBatch:
 
     def as_ready(self) -> SteppedTables:
         """Return the tables as their current records can be stepped."""
-        tables, keys, ids = self.known
-        return SteppedTables(tables, keys, ids, self.count, self.bounds, self.found)
+        return SteppedTables(self.tables, self.keys, self.ids, self.count, self.bounds, self.found)
 
     # ------------------------------------------------------------ batches of one table
 

@@ -227,6 +227,7 @@ class GpuExecutor(ABC):
     def refresh(self, out: Tensor, batch: DeviceBatch) -> None:
         """Catch up copies of rows, float32 (n, dim), that may be stale."""
         if self.lags:
+            assert self.rows.history is not None  # it lags
             now = self.constants.uploaded(self.rows.history.numbers())
             rows.refresh(out, batch.keys, batch.count, batch.tables, now)
 

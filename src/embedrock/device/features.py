@@ -106,7 +106,9 @@ def family_of(executor: Any, is_open: bool = False) -> TableFamily:
     return _families.setdefault(family, family)
 
 
-def shares_of(executors: Sequence[Any], all_bags: Sequence[FeatureBags | None], paddings: Sequence[Any]) -> list[list[int]]:
+def shares_of(
+    executors: Sequence[Any], all_bags: Sequence[FeatureBags | None], paddings: Sequence[Any]
+) -> list[list[int]]:
     """Return lists of features, rows or bags, that are looked up together, within the limit of keys.
 
     Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows.
@@ -169,7 +171,7 @@ class BatchSizes(NamedTuple):
         n: number of positions.
         positions: of each table.
         cuts: begin of each table's positions, and the end of the last.
-        words: that kernels read, about the features (see `joint.join` and, for bags, `joint.bags`), then about the tables
+        words: that kernels read: about the features (`joint.join` and, for bags, `joint.bags`), then about the tables
             (`sums.layout_of`).
         placed: the words on the device, int64.
     """
@@ -292,7 +294,7 @@ class FeatureLayout:
         return tuple([e.known if counted else e.known.uncounted(e.cache.not_counted) for e, counted in pairs])
 
     def of_words(self, known: tuple[TableEntryWords, ...]) -> tuple[DeviceTables, tuple[int, ...]]:
-        """Return the tables for kernels from words about them, the key of each one's first row, and the last one's end."""
+        """Return the tables for kernels from words about them, and their first keys: see `entries_of`."""
         family = self.first.family
         if self._tables is None or self._tables[0] != (known, family):
             entries, firsts = entries_of(tuple(zip(known, self.paddings, strict=True)), self.first.device)

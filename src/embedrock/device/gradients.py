@@ -1,4 +1,4 @@
-"""`RowSums`: the gradients of a batch on a GPU, summed to one for each row; `DeviceRowGradients`: those of one table."""
+"""`RowSums`: the gradients of a batch on a GPU, one for each row; `DeviceRowGradients`: those of one table."""
 
 from __future__ import annotations
 
@@ -31,20 +31,14 @@ class RowSums:
 
     Attributes:
         batch, values, norms: see above.
+        count_of_tables: number of the tables.
+        executor: of the first table: it checks steps of all.
     """
 
     def __init__(self, batch: DeviceBatch, values: Tensor, norms: Tensor, space: Any = None) -> None:
         self.batch, self.values, self.norms, self._space = batch, values, norms, space
+        self.count_of_tables, self.executor = len(batch.executors), batch.executors[0]
         self._generations = list(map(_GENERATION, batch.layout.locks))
-
-    @property
-    def count_of_tables(self) -> int:
-        return len(self.batch.executors)
-
-    @property
-    def executor(self) -> Any:
-        """The executor of the first table: it checks steps of all."""
-        return self.batch.executors[0]
 
     @property
     def is_current(self) -> bool:
@@ -239,5 +233,5 @@ def _space(device: torch.device, n: int, dim: int, k: int) -> tuple[Tensor, Tens
     partial = aligned(n * dim)
     of_rows = partial + aligned(later * dim)
     whole = torch.empty(-(-(of_rows + 2 * squares) // dim), dim, dtype=torch.float32, device=device)
-    parts = (partial, (later, dim), torch.float32), (of_rows, (squares,), torch.float64)
-    return whole[:n], *(TensorPart(whole, *part) for part in parts)
+    of_squares = TensorPart(whole, of_rows, (squares,), torch.float64)
+    return whole[:n], TensorPart(whole, partial, (later, dim), torch.float32), of_squares

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from embedrock.device.dense import DenseGpuExecutor
 from embedrock.device.device_errors import step_numbers
 from embedrock.device.features import working
 from embedrock.device.step_constants import count_launched, draft_step
-from embedrock.errors import UnsupportedError
+from embedrock.errors import NonFiniteGradientError, UnsupportedError
 from embedrock.kernels import arguments
 from embedrock.kernels.gpu.addresses import BatchTime
 from embedrock.optimizers import Rule
@@ -50,9 +50,9 @@ class CapturedNumbers:
         """Return a number in device memory, (); of an integer, int32 is the lower half."""
         return self._memory.view(dtype)[place, 0]
 
-    def write(self, place: int, value: float, dtype: type = np.int64) -> None:
-        """Write a number on the host, for the next upload."""
-        self._host.view(dtype)[place, 0] = value
+    def write(self, place: int, values: Sequence[float], dtype: type = np.int64) -> None:
+        """Write numbers on the host from a place on, for the next upload."""
+        self._host.view(dtype)[place : place + len(values), 0] = values
 
     def upload(self) -> None:
         """Copy the written numbers to the device, before all later launches. The host does not wait for the copy."""
@@ -106,6 +106,7 @@ class GraphCapture:
 
     Attributes:
         is_recording: launches are being recorded, and the host counts nothing.
+        skips: executors whose step is skipped if its gradients have NaN or Inf; the host waits for its replays.
     """
 
     def __init__(self, executors: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
@@ -117,6 +118,7 @@ class GraphCapture:
         self._judged_now = 0
         self._steps: dict[tuple[Any, ...], CapturedStep] = {}
         self._kept: list[Tensor] = []
+        self.skips: list[DenseGpuExecutor] = []
 
     @property
     def is_recorded(self) -> bool:
@@ -166,7 +168,7 @@ class GraphCapture:
     @contextmanager
     def _attached(self) -> Iterator[None]:
         self._numbers.taken = 0
-        self._batches, self._judged, self._steps, self._kept = [], [], {}, []
+        self._batches, self._judged, self._steps, self._kept, self.skips = [], [], {}, [], []
         for executor in self.executors:
             executor.timeline.captured = self
         try:
@@ -197,8 +199,7 @@ class GraphCapture:
     def _begin(self, batch: CapturedLookup) -> None:
         time = batch.executor.count_batch(batch.n, batch.trains)
         if batch.place is not None:
-            for place, number in enumerate((time.stamp, time.span, time.hand), batch.place):
-                self._numbers.write(place, number)
+            self._numbers.write(batch.place, (time.stamp, time.span, time.hand))
 
     def judge(self) -> Tensor:
         """Return the number of the step that is about to be checked: int64 ()."""
@@ -268,14 +269,17 @@ class GraphCapture:
             faults.ask([executor.faults for executor in self.executors])
             for executor in {batch.executor: None for batch in self._batches}:
                 executor.rows.table_lock.use(executor)
+            for executor in self.skips:
+                executor.faults.look()
+                with suppress(NonFiniteGradientError):
+                    executor.check()
 
     def _number_judged(self, place: int) -> int:
         number = next(step_numbers)
-        self._numbers.write(place, number)
+        self._numbers.write(place, (number,))
         return number
 
     def _count(self, step: CapturedStep, executor: DenseGpuExecutor, rule: Rule, judged: int) -> None:
-        number, numbers = count_launched(executor, executor.rows, draft_step(executor, rule), judged)
-        self._numbers.write(step.place, number)
-        for place, value in enumerate(numbers, step.place + 1):
-            self._numbers.write(place, value, np.float32)
+        number, numbers = count_launched(executor, executor.rows, draft_step(executor, executor.rows, rule), judged)
+        self._numbers.write(step.place, (number,))
+        self._numbers.write(step.place + 1, numbers, np.float32)

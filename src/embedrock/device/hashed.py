@@ -200,11 +200,11 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     # ------------------------------------------------------------ lookups and steps
 
     @property
-    def plans(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def plans(self) -> bool:
         return self._directory is not None
 
     @property
-    def checks_in_step(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def checks_in_step(self) -> bool:
         return self._directory is not None
 
     @property
@@ -230,7 +230,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return words if self._directory is None else words._replace(directory=self._directory.words)
 
     @property
-    def begins_by_version(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def begins_by_version(self) -> bool:
         return self._directory is not None
 
     def begin(self) -> None:

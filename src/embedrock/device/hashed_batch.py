@@ -50,7 +50,6 @@ class HashedBatch(DeviceBatch):
     slots: FoundSlots | None = None
     host: Any = None
     stepped: Any = None
-    ids: Tensor
 
     # ------------------------------------------------------------ plans
 
@@ -145,14 +144,12 @@ class HashedBatch(DeviceBatch):
 
     # ------------------------------------------------------------ rows and steps
 
-    @property
-    def known(self) -> tuple[DeviceTables, Tensor, Tensor | None]:
-        executor: Any = self.layout.first
-        return (*self._found()[:2], self.ids) if executor.plans else (self.tables, self.keys, self.ids)
-
     def read_rows(self) -> Tensor:
         executor: Any = self.layout.first
-        return super().read_rows() if executor.plans else executor.read_by_host(self)
+        if not executor.plans:
+            return executor.read_by_host(self)
+        self._found()
+        return super().read_rows()
 
     def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
         executor: Any = self.layout.first

@@ -52,7 +52,6 @@ class HostBatch(DeviceBatch):
     """
 
     stepped: SteppedRows | None = None
-    ids: Tensor
 
     def __init__(self, layout: FeatureLayout, host: Plan, time: BatchTime = NO_TIME, counts: bool = True) -> None:
         executor = layout.first
@@ -61,7 +60,7 @@ class HostBatch(DeviceBatch):
         is_cached = self.family.kind.is_cached and time is not NO_TIME
         self.tables, self.firsts = layout.of_words(layout.known((counts,)))
         (padding,) = layout.paddings
-        found = () if padding is None else np.flatnonzero(host.ids == padding)
+        found = np.flatnonzero(host.ids == padding) if padding is not None else np.empty(0, np.int64)
         self.padding = int(found[0]) if len(found) else -1
         shares = shares_of(self.executors, self.sizes.positions) if is_cached else None
         words = () if shares is None else (*shares[0], *times_of([time]))

@@ -14,6 +14,7 @@ from embedrock.device.features import FeatureBags, FeatureLayout, are_rows, bag_
 from embedrock.device.gradients import RowSums, sum_rows
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.prefetched import plan_ahead, taken_ahead
+from embedrock.kernels.gpu import sums
 from embedrock.system.spans import spanned
 
 _FORM = attrgetter("device", "dtype")
@@ -66,10 +67,10 @@ class DeviceLookup:
                 with layout.working:
                     self._batch = self._planned()
             if self._batch is None and len(layout.executors) == 1:
-                self._batch = layout.first.planned_by_host(layout, self._given[0], self._trains)
+                self._batch = batch = layout.first.planned_by_host(layout, self._given[0], self._trains)
                 if self._all_bags is not None:
                     with layout.working:
-                        self._pool(self._batch)
+                        self._pool(batch)
                         layout.first.faults.ask_again()
             if self._batch is None:
                 self._alone = self._features()
@@ -213,8 +214,8 @@ class DeviceLookup:
         if len(missing) == len(came):
             return []
         with layout.working:
-            share = () if self._bags is None else self._bags.shares(self.trace)
-            summed = sum_rows(self._joined_grads(grads), batch, *share)
+            what, share = (sums.PLAIN, None) if self._bags is None else self._bags.shares(self.trace)
+            summed = sum_rows(self._joined_grads(grads), batch, what, share)
             return [(summed.by_frequency() if self._by_frequency else summed, came)]
 
     def _joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -265,5 +266,3 @@ class DeviceLookup:
         """Bytes of GPU memory of the large arrays."""
         batch = self.plan()
         return 0 if batch is None else batch.nbytes
-
-

@@ -55,12 +55,14 @@ def check_rule(rule: Rule, rows: TableState) -> None:
         raise ArgumentError(f"`rule` must be laid out as that of {rows.subject}: got {rule}.")
 
 
-def draft_step(executor: Any, rule: Rule) -> Any:
+def draft_step(executor: Any, rows: TableState, rule: Rule) -> Any:
     """Do all work of counting a step that can fail; return the rule's step constants on the device.
 
     Nothing changes.
     """
-    return executor.constants.uploaded(next_numbers(executor.rows, rule))
+    if rows.history is None:
+        return rule.numbers(rows.steps + 1)
+    return executor.constants.uploaded(next_numbers(rows, rule))
 
 
 def count_step(executor: Any, rows: TableState, rule: Rule, draft: Any, number: Any) -> tuple[Any, Any]:

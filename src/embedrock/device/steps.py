@@ -81,13 +81,16 @@ class DeviceStep(CheckedStep):
         steps: of the tables.
         verdicts: int32 (k, LINE), see `gate.judge`; None: the kernels of the step decide.
         number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
+        runs: see `runs_of`, if all rows have room; None: tables may change before the step.
     """
 
-    def __init__(self, steps: Sequence[TableStep], verdicts: Tensor | None, number: int | Tensor) -> None:
-        self.steps, self.verdicts, self.number = steps, verdicts, number
+    def __init__(
+        self, steps: Sequence[TableStep], verdicts: Tensor | None, number: int | Tensor, runs: Any = None
+    ) -> None:
+        self.steps, self.verdicts, self.number, self._runs = steps, verdicts, number, runs
         self.rows = list(map(_ROWS, steps))
         self.table_locks = list(map(_LOCK, self.rows))
-        self._rooms = with_room(steps)
+        self._rooms = with_room(steps) if runs is None else ()
         self._begun: list[Callable[[], None]] | None = None
 
     def are_finite(self) -> list[int]:
@@ -109,20 +112,20 @@ class DeviceStep(CheckedStep):
             prepare(self._rooms)
 
     def is_prepared(self) -> bool:
-        for part in self._rooms:
-            if not part.executor.is_prepared(part.grads):
-                return False
-        return True
+        return not self._rooms or all(part.executor.is_prepared(part.grads) for part in self._rooms)
 
     def prepare(self) -> None:
         with self._ordered():
             self._begun = self._begin()
 
     def _begin(self) -> list[Callable[[], None]]:
-        for room in _by_room(self._rooms):
-            room[0].executor.cover_all([(part.executor, part.grads) for part in room])
-        begun, k, runs = [], 0, runs_of(self.steps)
-        if self.verdicts is None and not _are_checked_in_step(runs):  # the host has begun to plan
+        if self._rooms:
+            for room in _by_room(self._rooms):
+                room[0].executor.cover_all([(part.executor, part.grads) for part in room])
+        begun, k, runs = [], 0, self._runs or runs_of(self.steps)
+        if (
+            self.verdicts is None and self._runs is None and not _are_checked_in_step(runs)
+        ):  # the host has begun to plan
             self.verdicts = _verdicts(self.steps, self.number)
         for run in runs:
             verdicts = None if self.verdicts is None else self.verdicts[k : k + len(run)]
@@ -156,7 +159,7 @@ def with_room(steps: Sequence[TableStep]) -> list[TableStep]:
     return [*compress(steps, map(_ROOM, steps))]
 
 
-def runs_of(steps: Sequence[TableStep]) -> list[Sequence[TableStep]]:
+def runs_of(steps: Sequence[TableStep]) -> Sequence[Sequence[TableStep]]:
     """Return the steps in runs of neighbours of one sum, which one kernel can make."""
     sums = steps[0].sums
     if sums.batch.family.is_open:
@@ -195,7 +198,7 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
         what = rule, rows.steps
         if what != last or rows.history is not None:  # most neighbours have the same step constants
             check_rule(rule, rows)
-            last, draft = what, draft_step(own, rule)
+            last, draft = what, draft_step(own, rows, rule)
         drafts.append(draft)
     which, known = (first, first + len(steps)), verdicts
     if known is None:
@@ -242,7 +245,8 @@ def _step(
     if admit is not None:
         admit()
     counted = _counted(steps, drafts, number)
-    executor.step_beside(counted[0][1])
+    if executor.room is not None:
+        executor.step_beside(counted[0][1])
     for (_, _, clip, is_known), places in itertools.groupby(range(len(steps)), key=alike.__getitem__):
         begin, *others = places
         end = begin + 1 + len(others)
@@ -297,6 +301,8 @@ def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
     if not due[0].executor.timeline.is_recorded:
         device_errors.check(list(map(_FAULTS, due)))
     goes_on = alone and len(groups) < 2 and {"raise"}.issuperset(map(_NONFINITE, due))
+    if goes_on and not with_room(due) and _are_checked_in_step(runs := runs_of(due)):
+        return [DeviceStep(due, None, _next_number(due[0].executor.timeline), runs)]
     steps = []
     for group in groups.values():
         with InStreamOrder(list(map(_TIMELINE, group)), None):

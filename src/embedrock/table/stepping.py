@@ -90,11 +90,12 @@ class StepRequest(NamedTuple):
             tables = dict(map(_NUMBERED, run))
             executor = joint.executor
             if len(tables) >= joint.count_of_tables:
-                own = list(map(tables.__getitem__, range(len(tables))))
-                found += (StepRequest(own, rule, joint, None, executor),)
+                whole = list(map(tables.__getitem__, range(len(tables))))
+                found += (StepRequest(whole, rule, joint, None, executor),)
             else:
-                parts = [(own, joint.of(k)) for k, own in tables.items()]
-                found += [StepRequest((own,), rule, part, None, part.executor) for own, part in parts]
+                found += [
+                    StepRequest((own,), rule, part := joint.of(k), None, part.executor) for k, own in tables.items()
+                ]
         return found
 
     def split(self) -> list[StepRequest]:
@@ -252,10 +253,17 @@ def _joined(requests: Sequence[StepRequest]) -> list[CheckedStep]:
 
 def step_judged(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest] = ()) -> None:
     """Make the steps that `judge` returned, and apply the changes of some. Caller holds Ctrl-C back."""
+    if len(steps) == 1 and not mark_dirty:
+        step = steps[0]
+        with together(step.table_locks):
+            if step.is_prepared():
+                step.step()
+                tell(step.rows)
+                return look(step.rows)
     while not _stepped(steps, mark_dirty):  # another thread has changed one of the tables
         for step in steps:
             step.check()
-    look([rows for step in steps for rows in step.rows])
+    return look([rows for step in steps for rows in step.rows])
 
 
 def look(tables: Sequence[TableState]) -> None:

@@ -90,7 +90,7 @@ def _check(handle: Handle, name: str, group: Group) -> None:
             f"the group that ert.fuse was given has a table {name!r} already, as {handle.label} would be called. "
             "Rename that one, group.rename, or fuse into another group."
         )
-    if handle.waits() and not handle.is_applied:
+    if handle.waits():
         raise UnsupportedError(
             f"ert.fuse cannot move the rows of {handle.label}: gradients of them wait for a step. Call it before "
             "backward(), or after the optimizer's step() and zero_grad()."

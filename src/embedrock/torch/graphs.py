@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -45,8 +45,6 @@ def graphed(step: Callable[..., Any], *optimizers: RowOptimizer | ModelOptimizer
     Raises:
         ArgumentError: no optimizer of rows, or `warmup` is less than 1.
         UnsupportedError: a layer is not on a GPU.
-
-    It has not run on a GPU yet: see docs/gpu.md.
 
     Example:
         >>> import embedrock.torch as ert
@@ -121,11 +119,11 @@ class GraphedStep:
                 self._warn_of_many()
                 return self._step(*args, **kwargs)
             graph = self._graphs[key] = _Graph(self._step, executors, values, form, self._warmup)
+        _forget(bound)  # gradients of an earlier step, which a capture would add to
         try:
             return graph.run(values, rules)
         finally:
-            for part in bound:
-                part.handle.forget()  # the gradients' memory may belong to the graph
+            _forget(bound)  # their memory may belong to the graph
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
@@ -182,9 +180,15 @@ class _Graph:
         except Exception as error:
             raise UnsupportedError(
                 f"the step that ert.graphed was given cannot be captured in a CUDA graph: {error} No step of this "
-                "batch was made. Within it, read no value of a tensor on the host (item(), if, print, GradScaler), "
-                "make no tensor of host data, and give PyTorch's optimizers capturable=True; or call it itself."
+                "batch was made. Within it, read no value of a tensor on the host (item(), if, print), make no tensor "
+                "of host data, and give PyTorch's optimizers capturable=True. With a GradScaler, they need fused=True, "
+                "too, and its step() takes each optimizer, not one of ert.optimizer. Or call it itself."
             ) from error
+
+
+def _forget(bound: Iterable[OptimizedRows]) -> None:
+    for part in bound:
+        part.handle.forget()
 
 
 def _executor(part: OptimizedRows) -> Any:

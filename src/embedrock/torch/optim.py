@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -29,7 +30,7 @@ from embedrock.torch.training.handle import Handle, check_untouched, drop_gradie
 from embedrock.torch.training.parameters import handles
 from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import OptimizedRows, announce_steps, fall_behind
-from embedrock.torch.training.unapplied import UntrainedWeightsCheck
+from embedrock.torch.training.unapplied import UntrainedWeightsCheck, is_capturing
 
 Layers = nn.Module | Handle | Iterable[Any]
 
@@ -49,6 +50,8 @@ REMEDIES = {
     "capturable": "ert.graphed(step, optimizer) captures a training step in a CUDA graph. Leave it out",
     "differentiable": "a step of rows cannot be differentiated. Leave it out",
 }
+
+SCALING = "grad_scale", "found_inf"  # attributes that `GradScaler` sets for a step
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -240,6 +243,8 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if "found_inf" in vars(self):
+            self._unscale(**{name: vars(self)[name] for name in SCALING})
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a context manager takes four times as long
         try:
@@ -263,6 +268,21 @@ class RowOptimizer(torch.optim.Optimizer):
             self._watches = [watch for watch in self._watches if not watch.is_over]
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True in a CUDA graph's capture: `GradScaler` then reads nothing on the host, and sets `SCALING`."""
+        return is_capturing()
+
+    def _unscale(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
+        """Do what `GradScaler` would: unscale gradients, and have the GPU skip the step if it has found Inf."""
+        factor = torch.ones_like(found_inf) if grad_scale is None else grad_scale.double().reciprocal().float()
+        factor = factor.masked_fill(found_inf != 0.0, math.inf)
+        for part in self.bound():
+            if part.handle.grad is not None:
+                part.handle.grad.mul_(factor)
+                executor: Any = part.handle.executor()
+                executor.timeline.captured.skips.append(executor)
+
     def _add_due(self, group: dict[str, Any], due: list[StepRequest]) -> None:
         """Add the steps of a param group to `due`: one for all tables whose gradients were summed together."""
         bound = self._bound(group)
@@ -272,8 +292,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for handle, rule, clip, rows in bound:
             pending = handle.pending
             joint = pending.joint
-            is_whole = joint is not None and rule is not None and clip is None and not handle.followers
-            if is_whole and (joint is current or joint.is_current):
+            is_plain = clip is None and not handle.followers
+            if joint is not None and rule is not None and is_plain and (joint is current or joint.is_current):
                 current = joint
                 together += ((joint, rule, pending.number, rows),)
             elif (grads := handle.gradients()) is not None:

@@ -73,5 +73,7 @@ class GpuLookup(HostLookup):
         if not self._is_weighted:
             return summed, []
         lookup.rows = saved
-        of_all = torch.split_with_sizes(lookup.weight_grads([flat])[0], [inputs[one.ids].numel() for one in self.requests])
+        of_all = torch.split_with_sizes(
+            lookup.weight_grads([flat])[0], [inputs[one.ids].numel() for one in self.requests]
+        )
         return summed, [part for part, one in zip(of_all, self.requests, strict=True) if one.weights is not None]

@@ -106,7 +106,7 @@ def _catch_up_momentum(w, s, rows, a, until, FORM: tl.constexpr):
     while t < until:
         moving = t >= 0
         if t % 8 == 0:  # a later step is at most largest_rate * |b|, and b fades: see _catch_up_adam
-            moving = _any(a.largest_rate * tl.abs(b) > STILL * tl.abs(w))
+            moving = _any(a.largest_rate * tl.abs(b) > tl.abs(w) * STILL)
         if moving:
             now = _row(a.history, t, MOMENTUM)
             keep, nesterov = tl.load(now + MOMENTUM.value.momentum), tl.load(now + MOMENTUM.value.nesterov)
@@ -211,7 +211,7 @@ def _still_moving(w, m, v, largest):
     # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps). It fades while beta1 < sqrt(beta2),
     # also beside weights that shrink. Below a quarter of a unit in the last place of w, it and all later steps round to
     # nothing.
-    return _any(largest * tl.abs(m) > STILL * tl.abs(w) * tl.sqrt_rn(v))
+    return _any(largest * tl.abs(m) > tl.abs(w) * STILL * tl.sqrt_rn(v))
 
 
 @inlined

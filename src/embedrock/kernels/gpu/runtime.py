@@ -33,7 +33,9 @@ class RecordForm(NamedTuple):
         record_bytes: bytes from one record to the next.
         state_start: index of the first state column, in float32 units.
         state_width: number of float32 state columns.
-        rows: number of records that one program handles; 0 outside of kernels.
+        rows: number of records that one program handles; 0 outside of kernels, like the next two.
+        block: columns of weights, a power of two and at least 4, which includes `dim`.
+        align: bytes; addresses of records are multiples of it.
     """
 
     dim: int
@@ -42,20 +44,14 @@ class RecordForm(NamedTuple):
     state_start: int
     state_width: int
     rows: int = 0
+    block: int = 0
+    align: int = 0  # (Triton 3.8 gives kernels the fields of a tuple, and no properties)
 
     def tiled(self, most_rows: int | None = None) -> RecordForm:
         """Return the layout for kernels. The default number of rows gives each thread 16 bytes of weights."""
-        return self._replace(rows=most_rows or max(1, 512 // self.block))
-
-    @property
-    def block(self) -> int:
-        """Columns of weights, a power of two and at least 4, which includes `dim`."""
-        return max(4, 1 << (self.dim - 1).bit_length())
-
-    @property
-    def align(self) -> int:
-        """Bytes; addresses of records are multiples of it."""
-        return gcd(self.record_bytes, ALIGNMENT)
+        block = max(4, 1 << (self.dim - 1).bit_length())
+        rows = most_rows or max(1, 512 // block)
+        return self._replace(rows=rows, block=block, align=gcd(self.record_bytes, ALIGNMENT))
 
     def programs(self, count: int) -> int:
         """Return the number of programs for `count` records."""

@@ -123,7 +123,7 @@ def place_in(ids: Tensor) -> Place:
 
 def jagged_like(ids: Tensor, rows: Tensor) -> Tensor:
     """Return rows of the ids of a jagged tensor as a jagged tensor of the same layout: (n, j, dim)."""
-    return torch.nested.nested_tensor_from_jagged(rows, offsets_of(ids))
+    return torch.nested.nested_tensor_from_jagged(rows, offsets_of(ids).to(rows.device))
 
 
 def offsets_of(ids: Any) -> Tensor:

@@ -265,8 +265,8 @@ class Handle(HandleValue, nn.Parameter):
         return self.pending.executor.no_gradients()
 
     def waits(self) -> bool:
-        """Return whether gradients are pending. Gradients zeroed on a GPU count, as far as the host knows."""
-        if self.grad is None or self.pending.grads is None:
+        """Return whether gradients wait for a step. Gradients zeroed on a GPU count, as far as the host knows."""
+        if self.is_applied or self.grad is None or self.pending.grads is None:
             return False
         return self.grad.device.type != "cpu" or self.grad.item() != 0.0
 

@@ -191,7 +191,7 @@ class LayerLayout:
         """Return ids that a GPU can look up as they are; None if some need a check."""
         if set(map(type, given)) != _TENSORS or not _ID_FORMS.issuperset(map(_ID_FORM, given)):
             return None
-        return None if any(map(Tensor.is_neg, given)) else given
+        return None if any(map(_IS_NEG, given)) else given
 
     def is_current(self, parameters: dict[str, Any]) -> bool:
         """Return whether it still is the layout of the layer with these parameters."""
@@ -246,6 +246,7 @@ _PASSED_BY, _TRAINS = attrgetter("unapplied.passed_by"), attrgetter("requires_gr
 _GENERATION = attrgetter("generation")
 _INT64, _TENSORS = np.dtype(np.int64), {Tensor}
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
+_IS_NEG: Callable[[Any], bool] = Tensor.is_neg
 _FORM, _WATCHED, _HANDLE = attrgetter("dtype", "ndim"), attrgetter("is_watched"), itemgetter("handle")
 
 
@@ -308,6 +309,8 @@ class LookupState(ABC):
     @staticmethod
     def taken(grads: Sequence[Tensor | None]) -> Sequence[Any]:
         """Return the gradients of all outputs in the form that `bring` and `weight_grads` take."""
+        if set(map(type, grads)) == _TENSORS and not any(map(_IS_NEG, grads)):
+            return grads
         return [None if own is None else own.resolve_neg() for own in grads]
 
     def bring(self, grads: Sequence[Any], ctx: Any) -> list[Tensor | None]:

@@ -28,7 +28,14 @@ PATIENCE_S = 1.0  # wait for reports of other ranks, once one is lost
 
 _made_beside: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # number of new groups
 _near_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()  # of this process
-are_there_groups: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
+
+
+def _are_there_groups() -> bool:
+    """Return what `dist.is_initialized` does, by fewer calls: each step asks several times."""
+    return distributed_c10d._world.default_pg is not None
+
+
+are_there_groups: Callable[[], bool] = _are_there_groups if dist.is_available() else lambda: False
 
 
 class Ranks:

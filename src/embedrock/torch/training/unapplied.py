@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import warnings
 import weakref
 from collections import OrderedDict
@@ -92,7 +93,7 @@ class UnappliedGradientsCheck:
         owner, watched = self.owner, self._watched()
         if other is owner or watched is None or not watched.waits():  # zeroed on purpose, as in a warm-up
             return
-        if owner is None or self._is_passed_by(other):
+        if (owner is None or self._is_passed_by(other)) and not _is_skipped(watched.grad):
             self.passed_by = f"ert.{type(other).__name__}" if other in _ours else type(other).__name__
 
     def _is_passed_by(self, other: Optimizer) -> bool:
@@ -145,6 +146,16 @@ class UnappliedGradientsCheck:
 _ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of rows
 _waiting: weakref.WeakSet[UnappliedGradientsCheck] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
+
+
+def is_capturing() -> bool:
+    """Return whether work on the current stream is captured in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_skipped(grad: Tensor) -> bool:
+    """Return whether `GradScaler` skips the step of these gradients. Waits for a GPU, outside of captures."""
+    return is_capturing() or not math.isfinite(grad.item())
 
 
 def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
