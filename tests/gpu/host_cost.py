@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "0"
+os.environ |= {"TRITON_INTERPRET": "0", "EMBEDROCK_THREADS": "1"}
 
 import collections
+import itertools
 import json
 import sys
 import time
@@ -20,7 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "tests/support"), str(ROOT)]
 
 import torch
 from compile_all import NoGPU, compiled
@@ -29,6 +31,7 @@ from triton.runtime import driver
 
 import embedrock as er
 import embedrock.torch as ert
+from benchmarks import gpu as bench
 from embedrock.device import attach, memory_for
 from embedrock.kernels.gpu import runtime
 from embedrock.torch import graphs
@@ -61,15 +64,60 @@ class Steps:
 
     def run(self, count: int) -> None:
         for k in range(count):
-            rows = self._rows(self._batches[k % 4])
-            torch.autograd.backward(rows, [self._gradient] * len(rows))
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self._step(self._batches[k % 4])
+
+    def _step(self, batch: list[torch.Tensor]) -> None:
+        rows = self._rows(batch)
+        torch.autograd.backward(rows, [self._gradient] * len(rows))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def _rows(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._collection is None:
             return [layer(ids) for layer, ids in zip(self._layers, batch, strict=True)]
         return list(self._collection({str(k): ids for k, ids in enumerate(batch)}).values())
+
+
+class Prefetched(Steps):
+    """The same in a loop of `ert.prefetch`."""
+
+    def __init__(self, near: int, tables: int, together: bool) -> None:
+        super().__init__(near, tables, together)
+        ids_of = {layer: lambda batch, k=k: batch[k] for k, layer in enumerate(self._layers)}
+        self._loop = ert.prefetch((self._batches[k % 4] for k in itertools.count()), ids_of)
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self._step(next(self._loop))
+
+
+class Forum:
+    """Steps of the forum's model in `benchmarks gpu`: two tables looked up together, a dense model, two optimizers.
+
+    Args:
+        near: share of the rows in use that are on the device; None: of all rows.
+        ahead: in a loop of `ert.prefetch`.
+    """
+
+    def __init__(self, near: float | None, ahead: bool = False) -> None:
+        sizes: dict[str, Any] = {"cardinalities": (ROWS, ROWS // 10), "bag_sizes": (1, 1), "batch": BATCH, "batches": 4}
+        work, device = bench.GpuWorkload(name="forum", dim=DIM, **sizes), bench.Device("cpu")
+        self._steps = bench.Trainer(work, self._parts(work, device, near), device).run(sys.maxsize, ahead)
+
+    def _parts(self, *given: Any) -> bench.Parts:
+        return bench.our_parts(*given)
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            next(self._steps)
+
+
+class ForumAlone(Forum):
+    """The same without tables: the model gets rows."""
+
+    def _parts(self, *given: Any) -> bench.Parts:
+        rows = [torch.zeros(BATCH, DIM, requires_grad=True) for _ in range(2)]
+        return bench.Parts(lambda batch: rows, ())
 
 
 class BagSteps(Steps):
@@ -140,12 +188,6 @@ class Replayed(Steps):
         for k in range(count):
             self._graphed(self._batches[k % 4])
 
-    def _step(self, batch: list[torch.Tensor]) -> None:
-        rows = self._rows(batch)
-        torch.autograd.backward(rows, [self._gradient] * len(rows))
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
 
 class NoGraph:
     """`torch.cuda.CUDAGraph` of a GPU that is not there."""
@@ -187,7 +229,7 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def launches_of(steps: Steps, count: int) -> collections.Counter[str]:
+def launches_of(steps: Steps | Forum, count: int) -> collections.Counter[str]:
     """Return how often each kernel is launched."""
     seen: collections.Counter[str] = collections.Counter()
 
@@ -202,7 +244,7 @@ def launches_of(steps: Steps, count: int) -> collections.Counter[str]:
     return seen
 
 
-def cost(steps: Steps, each: int, seconds: float) -> dict[str, Any]:
+def cost(steps: Steps | Forum, each: int, seconds: float) -> dict[str, Any]:
     """Return what a step costs, of each of so many tables."""
     steps.run(4)
     launches = launches_of(steps, 4)
@@ -245,14 +287,19 @@ def launched_ways() -> dict[str, Steps]:
     ways["ten near"] = Steps(ROWS, TOGETHER, together=True)
     ways["ten open ids"] = Steps(OPEN, TOGETHER, together=True, rows=None)
     ways["ten cached"] = Steps(NEAR["cached"], TOGETHER, together=True)
+    for where in "near", "cached":
+        ways[f"{where}, prefetched"] = Prefetched(NEAR[where], 1, together=False)
+        ways[f"ten {where}, prefetched"] = Prefetched(NEAR[where], TOGETHER, together=True)
     return ways | {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
 
 
 def costs(seconds: float) -> dict[str, dict[str, Any]]:
     """Return what a step costs, by where the rows are. A driver that launches nothing is in use."""
-    ways = launched_ways()
+    ways: dict[str, Any] = {**launched_ways()}
     use_no_graphs()
     ways["PyTorch alone"] = Least()
+    forum = {"alone": ForumAlone(None), "near": Forum(None), "cached": Forum(0.2), "prefetched": Forum(0.2, ahead=True)}
+    ways |= {f"forum, {name}": steps for name, steps in forum.items()}
     ways |= {"near, replayed": Replayed(ROWS, 1, together=False), "ten near, replayed": Replayed(ROWS, TOGETHER, True)}
     return {name: cost(steps, 1, seconds) for name, steps in ways.items()}
 
