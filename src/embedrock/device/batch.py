@@ -167,14 +167,6 @@ class DeviceBatch:
         k = len(self.executors)
         return self.tickets[-k - 1 :]
 
-    @property
-    def layout_of_sums(self) -> tuple[TensorPart | None, int]:
-        """The words of `sums.layout_of`, int64 (2 * (k + 1),), and the last of them; None: of one table."""
-        k, words = len(self.executors), self.sizes.words
-        if k == 1:
-            return None, 0
-        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (2 * k + 2,), torch.int64), words[-1]
-
     # ------------------------------------------------------------ rows
 
     def read(self) -> Tensor:

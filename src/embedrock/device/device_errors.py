@@ -204,7 +204,7 @@ def check(faults: Sequence[DeviceErrors]) -> None:
     if answer is not None and list(map(_ANSWER, faults)).count(answer) == len(faults):
         if not answer.has_come():
             return
-        if not answer.lines[:, 0].any():
+        if not _any(answer.lines[:, 0]):
             for each in faults:
                 each._is_asked = False
                 launched, last = each.launched, each._asked_at
@@ -215,7 +215,7 @@ def check(faults: Sequence[DeviceErrors]) -> None:
         each.check()
 
 
-_ANSWER = attrgetter("_answer")
+_ANSWER, _any = attrgetter("_answer"), np.logical_or.reduce
 
 
 def ask(faults: Sequence[DeviceErrors]) -> None:
