@@ -138,7 +138,7 @@ class DeviceBatch:
         search = self._victims() if is_cached else None
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
-        plan_kernels.collect(ordered, self.nobody, self.order, scan, *plan, self.tables, search, found)
+        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, *plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
