@@ -127,7 +127,8 @@ class GraphedStep:
                 self._warn_of_many()
                 return self._step(*args, **kwargs)
             graph = self._graphs[key] = _Graph(self._step, executors, values, form, self._warmup)
-        drop_gradients(handles, set_to_none=True)  # of an earlier step, which a capture would add to
+        if not graph.captured.is_recorded:
+            drop_gradients(handles, set_to_none=True)  # of an earlier step, to which this one would add
         try:
             return graph.run(values, rules)
         finally:
