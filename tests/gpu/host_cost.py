@@ -21,8 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests/support"), str(ROOT)]
+sys.path += [str(Path(__file__).resolve().parents[up] / there) for up, there in ((1, "support"), (2, ""))]
 
 import torch
 from compile_all import NoGPU, compiled

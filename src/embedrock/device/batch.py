@@ -136,7 +136,7 @@ class DeviceBatch:
         ordered, self.order = torch.sort(positions, stable=True)
         self.positions = positions
         search = self._victims() if is_cached else None
-        found = None if is_ahead else (given, self.bounds, self.stamps[0])
+        found = None if is_ahead else (given, self.bounds)
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
         plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, *plan, self.tables, search, found)
         if search is not None:
@@ -152,7 +152,7 @@ class DeviceBatch:
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
-        args = self.tables, self.keys, self.count, self.given, self.order, self.starts, self.bounds, self.stamps[0]
+        args = self.tables, self.keys, self.count, self.given, self.order, self.starts, self.bounds
         plan_kernels.bounds(*args)
 
     @property

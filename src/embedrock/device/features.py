@@ -194,10 +194,11 @@ class FeatureLayout:
 
     Attributes:
         executors: of the tables, each once.
-        paddings: of the tables.
+        paddings: of the tables, if all features of a table have the same.
+        of_features: paddings of the features.
         order: the features, table by table.
         tables: index of the table of each feature in `order`.
-        are_alike: all features of a table have the same padding.
+        are_alike: all features of a table have the same padding; else they are looked up one by one.
         locks: of the tables.
         working: a context that holds the locks, and orders work on the device after all of theirs.
     """
@@ -208,7 +209,7 @@ class FeatureLayout:
         table_of = [self.executors.index(executor) for executor in executors]
         self.order = sorted(range(len(executors)), key=table_of.__getitem__)
         self.tables = tuple([table_of[feature] for feature in self.order])
-        padded = dict(zip(table_of, paddings, strict=True))
+        self.of_features, padded = tuple(paddings), dict(zip(table_of, paddings, strict=True))
         self.paddings = tuple([padded[table] for table in range(len(self.executors))])
         self.are_alike = len(set(zip(table_of, paddings, strict=True))) == len(self.executors)
         self._spaces: dict[Any, list[Any]] = {}  # free arrays of workspaces, by form

@@ -138,7 +138,6 @@ class HostPlannedExecutor(GpuExecutor):
 
     def _planned_and_loaded(self, layout: FeatureLayout, host: Plan, trains: bool, counts: bool) -> HostBatch:
         batch = HostBatch(layout, host, self.begin_batch(len(host.order), trains), counts)
-        self.leave_out(batch, batch.padding)
         batch.load()
         return batch
 

@@ -66,7 +66,7 @@ class DeviceLookup:
             if layout.first.plans:
                 with layout.working:
                     self._batch = self._planned()
-            if self._batch is None and len(layout.executors) == 1:
+            if self._batch is None and len(self._given) == 1:
                 self._batch = batch = layout.first.planned_by_host(layout, self._given[0], self._trains)
                 if self._all_bags is not None:
                     with layout.working:
@@ -78,8 +78,10 @@ class DeviceLookup:
 
     @spanned("plan")
     def _planned(self) -> DeviceBatch | None:
-        """Plan on the device. Return None if the host has to, or if the tables are of one family no longer."""
+        """Plan on the device. Return None if the host has to, or if the features are looked up one by one."""
         layout, trains = self._layout, self._trains
+        if not layout.are_alike:
+            return None
         aheads = layout.begin()
         if not layout.first.plans or (len(layout.executors) > 1 and not layout.are_joined()):
             return None
@@ -130,7 +132,7 @@ class DeviceLookup:
         layout = self._layout
         place = layout.order.index(number)
         table = layout.tables[place]
-        own = FeatureLayout([layout.executors[table]], [layout.paddings[table]])
+        own = FeatureLayout([layout.executors[table]], [layout.of_features[number]])
         bags = None if self._all_bags is None else [self._all_bags[place]]
         return DeviceLookup(own, [self._ids[number]], bags, self._trains, self._by_frequency)
 
@@ -193,7 +195,7 @@ class DeviceLookup:
         Rows of a feature without a gradient stay untouched.
         """
         batch, layout = self._batch or self.plan(), self._layout
-        if batch is None or not layout.are_alike:
+        if batch is None:
             return self._summed_alone(grads)
         came: list[Any] = [None] * len(layout.executors)
         missing = set[Any]()
