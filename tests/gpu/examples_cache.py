@@ -17,15 +17,14 @@ N, NEAR, FAR = 100, 64, 1000
 
 
 def example_plan() -> None:
-    counts, fault = torch.empty(plan.blocks(N), dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    scan, fault = torch.zeros(plan.scan_words(N), dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     order, count = torch.arange(N), torch.empty(1, dtype=torch.int32)
     unique, starts, inverse = torch.empty(N, dtype=torch.int64), torch.empty(N + 1, dtype=torch.int32), order.int()
     limits = 1, 16, 17, 2**31, 2**62  # what Triton compiles kernels anew for
-    plan.narrow(order, order.int())
     for dtype, limit in itertools.product((torch.int32, torch.int64), limits):
         keys = torch.arange(N, dtype=dtype)
-        plan.mark(keys, limit, counts, fault, counts, 7)
-        plan.collect(keys, FAR, order, counts, unique, starts, inverse, count, starts[:2])
+        plan.check(keys, limit, fault, 7)
+        plan.collect(keys, FAR, order, scan, unique, starts, inverse, count, starts[:2], checked=(limit, fault, 7))
 
 
 def example_cache() -> None:

@@ -20,12 +20,11 @@ def example_directory() -> None:
     rows, bounds = (keys, starts, None, count, keys), torch.zeros(3, dtype=torch.int32)
     for start in range(2):  # wherever counters begin
         directory.search(rows, entries, keys, counts, counts[start:], bounds)
-        for verdicts in (verdict, gate.VerdictCase(torch.ones(()), torch.ones(()), (0, 1), counts, 3)):
+        for verdicts in (verdict, gate.VerdictCase(torch.ones(()), torch.ones(()), 0, 1, counts, 3)):
             directory.enter(rows, entries, keys, counts, counts[start:], counts, (0, 1), verdicts)
 
 
 def example_open_rows() -> None:
-    keys, counts = torch.arange(N), torch.zeros(plan.blocks(N), dtype=torch.int32)
-    plan.mark(keys, 0, counts, None, counts, 7)
-    for limit in (1, 16, 1000):
-        plan.mark(keys, limit, counts, torch.zeros(4, dtype=torch.int64), counts, 7)
+    keys, words = torch.arange(N), torch.zeros(N + 1, dtype=torch.int32)
+    for fault in (None, torch.zeros(4, dtype=torch.int64)):
+        plan.collect(keys, 0, keys, words, keys, words, words, words, words, checked=(1000, fault, 7))

@@ -25,7 +25,7 @@ def tables_of(form: RecordForm, count: int, is_near: bool, draw: str, is_cached:
 def case_of(count: int, start: int = 0) -> gate.VerdictCase:
     """Return gradients of tables that kernels check, wherever their numbers begin."""
     numbers = torch.ones(count + start)[start:]
-    return gate.VerdictCase(numbers, numbers, (0, count), ONE, 3)
+    return gate.VerdictCase(numbers, numbers, 0, count, ONE, 3)
 
 
 def example_plan() -> None:
@@ -44,8 +44,7 @@ def example_open_ids() -> None:
     for count, start, dtype in itertools.product(TABLES, (0, 1), (torch.uint8, torch.int32)):  # wherever words begin
         tables, of = tables_of(forms(Adam())[0], count, True, "normal"), torch.zeros(len(KEYS), dtype=dtype)
         directory.tables(KEYS, words[start:], count, of)
-        directory.mark(KEYS, KEYS, KEYS, of, KEYS, KEYS, counts, counts)
-        plan.collect(KEYS, 0, KEYS, counts, KEYS, counts, counts, ONE, counts, of=of)
+        plan.collect(KEYS, 0, KEYS, counts, KEYS, counts, counts, ONE, counts, of=(of, KEYS, KEYS))
         arrays, found = (KEYS, counts, of, ONE, words[start:]), (KEYS, counts, some[start:])
         directory.search(arrays, tables.entries, *found, counts)
         for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count, start)):

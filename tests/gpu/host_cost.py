@@ -287,10 +287,11 @@ def launched_ways() -> dict[str, Steps]:
     ways["ten near"] = Steps(ROWS, TOGETHER, together=True)
     ways["ten open ids"] = Steps(OPEN, TOGETHER, together=True, rows=None)
     ways["ten cached"] = Steps(NEAR["cached"], TOGETHER, together=True)
+    ways |= {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
     for where in "near", "cached":
         ways[f"{where}, prefetched"] = Prefetched(NEAR[where], 1, together=False)
         ways[f"ten {where}, prefetched"] = Prefetched(NEAR[where], TOGETHER, together=True)
-    return ways | {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
+    return ways
 
 
 def costs(seconds: float) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from embedrock.device.stream_order import StreamOrder
 
-AT_ONCE = "_narrow", "_join"  # what PyTorch sorts, and no call of PyTorch is late here
+AT_ONCE = ("_join",)  # what PyTorch sorts, and no call of PyTorch is late here
 
 
 class LateCopies:

@@ -67,6 +67,7 @@ TESTS = (
     "group_on_disk",
     "trace_gate",
     "late",
+    "real_graphs",
 )
 # Rows that the CPU uses for want of something are no test of the GPU. All else that is deprecated there is only told.
 ERRORS = "embedrock.storage.listeners.PlacementWarning", "embedrock.device.pinned.PinningWarning"

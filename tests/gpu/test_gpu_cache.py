@@ -99,11 +99,11 @@ class Side:
 
     def collect(self, keys: torch.Tensor, place: DeviceTables, search: cache.VictimSearch) -> None:
         """Plan a batch whose rows arrive."""
-        n, fault = len(keys), one(0, torch.int64)
-        counts, starts, inverse = (self.scratch((size,), torch.int32) for size in (plan.blocks(n), n + 1, n))
-        plan.mark(keys, 2**31 - 1, counts, torch.cat([fault] * 4), one(7), 1)
+        n = len(keys)
+        scan, starts, inverse = (self.scratch((size,), torch.int32) for size in (plan.scan_words(n), n + 1, n))
+        scan.zero_()
         order, unique = torch.arange(n, device=DEVICE), self.scratch((n,), torch.int64)
-        plan.collect(keys, -1, order, counts, unique, starts, inverse, one(0), one(0), place, search)
+        plan.collect(keys, -1, order, scan, unique, starts, inverse, one(0), one(0), place, search)
         np.testing.assert_array_equal(unique[: int(inverse[-1]) + 1].cpu(), np.unique(keys.cpu()))
 
     def locate(self, keys: np.ndarray, count: int) -> np.ndarray:

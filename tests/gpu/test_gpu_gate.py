@@ -63,8 +63,8 @@ def test_programs_of_a_step_decide_as_judge_does(
     entries = torch.zeros(first + count, WORDS, dtype=torch.int64)
     entries[first:, 7] = mine.data_ptr() + 32 * torch.arange(count)  # other tables have no error that could be read
     now, shown = tensor(numbers[0]), tensor(numbers[1])
-    case = gate.VerdictCase(now, shown, (first, first + count), ticket if is_last else None, 9)
-    launch(_note, programs, *gate.arguments_of(case, (0, 0)), tensor(entries.numpy()), found.inside, LANES=lanes)
+    case = gate.VerdictCase(now, shown, first, first + count, ticket if is_last else None, 9)
+    launch(_note, programs, *case, tensor(entries.numpy()), found.inside, LANES=lanes)
     factors, live, finite = np.empty(count, np.float32), np.empty(count, np.int32), np.empty(count, np.int32)
     expected = faults.copy()
     reference.device.judge(numbers, expected, factors, live, finite, 9)
@@ -81,6 +81,6 @@ def test_verdicts_are_read_as_judge_has_written_them() -> None:
     addresses = faults.data_ptr() + 32 * torch.arange(2)
     numbers = tensor(np.array([0.5, 0, 2, 3], np.float32))
     gate.judge(numbers[:2], numbers[2:], tensor(addresses.numpy()), verdicts.inside, 9)
-    launch(_note, 2, *gate.arguments_of(verdicts.inside, (1, 3)), one(0), found.inside, LANES=4)
+    launch(_note, 2, *gate.case_of(verdicts.inside, (1, 3)), one(0), found.inside, LANES=4)
     for lines in found.check(2 * 4).reshape(2, 4, 2):
         assert lines[:2].tolist() == [[1, np.float32(0.25).view(np.int32)], [0, 0]]

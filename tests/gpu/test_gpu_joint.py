@@ -89,7 +89,7 @@ def launches() -> Iterator[collections.Counter[str]]:
         runtime.on_launch = before
 
 
-JOINT = dict.fromkeys(("_join", "_mark", "_collect", "_read", "_sum", "_step"), 1)
+JOINT = dict.fromkeys(("_join", "_collect", "_read", "_sum", "_step"), 1)
 
 
 @pytest.mark.parametrize(
@@ -452,8 +452,12 @@ def test_tables_with_more_rows_than_there_are_keys_are_looked_up_in_shares(monke
 def test_no_program_depends_on_another(monkeypatch: pytest.MonkeyPatch):
     detector = race_detector.install(monkeypatch)
     mine = Model(EVERYTHING).train(2)
+    (mine.loss(2) * float("nan")).backward()
+    mine.step.step()
+    with pytest.raises(er.NonFiniteGradientError):
+        mine.loss(2)
     assert detector.found == set()
-    assert {"_collect", "_step"} <= detector.launched
+    assert {"_collect", "_sum", "_step"} <= detector.launched
     assert_same(mine, Model(None).train(2))
 
 
@@ -501,15 +505,15 @@ def test_join_and_bounds(dtype: type) -> None:
     same(bounds.check(9), wanted)
     same(faults, found)
     faults.zero_()  # the plan of the same keys writes the same
-    counts, tickets, sizes = one(0).repeat(plan.blocks(n)), one(7).repeat(5), ((n, torch.int64), (n + 1, torch.int32))
+    scan, tickets, sizes = one(0).repeat(plan.scan_words(n)), one(7).repeat(5), ((n, torch.int64), (n + 1, torch.int32))
     again, sorted_keys = Poisoned((9,), torch.int32), tensor(expected[order])
     made = [Poisoned((size,), dtype).inside for size, dtype in (*sizes, (n, torch.int32), (1, torch.int32))]
-    plan.mark(sorted_keys, 0, counts, None, tickets, 8)
-    keys_of_plan = sorted_keys, int(firsts[-1]) - 1, tensor(order), counts
+    keys_of_plan = sorted_keys, int(firsts[-1]) - 1, tensor(order), scan
     plan.collect(*keys_of_plan, *made, tickets=tickets, tables=tables, found=(tensor(ids), again.inside, 8))
     same(again.check(9), wanted)
     same(faults, found)
     assert not tickets.any()
+    assert not scan.any()
     assert found[:, 2].tolist() == [-9, 0, 6, 0]
 
 

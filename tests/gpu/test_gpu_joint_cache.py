@@ -28,7 +28,7 @@ NAMES = "a", "b", "c"
 SIZES = (BATCH, BATCH, BATCH), (BATCH, 0, 3), (1, 2 * BATCH, 0)  # ids of the tables, batch by batch
 ARRIVING = dict.fromkeys(("_insert", "_exchange"), 1)
 CACHED = JOINT | ARRIVING
-OF_PLAN = dict.fromkeys(("_join", "_mark", "_collect"), 1) | ARRIVING
+OF_PLAN = dict.fromkeys(("_join", "_collect"), 1) | ARRIVING
 
 Batch = dict[str, Tensor]
 

@@ -30,8 +30,8 @@ from slow import slow
 
 DIM, BATCH = 6, 10
 TABLES = 3
-NEW = {"_search", "_enter", "_tables", "_mark_tables"}
-OPEN = dict.fromkeys({*JOINT} - {"_join", "_mark"} | NEW, 1)
+NEW = {"_search", "_enter", "_tables"}
+OPEN = dict.fromkeys({*JOINT} - {"_join"} | NEW, 1)
 PADDING = 5  # of the second table
 
 Batch = dict[str, Tensor]
@@ -228,7 +228,7 @@ def test_batches_are_planned_ahead_together() -> None:
     with launches() as seen:
         for batch in ert.prefetch(batches, layers, depth=1):
             models[0].train(batch)
-    assert seen["_mark_tables"] == seen["_search"] == len(batches)
+    assert seen["_tables"] == seen["_search"] == len(batches)
     for batch in batches:
         models[1].train(batch)
     assert_same(*models)
@@ -383,24 +383,19 @@ class Directories:
         same(found.check(n), of)
 
         second = np.argsort(of, kind="stable")
-        ordered, order = np.empty((2, n), np.int64)
-        device.mark_tables(ids[first], first, second, ordered, order)
-        got = [Poisoned((n,), torch.int64) for _ in range(2)]
-        counts, of_positions = Poisoned((plan.blocks(n),), torch.int32).inside, tensor(of[second])
-        tickets = Poisoned((1,), torch.int32)
-        put = got[0].inside, got[1].inside, counts, tickets.inside
-        directory.mark(tensor(ids[first]), tensor(first), tensor(second), of_positions, *put)
-        for each, expected in zip(got, (ordered, order), strict=True):
-            same(each.check(n), expected)
-
+        ordered, order = ids[first][second], first[second]
+        got, tickets = Poisoned((n,), torch.int64), Poisoned((1,), torch.int32)
+        scan, of_positions = tensor(np.zeros(plan.scan_words(n), np.int32)), tensor(of[second])
         unique, starts, inverse = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
         count = np.empty(1, np.int32)
-        device.collect(ordered, 0, order, count, unique, starts, inverse, count, of[second])
+        device.collect(ordered, 0, order, unique, starts, inverse, count, of[second])
         sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32)
         made = [Poisoned((size,), dtype) for size, dtype in sizes]
-        args = got[0].inside, 0, got[1].inside, counts, *(each.inside for each in made)
-        plan.collect(*args, tickets=tickets.inside, of=of_positions)
+        args = tensor(ids[first]), 0, got.inside, scan, *(each.inside for each in made)
+        plan.collect(*args, tickets=tickets.inside, of=(of_positions, tensor(second), tensor(first)))
+        same(got.check(n), order)
         assert int(tickets.check(1)[0]) == 0
+        assert not scan.any()
         rows = int(count[0])
         for each, expected in zip(made, (unique, starts[: rows + 1], inverse, count), strict=True):
             same(each.check(len(expected)), expected)

@@ -205,7 +205,7 @@ def test_members_that_a_collection_looks_up_are_planned_together():
     grouped.train()
     with launches() as counts:
         grouped.train()
-    of_open = {name: counts[name] for name in ("_mark_tables", "_search", "_enter")}
+    of_open = {name: counts[name] for name in ("_tables", "_search", "_enter")}
     assert of_open == dict.fromkeys(of_open, 1)
     grouped.check()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from gpu_device import INTERPRETED
 from tensors import Poisoned, one, same, tensor
+from triton.runtime.interpreter import interpreter_builder
 
 from embedrock.kernels.gpu import plan
 from embedrock.kernels.gpu.runtime import inlined, launch
@@ -16,8 +19,11 @@ from reference import device
 SIZES = 1, 2, 37, plan.BLOCK - 1, plan.BLOCK, plan.BLOCK + 1, 3 * plan.BLOCK + 5
 
 
-def counts_of(n: int) -> torch.Tensor:
-    return Poisoned((plan.blocks(n),), torch.int32).inside
+def scan_of(n: int) -> Poisoned:
+    """Return the zeroed words of a scan."""
+    made = Poisoned((plan.scan_words(n),), torch.int32)
+    made.inside.zero_()
+    return made
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -28,55 +34,71 @@ def test_collect(rows: int, n: int, dtype: type) -> None:
     order = np.argsort(keys, kind="stable")
     unique, starts = np.empty(n, np.int64), np.empty(n + 1, np.int32)
     inverse, count = np.empty(n, np.int32), np.empty(1, np.int32)
-    tickets = np.empty(1 + n // 64 + 2 * plan.BLOCK * (n == SIZES[2]), np.int32)  # of many tables, more than positions
-    device.mark(keys[order], rows, count, np.zeros(4, np.int64), tickets, 3)
-    device.collect(keys[order], rows, order, count, unique, starts, inverse, count)
+    tickets = np.zeros(1 + n // 64 + 2 * plan.BLOCK * (n == SIZES[2]), np.int32)  # of many tables, more than positions
+    device.collect(keys[order], rows, order, unique, starts, inverse, count)
 
     found, bounds = Poisoned((n,), torch.int64), Poisoned((n + 1,), torch.int32)
-    back, total, counts = Poisoned((n,), torch.int32), Poisoned((1,), torch.int32), counts_of(n)
+    back, total, scan = Poisoned((n,), torch.int32), Poisoned((1,), torch.int32), scan_of(n)
     sorted_keys = tensor(keys[order])
     drawn = Poisoned((len(tickets),), torch.int32)
-    plan.mark(sorted_keys, rows, counts, one(0, torch.int64), drawn.inside, 3)
     parts = found.inside, bounds.inside, back.inside, total.inside, drawn.inside
-    plan.collect(sorted_keys, rows, tensor(order), counts, *parts)
+    plan.collect(sorted_keys, rows, tensor(order), scan.inside, *parts)
     same(drawn.check(len(tickets)), tickets)
+    assert not scan.check(plan.scan_words(n)).any()  # it may be made again
     same(total.check(1), count)
     same(found.check(n), unique)
     same(bounds.check(count[0] + 1), starts[: count[0] + 1])
     same(back.check(n), inverse)
 
 
-@pytest.mark.parametrize("n", SIZES[2:5])
-def test_narrow(n: int) -> None:
-    keys = np.random.default_rng(n).integers(-(2**63), 2**63 - 1, n) >> 31  # about half of them fit
-    keys[:2] = -(2**63), 2**63 - 1
-    expected, got = np.empty(n, np.int32), Poisoned((n,), torch.int32)
-    device.narrow(keys, expected)
-    plan.narrow(tensor(keys), got.inside)
-    same(got.check(n), expected)
-    assert len(np.unique(expected)) > n // 4
-
-
 def test_no_positions() -> None:
-    nothing, none = tensor(np.empty(0, np.int64)), tensor(np.empty(0, np.int32))
-    plan.narrow(nothing, none)
-    count, starts, tickets = one(-7), one(-7), one(-7)
-    plan.mark(nothing, 5, none, one(0, torch.int64), tickets, 1)
-    plan.collect(nothing, 9, nothing, none, nothing, starts, none, count, tickets)
-    assert count.item() == starts.item() == tickets.item() == 0
+    nothing, count, starts = tensor(np.empty(0, np.int64)), one(-7), one(-7)
+    tickets, fault, scan = one(-7), one(0, torch.int64), scan_of(0)
+    args = scan.inside, nothing, starts, nothing, count, tickets
+    plan.collect(nothing, 9, nothing, *args, checked=(5, fault, 1))
+    assert count.item() == starts.item() == tickets.item() == fault.item() == 0
+    assert not scan.check(2).any()
 
 
 @inlined
-def _add_up(counts, stop, total):
-    tl.store(total, plan.sum_before(counts, stop))
+def _add_up(counts, told, stop, totals):
+    tl.store(totals, plan.sum_before(counts, stop))
+    tl.store(totals + 1, plan.sum_before(told, stop, TOLD=1))
 
 
 @pytest.mark.parametrize("stop", [0, 1, 1024, 1025, 5000])
 def test_more_blocks_than_are_added_up_at_once(stop: int) -> None:
     counts = np.random.default_rng(0).integers(0, 1024, 5001).astype(np.int32)
-    total = one(-1)
-    launch(_add_up, 1, tensor(counts), stop, total)
-    assert total.item() == counts[:stop].sum()
+    totals = one(-1).repeat(2)
+    launch(_add_up, 1, tensor(counts), tensor(counts + 1), stop, totals)
+    assert totals.tolist() == [counts[:stop].sum()] * 2
+
+
+@inlined
+def _add_late(told, total):
+    tl.store(total, plan.sum_before(told, 2, TOLD=1))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there, programs run at once")
+def test_a_program_waits_for_what_earlier_ones_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count that comes late, as if from a program that runs at the same time."""
+    told, totals, asked = tensor(np.zeros(4, np.int32)), tensor(np.zeros(4, np.int32)), []
+    builder = type(interpreter_builder)
+    load = builder.create_masked_load
+
+    def load_late(self: Any, pointers: Any, *rest: Any) -> Any:
+        found = load(self, pointers, *rest)
+        asked.append(int(told[1]))
+        if len(asked) == 3:
+            told[1] = 5
+        return found
+
+    monkeypatch.setattr(builder, "create_masked_load", load_late)
+    told[0] = 8
+    launch(_add_late, 1, told, totals)
+    assert asked[:3] == [0, 0, 0]
+    assert len(asked) == 4
+    assert totals[0] == 7 + 4
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="Triton compiles the kernel itself")
@@ -94,10 +116,17 @@ def test_a_launch_that_triton_refuses_fails_where_kernels_are_interpreted() -> N
 def test_a_key_out_of_range(keys: list[int], bad: int | None) -> None:
     expected, got = np.zeros(4, np.int64), Poisoned((4,), torch.int64)
     got.inside.zero_()
-    args, tickets = (np.array(keys), 10, np.empty(1, np.int32)), one(0)
-    device.mark(*args, expected, np.empty(1, np.int32), 16)
-    plan.mark(tensor(args[0]), 10, counts_of(len(keys)), got.inside, tickets, 16)
+    device.check(np.array(keys), 10, expected, 16)
+    plan.check(tensor(np.array(keys)), 10, got.inside, 16)
     assert expected.tolist() == ([1, 16, bad, 0] if bad is not None else [0] * 4)
     same(got.check(4), expected)
-    plan.mark(tensor(np.array([-7])), 10, counts_of(1), got.inside, tickets, 17)  # the first fault stays
+    plan.check(tensor(np.array([-7])), 10, got.inside, 17)  # the first fault stays
     assert got.check(4).tolist() == (expected.tolist() if bad is not None else [1, 17, -7, 0])
+
+    again, n = Poisoned((4,), torch.int64), len(keys)  # the plan of the same keys records the same
+    again.inside.zero_()
+    sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32), (1, torch.int32)
+    made = [Poisoned((size,), dtype).inside for size, dtype in sizes]
+    arrays = tensor(np.array(keys)), 10, tensor(np.arange(n)), scan_of(n).inside
+    plan.collect(*arrays, *made, checked=(10, again.inside, 16))
+    same(again.check(4), expected)

@@ -19,6 +19,7 @@ import embedrock.torch as ert
 from embedrock.device import attach, cuda_runtime, memory_for
 from embedrock.device import executor as side
 from embedrock.device import stream_order as timeline
+from embedrock.device.lookup import DeviceLookup
 from embedrock.errors import UnsupportedError
 from slow import slow
 
@@ -264,8 +265,10 @@ def test_tensorflow_and_pytorch_wait_for_each_other(
     side = gpu_executor.TensorFlowGpuExecutor(table, "a layer", gpu_executor.DlpackTransfer("/CPU:0", fake_cuda.GPU))
 
     def looked_up(ids: torch.Tensor, grads: torch.Tensor) -> list[torch.Tensor]:
-        plan = side.plan(ids)
-        return [side.stepped.read(plan), *side.shown(side.stepped.sum(plan, grads, None, False), is_last=True)]
+        lookup = DeviceLookup(side.stepped.layout(), [ids.clone()], trains=True)
+        found = lookup.read()
+        ((summed, _),) = lookup.sums([grads])
+        return [*found, *side.shown(summed.of(0), is_last=True)]
 
     ids, grads = tf.range(6, dtype=tf.int64), tf.ones((6, DIM))
     found = side.call(looked_up, [ids, grads], [tf.float32, tf.float32, tf.int64], functions=[])

@@ -44,7 +44,7 @@ def plan_of(sizes: list[int], seed: int = 0) -> Plan:
     keys = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
     n, order = len(keys), np.argsort(keys, kind="stable")
     starts, inverse, count = np.empty(n + 1, np.int32), np.empty(n, np.int32), np.empty(1, np.int32)
-    device.collect(keys[order], -1, order, count, np.empty(n, np.int64), starts, inverse, count)
+    device.collect(keys[order], -1, order, np.empty(n, np.int64), starts, inverse, count)
     return Plan(starts, order, inverse, int(count[0]))
 
 

@@ -21,6 +21,7 @@ from gpu_device import DEVICE
 import embedrock as er
 from disk_pair import BATCH, BESIDE, MEMBER, TOTAL, Case
 from embedrock.device import attach, memory_for
+from embedrock.device.lookup import DeviceLookup
 from embedrock.device.requirements import indexed
 from embedrock.optimizers import RULES
 from embedrock.table.stepping import StepRequest, step_all
@@ -63,9 +64,10 @@ class DevicePair(TracedPair):
             (later,) = self.batches(self._trace(), 1)
             executor.expect(torch.from_numpy(later))
         padding = int(ids[0]) if self.rng.random() < 0.2 else None  # whose row gets no gradient, and no record
-        plan = executor.plan(torch.from_numpy(ids), trains=True)
-        np.testing.assert_array_equal(executor.read(plan).cpu().numpy(), other.lookup(ids))
-        summed = executor.sum(plan, torch.from_numpy(grads).to(DEVICE), padding, False)
+        lookup = DeviceLookup(executor.layout(padding), [torch.from_numpy(ids)], trains=True)
+        (found,) = lookup.read()
+        np.testing.assert_array_equal(found.cpu().numpy(), other.lookup(ids))
+        ((summed, _),) = lookup.sums([torch.from_numpy(grads).to(DEVICE)])
         step_all([StepRequest((executor.rows,), replace(cast(Any, there.rule), lr=lr), summed, executor=executor)])
         others = np.full(ids.shape, True) if padding is None else ids != padding
         other.update(ids[others], grads[others], lr=lr)

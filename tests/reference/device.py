@@ -35,26 +35,11 @@ NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a
 # ---------------------------------------------------------------- the plan
 
 
-def narrow(keys: Int64Array, narrowed: Int32Array) -> None:
-    """Write keys to `narrowed` (n,): those that do not fit become the least or the most that does."""
-    limits = np.iinfo(np.int32)
-    narrowed[:] = np.clip(keys, limits.min, limits.max)
-
-
-def mark(
-    keys: Int64Array, limit: int | None, counts: Int32Array, fault: Int64Array, tickets: Int32Array, number: int
-) -> None:
+def check(keys: Int64Array, limit: int, fault: Int64Array, number: int) -> None:
     """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: code, ``number``, key.
 
-    Args:
-        keys: (n,), sorted; int32 or int64.
-        limit: see above; None: no key is outside.
-        counts: how many keys begin in each block, for the fast `collect`.
-        tickets: int32, of which nobody has drawn one yet.
+    The keys, (n,), are sorted; int32 or int64.
     """
-    tickets[:] = 0
-    if limit is None:
-        return
     bad = keys[[0, -1]][[keys[0] < 0, keys[-1] >= limit]]
     if bad.size and not fault[0]:
         fault[:3] = OUT_OF_RANGE, number, bad[0]
@@ -64,7 +49,6 @@ def collect(
     keys: Int64Array,
     nobody: int,
     order: Int64Array,
-    counts: Int32Array,
     unique: Int64Array,
     starts: Int32Array,
     inverse: Int32Array,
@@ -74,7 +58,7 @@ def collect(
     """Write the plan of sorted keys.
 
     Args:
-        keys, counts: as `mark` had them.
+        keys: (n,), see `check`.
         nobody: what fills `unique`.
         order: int64 (n,), their positions.
         unique: int64 (n,), ascending.
@@ -425,8 +409,8 @@ def bounds(
         paddings: an id of each table, or less than 0.
         bounds: int32 (2 * k + 1,) receives where the keys of each table begin, and the last ones end; and the place of
             the key of each one's padding, -1 for none.
-        faults: int64 (k, 4): see `mark`.
-        number: see `mark`.
+        faults: int64 (k, 4): see `check`.
+        number: see `check`.
     """
     bounds[: len(firsts)] = np.searchsorted(unique, firsts - 1)
     for table, first in enumerate(firsts[:-1]):
@@ -470,7 +454,7 @@ def bags(
         offsets: int32 (bags + 1,) receives where the positions of each bag begin, and the last ones end.
         bags: int32 (n,) receives the bag of each position.
         words: int32 (bags,) receives twice the row that does not count in a bag, and 1 more for a mean.
-        faults: int64 (k, 4): see `mark`.
+        faults: int64 (k, 4): see `check`.
     """
     position = bag = 0
     for feature in features:
@@ -534,17 +518,6 @@ def tables(order: Int64Array, cuts: Int64Array, found: np.ndarray) -> None:
         found: see above.
     """
     found[:] = np.searchsorted(cuts, order, side="right") - 1
-
-
-def mark_tables(ids: Int64Array, first: Int64Array, second: Int64Array, ordered: Int64Array, order: Int64Array) -> None:
-    """Put positions that were sorted by id, and then by table, in that order.
-
-    Args:
-        ids, first: (n,), sorted ids, and their positions.
-        second: (n,), which of those comes where.
-        ordered, order: (n,) receive the ids, and their positions.
-    """
-    ordered[:], order[:] = ids[second], first[second]
 
 
 def search_tables(

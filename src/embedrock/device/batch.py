@@ -89,6 +89,7 @@ class DeviceBatch:
         bounds: int32 (2 * k + 1,), begin of each table's rows, the end of the last, and each table's padding row.
         ends, paddings: int32 (k,), parts of it: the end of each table's rows, and its padding row, -1 for none.
         found: weights that a lookup has read from RAM, for a step of the same rows.
+        norms: memory for the norms of the first sums, see `RowSums`; None: it is taken.
     """
 
     keys: Tensor
@@ -103,9 +104,11 @@ class DeviceBatch:
     ids: Any = None
     positions: Tensor | None = None
     found: FoundWeights | None = None
+    norms: Tensor | None = None
     placed: Tensor
     _space: Any = None
     _search: Any = None
+    _moves: Tensor
 
     def __init__(self, features: FeatureLayout, sizes: BatchSizes, trains: bool, counts: Sequence[bool] | None) -> None:
         self.layout, self.sizes, self.executors = features, sizes, features.executors
@@ -113,6 +116,7 @@ class DeviceBatch:
         times, self.stamps = features.begin_batch(sizes.positions, trains)
         self.tables, self.firsts = features.of_words(features.known(counts))
         self.placed = sizes.placed
+        self.norms = features.norms(len(self.executors), self.family.device) if trains else None
         if self.family.kind.is_cached:
             self._begin_search(times, sizes.words)
         if features.first.timeline.captured is not None:
@@ -131,17 +135,17 @@ class DeviceBatch:
         """Plan the batch of ids (n,), and load its rows; `is_ahead`: `look_up` follows when they are looked up."""
         self.given = given
         n, k, family = self.sizes.n, len(self.executors), self.family
-        self._space = self.layout.take((n, k), 44 * n, _space, family.device, n, k)
+        is_cached = self._search is not None
+        self._space = self.layout.take((n, k, is_cached), 44 * n, _space, family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
-        self.keys, self.inverse, positions, self.count, self.starts, counts, self.tickets = arrays
+        self.keys, self.inverse, positions, self.count, self._moves, self.starts, self.tickets, scan = arrays
         kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)
         ordered, self.order = torch.sort(positions, stable=True)
-        plan_kernels.mark(ordered, 0, counts, None, self.tickets, self.stamps[0])
         self.positions = positions
         search = None if self._search is None else self._victims()
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
-        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, counts, *plan, self.tables, search, found)
+        plan_kernels.collect(ordered, self.nobody, self.order, scan, *plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
@@ -153,8 +157,8 @@ class DeviceBatch:
             return None
         # Times in memory are adjacent, in the order of tables.
         times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
-        self._moves = self.layout.take(("moves", self.sizes.n), 24 * self.sizes.n, _moves, placed.device, self.sizes.n)
-        return VictimSearch(self._moves.arrays, programs, shares=placed[: len(words)], times=times)
+        moves = self._moves.view(torch.int64).view(-1, 3)
+        return VictimSearch(moves, programs, shares=placed[: len(words)], times=times)
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
@@ -314,18 +318,26 @@ def tickets_of(n: int, k: int) -> int:
     return k + partial_rows(n, k) + 1 + k
 
 
-def _moves(device: torch.device, n: int) -> Tensor:
-    return torch.empty(n, 3, dtype=torch.int64, device=device)
+def space_of(device: torch.device, wide: int, n: int, k: int, narrow: tuple[int, ...], tickets: int) -> Any:
+    """Return memory of a batch of n positions of k tables, in one allocation.
 
+    Args:
+        device, n, k: see above.
+        wide: number of int64 tensors with n elements.
+        narrow: sizes of int32 tensors.
+        tickets: number of counters.
 
-def parts_of(arrays: list[Any], k: int) -> tuple[list[Any], Any, Any, Any]:
-    """Return the arrays of a batch of k tables without its bounds, these, and their parts: see `DeviceBatch`."""
+    Returns:
+        The tensors; `starts`, `tickets` and a scan (see `plan.collect`), as parts; `bounds`, `ends` and `paddings`.
+    """
+    words = plan_kernels.scan_words(n)
+    arrays = carved(device, layout((*(2 * n,) * wide, *narrow), (n + 1, tickets, words, 2 * k + 1)))
+    as_tensor(arrays[-2]).zero_()
+    arrays[:wide] = [part.view(torch.int64) for part in arrays[:wide]]
     *arrays, bounds = arrays
     return arrays, bounds, bounds[1 : k + 1], bounds[k + 1 :]
 
 
-def _space(device: torch.device, n: int, k: int) -> Any:
-    """Return keys, inverse, positions and count; as parts, starts, counts and tickets: see `parts_of`."""
-    sizes = n + 1, plan_kernels.blocks(n), tickets_of(n, k), 2 * k + 1
-    keys, *arrays = carved(device, layout((2 * n, n, n, 1), sizes))
-    return parts_of([keys.view(torch.int64), *arrays], k)
+def _space(device: torch.device, n: int, k: int, is_cached: bool) -> Any:
+    """Return keys, inverse, positions, count and moves of rows into a cache; see `space_of`."""
+    return space_of(device, 1, n, k, (n, n, 1, 6 * n if is_cached else 0), tickets_of(n, k))

@@ -39,7 +39,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     """
 
     judge = staticmethod(judge)
-    checks_in_step = begins_by_version = True
     batch = DeviceBatch
 
     def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, placement: DeviceLayout) -> None:

@@ -81,13 +81,13 @@ class GpuExecutor(ABC):
     judge: Any  # `steps.judge`, in subclasses
     batch: type[DeviceBatch]
     is_newer = False
-    plans = False  # the device plans, not the host
-    begins_by_version = False  # `begin` does nothing more unless the table's version or state has changed
+    # The device plans, not the host. Then `begin` does nothing unless the table's version or state has changed, and the
+    # kernels of a step check the gradients themselves, where a batch gives them work.
+    plans = False
     joins: Any = None  # the family of tables that can be looked up together with this one; None: it is looked up alone
     # The owner of the room for a step's rows. Tables with the same owner are prepared together, by
     # `HostPlannedExecutor.prepare_all`. None: all rows have room from the beginning.
     room: Any = None
-    checks_in_step = False  # the kernel of a step checks the gradients itself, where a plan gives it work
     not_captured: str | None = "the host plans its batches"  # why steps cannot be captured; None: they can
 
     def __init__(
@@ -111,9 +111,7 @@ class GpuExecutor(ABC):
         self.is_looked_up = False
         self._seen = -1  # the table version that it has loaded
         self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
-        self._layouts = dict[int | None, FeatureLayout]()
         self.constants = StepConstants(device, self.timeline)
-        self.no_row = torch.full((1,), -1, dtype=torch.int32, device=device)  # the row -1
         self.no_fault = torch.ones(4, dtype=torch.int64, device=device)  # takes no other error
 
     @property
@@ -146,7 +144,6 @@ class GpuExecutor(ABC):
         self.timeline.finish()
         self._free()
         self.ahead = self.expected = self._known = None
-        self._layouts.clear()
         self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
@@ -185,10 +182,6 @@ class GpuExecutor(ABC):
     def family(self) -> TableFamily:
         """The family of tables that batches may have together with this one."""
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids, float32 ``ids.shape + (dim,)``."""
-        return DeviceLookup(self.layout(), [ids]).read()[0]
-
     def bags(self, ids: Tensor, mode: str, starts: Tensor | None, weights: Tensor | None) -> FeatureBags:
         """Return bags of ids.
 
@@ -203,11 +196,8 @@ class GpuExecutor(ABC):
         return FeatureBags(mode, ids.shape[1] if starts is None else 0, starts, weights)
 
     def layout(self, padding: int | None = None) -> FeatureLayout:
-        """Return the layout of lookups of the table alone."""
-        known = self._layouts.get(padding)
-        if known is None:
-            known = self._layouts[padding] = FeatureLayout([self], [padding])
-        return known
+        """Return a new layout of lookups of the table alone. (The executor keeps none, as layouts keep executors.)"""
+        return FeatureLayout([self], [padding])
 
     def begin_batch(self, n: int, trains: bool) -> BatchTime:
         """Begin a batch of n positions; return its time."""

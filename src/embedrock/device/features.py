@@ -260,7 +260,7 @@ class FeatureLayout:
             for executor in self.executors:
                 executor.check()
                 executor.begin()
-            self._quiet = [(*state, list(running)) for *state, running in map(_STATE, self._rows())]
+            self._quiet = [(*state, list(running)) for *state, running in map(_STATE, self.rows())]
         if any(map(_COPIED, self._timelines)):
             self.wait_for_copies()
         aheads = list(map(_AHEAD, self.executors))
@@ -270,13 +270,14 @@ class FeatureLayout:
             executor.ahead = None
         return aheads
 
-    def _rows(self) -> list[Any]:
+    def rows(self) -> list[Any]:
+        """Return the states of the tables."""
         return list(map(call, self._rows_of))
 
     def is_quiet(self) -> bool:
         """Return whether nothing has changed since the last lookup that the executors' `begin` would look at."""
-        rows = self._rows()
-        if not self.first.begins_by_version or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
+        rows = self.rows()
+        if not self.first.plans or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
             return False
         if list(map(_EPOCH, self.executors)) != list(map(_MEMORY, self.executors)):
             return False
@@ -313,7 +314,7 @@ class FeatureLayout:
         family, k = self.first.family, len(self.executors)
         if family.is_open or k == 1:
             return k == 1 or [executor.joins for executor in self.executors].count(family) == k
-        return not any(map(_HISTORY, self._rows()))
+        return not any(map(_HISTORY, self.rows()))
 
     def end(self, trains: bool) -> None:
         """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""

@@ -214,13 +214,15 @@ def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: A
         batch: of the positions.
         what, share: the shares of positions in gradients of bags, see `sums.sum_shares`.
     """
-    (n, k), dim, device = (batch.sizes.n, len(batch.executors)), grads.shape[1], grads.device
+    (n, k), dim, device = (batch.sizes.n, len(batch.executors)), grads.shape[1], batch.order.device
     if grads.stride(1) != 1:  # expanded (as of a sum) or transposed; kernels read contiguous rows
         grads = grads.contiguous()
     form = "sums", n, dim, k
     space = batch.layout.take(form, 4 * n * dim, _space, device, *form[1:])
     values, partial, squares = space.arrays
-    norms = batch.layout.norms(k, device)
+    norms, batch.norms = batch.norms, None  # handles may keep them
+    if norms is None:
+        norms = batch.layout.norms(k, device)
     plan = batch.starts, batch.order, batch.inverse, batch.ends
     scratch = sums.SumScratch(partial, squares, batch.tickets)
     sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms, *batch.layout_of_sums)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,8 +15,9 @@ from embedrock.device import device_errors as faults
 from embedrock.device.copies import pinned_copy
 from embedrock.device.dense import DenseGpuExecutor
 from embedrock.device.device_errors import step_numbers
-from embedrock.device.features import working
-from embedrock.device.step_constants import count_launched, draft_step
+from embedrock.device.executor import GpuExecutor
+from embedrock.device.features import FeatureLayout
+from embedrock.device.step_constants import count_all, draft_step
 from embedrock.errors import NonFiniteGradientError, UnsupportedError
 from embedrock.kernels import arguments
 from embedrock.kernels.gpu.addresses import BatchTime
@@ -111,6 +113,8 @@ class GraphCapture:
 
     def __init__(self, executors: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
         self.executors, self._stream, self.is_recording = tuple(executors), stream, False
+        self._layout = FeatureLayout(self.executors, [None] * len(self.executors))
+        self._generations = list(map(_GENERATION, self._layout.locks))
         self._numbers = CapturedNumbers(len(executors) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), executors[0].device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: list[CapturedLookup] = []
@@ -146,7 +150,7 @@ class GraphCapture:
         Returns:
             The result of `run`. Each replay writes its tensors.
         """
-        with torch.cuda.stream(self._stream), working(self.executors):
+        with torch.cuda.stream(self._stream), self._layout.working:
             for executor in self.executors:
                 executor.expect_nothing()
         graph = torch.cuda.CUDAGraph()
@@ -223,7 +227,9 @@ class GraphCapture:
             step = self._steps[key] = self._table_step(rule, executor)
         step.executors.append(executor)
         if not self.is_recording:
-            self._count(step, executor, rule, self._judged_now)
+            rows = executor.rows
+            draft = draft_step(executor, rows, rule)
+            self._write(step, *count_all([(rows, executor)], [draft], self._judged_now)[0])
             self._numbers.upload()
         return step.step, step.numbers
 
@@ -241,11 +247,14 @@ class GraphCapture:
 
     def suits(self, rules: Mapping[DenseGpuExecutor, Rule]) -> bool:
         """Return whether the graph is still valid: the same tables share constants, and no records have moved."""
-        alike = all(
-            len({(rules[executor], executor.rows.steps) for executor in step.executors}) == 1
-            for step in self._steps.values()
-        )
-        return alike and all(executor.is_current for executor in self.executors)
+        if list(map(_GENERATION, self._layout.locks)) != self._generations:
+            return False
+        counts = dict(zip(self.executors, map(_STEPS, self._layout.rows()), strict=True))
+        for step in self._steps.values():
+            own = [rules[executor] for executor in step.executors], [counts[executor] for executor in step.executors]
+            if any(values.count(values[0]) < len(values) for values in own):
+                return False
+        return True
 
     def replay(self, rules: Mapping[DenseGpuExecutor, Rule]) -> None:
         """Replay the step with the current rules.
@@ -255,31 +264,47 @@ class GraphCapture:
             ClosedTableError: a table is closed.
         """
         assert self._graph is not None  # it was recorded
-        with held_back(), working(self.executors):
-            for executor in self.executors:
-                executor.check()
+        layout = self._layout
+        with held_back(), layout.working:
+            if layout.begin() is not None or layout.expects():
+                for executor in self.executors:
+                    executor.expect_nothing()
+            rows = dict(zip(self.executors, layout.rows(), strict=True))
             for batch in self._batches:
-                self._begin(batch)
+                self._begin_again(batch)
             judged = [self._number_judged(place) for place in self._judged]
             for step in self._steps.values():
-                for executor in step.executors:
-                    self._count(step, executor, rules[executor], judged[step.judged])
+                first = step.executors[0]
+                draft = draft_step(first, rows[first], rules[first])  # of all of them: see `suits`
+                steps = [(rows[executor], executor) for executor in step.executors]
+                counted = count_all(steps, [draft] * len(steps), judged[step.judged])
+                self._write(step, *counted[0])
             self._numbers.upload()
             self._graph.replay()
             faults.ask([executor.faults for executor in self.executors])
-            for executor in {batch.executor: None for batch in self._batches}:
-                executor.rows.table_lock.use(executor)
+            layout.begin_read()  # readers of the records wait for the replay
             for executor in self.skips:
                 executor.faults.look()
                 with suppress(NonFiniteGradientError):
                     executor.check()
+
+    def _begin_again(self, batch: CapturedLookup) -> None:
+        executor = batch.executor
+        if batch.place is None:
+            executor.clock.stamp += 1
+        else:
+            time = GpuExecutor.begin_batch(executor, batch.n, batch.trains)
+            self._numbers.write(batch.place, (time.stamp, time.span, time.hand))
 
     def _number_judged(self, place: int) -> int:
         number = next(step_numbers)
         self._numbers.write(place, (number,))
         return number
 
-    def _count(self, step: CapturedStep, executor: DenseGpuExecutor, rule: Rule, judged: int) -> None:
-        number, numbers = count_launched(executor, executor.rows, draft_step(executor, executor.rows, rule), judged)
+    def _write(self, step: CapturedStep, number: int, numbers: Any) -> None:
+        """Write a counted step's number and the rule's step constants."""
         self._numbers.write(step.place, (number,))
         self._numbers.write(step.place + 1, numbers, np.float32)
+
+
+_GENERATION, _STEPS = attrgetter("generation"), attrgetter("steps")

@@ -204,10 +204,6 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return self._directory is not None
 
     @property
-    def checks_in_step(self) -> bool:
-        return self._directory is not None
-
-    @property
     def family(self) -> TableFamily:
         kind = self.cache.kind
         if self._family is None or self._family_of is not kind:  # rows may have outgrown the placement
@@ -228,10 +224,6 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def entry_words(self) -> TableEntryWords:
         words = super().entry_words()
         return words if self._directory is None else words._replace(directory=self._directory.words)
-
-    @property
-    def begins_by_version(self) -> bool:
-        return self._directory is not None
 
     def begin(self) -> None:
         self._open()

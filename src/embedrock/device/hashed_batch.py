@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from embedrock.device.batch import DeviceBatch, SteppedTables, parts_of, tickets_of
+from embedrock.device.batch import DeviceBatch, SteppedTables, space_of, tickets_of
 from embedrock.device.cache import load_rows
 from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import cache
@@ -55,23 +55,22 @@ class HashedBatch(DeviceBatch):
 
     def make(self, given: Tensor, is_ahead: bool = False) -> Self:
         self.given, n, k = given, self.sizes.n, len(self.executors)
-        self._space = self.layout.take((n, k), 80 * n, _space, self.family.device, n, k)
+        is_cached = self._search is not None
+        self._space = self.layout.take((n, k, is_cached), 80 * n, _space, self.family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
-        self.keys, self.ids, ordered, order, self.inverse, self.count, new, self.starts, counts, self.tickets = arrays
+        self.keys, self.ids, self.order, self.inverse, self.count, new, self._moves, *parts = arrays
+        self.starts, self.tickets, scan = parts
         ids = given.to(torch.int64)
         plan = self.ids, self.starts, self.inverse, self.count, self.tickets
         if k == 1:
-            ordered, self.order = torch.sort(ids, stable=True)
-            self._mark(ordered, counts, is_ahead)
+            self._ordered, self.order = torch.sort(ids, stable=True)
+            plan_kernels.collect(self._ordered, 0, self.order, scan, *plan, checked=None if is_ahead else self._range)
         else:
             of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=ids.device)
             by_id, first = torch.sort(ids, stable=True)
             kernels.tables(first, self._begins, k, of_positions)
             self.of_positions, second = torch.sort(of_positions, stable=True)
-            kernels.mark(by_id, first, second, self.of_positions, ordered, order, counts, self.tickets)
-            self.order = order
-        self._ordered = ordered
-        plan_kernels.collect(ordered, 0, self.order, counts, *plan, of=self.of_positions)
+            plan_kernels.collect(by_id, 0, self.order, scan, *plan, of=(self.of_positions, second, first))
         self._new = new, self.tickets[-2 * k - 1 : -k - 1]
         if not is_ahead or self._search is not None:  # else the lookup finds the slots
             self._find(*self._new)
@@ -79,11 +78,12 @@ class HashedBatch(DeviceBatch):
             self._load()
         return self
 
-    def _mark(self, ordered: Tensor, counts: Any, is_ahead: bool) -> None:
+    @property
+    def _range(self) -> tuple[int, Tensor, int] | None:
+        """The limit of the ids of one table, its error, and the number of the batch; None: ids are open."""
         executor: Any = self.layout.first
-        rows, fault = executor.spec.rows, executor.faults.tensor
-        is_checked = rows is not None and not is_ahead
-        plan_kernels.mark(ordered, rows or 0, counts, fault if is_checked else None, self.tickets, self.stamps[0])
+        rows = executor.spec.rows
+        return None if rows is None else (rows, executor.faults.tensor, self.stamps[0])
 
     def _load(self) -> None:
         """Load the rows into the device cache."""
@@ -95,10 +95,8 @@ class HashedBatch(DeviceBatch):
 
     def look_up(self) -> None:
         """Find the slots of rows that were planned ahead, and record an id that is outside of its table."""
-        executor: Any = self.layout.first
-        if (rows := executor.spec.rows) is not None:
-            mark = plan_kernels.mark
-            mark(self._ordered, rows, self._space.arrays[0][-2], executor.faults.tensor, self.tickets, self.stamps[0])
+        if self._range is not None:
+            plan_kernels.check(self._ordered, *self._range)
         if self.slots is None:
             self._find(*self._new)
 
@@ -181,8 +179,7 @@ class HashedBatch(DeviceBatch):
         return own.make(ids)
 
 
-def _space(device: torch.device, n: int, k: int) -> Any:
-    """Return keys, ids, sorted ids, order, inverse, count and new; as parts, starts, counts and tickets."""
-    more = n + 1, plan_kernels.blocks(n), tickets_of(n, k) + k, 2 * k + 1
-    *wide, _, _, _, _, _, _, _ = arrays = carved(device, layout((*(2 * n,) * 4, n, 1, kernels.blocks(n + 1)), more))
-    return parts_of([*(part.view(torch.int64) for part in wide), *arrays[4:]], k)
+def _space(device: torch.device, n: int, k: int, is_cached: bool) -> Any:
+    """Return keys, ids, order, inverse, count, new and moves of rows into a cache; see `space_of`."""
+    narrow = n, 1, kernels.blocks(n + 1), 6 * n if is_cached else 0
+    return space_of(device, 3, n, k, narrow, tickets_of(n, k) + k)

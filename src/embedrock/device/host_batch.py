@@ -6,6 +6,7 @@ import copy
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from embedrock.batch.plan import Plan
@@ -66,6 +67,7 @@ class HostBatch(DeviceBatch):
         words = () if shares is None else (*shares[0], *times_of([time]))
         self._upload(host, (*self.sizes.words, *words))
         if shares is not None:
+            self._moves = torch.empty(6 * self.sizes.n, dtype=torch.int32, device=self.family.device)
             self._search = shares, self.placed[len(self.sizes.words) :], time
 
     def _upload(self, host: Plan, words: tuple[int, ...]) -> None:

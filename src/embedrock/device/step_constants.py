@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,24 +66,26 @@ def draft_step(executor: Any, rows: TableState, rule: Rule) -> Any:
     return executor.constants.uploaded(next_numbers(rows, rule))
 
 
-def count_step(executor: Any, rows: TableState, rule: Rule, draft: Any, number: Any) -> tuple[Any, Any]:
-    """Count a drafted step; return its number and the rule's step constants, for kernels.
+def count_all(steps: Sequence[tuple[TableState, Any]], drafts: Sequence[Any], number: int) -> list[tuple[int, Any]]:
+    """Count drafted steps that are launched now or by the next replay.
 
     Args:
-        executor: a `GpuExecutor`.
-        rows: of the table.
-        rule: with the layout of the table's rule.
-        draft: the result of `draft_step`.
+        steps: the rows of each table, and its executor.
+        drafts: the results of `draft_step`.
         number: see `steps.DeviceStep`.
+
+    Returns:
+        The number of each step, and the rule's step constants, for kernels.
     """
-    captured = executor.timeline.captured
-    return count_launched(executor, rows, draft, number) if captured is None else captured.begin_step(executor, rule)
-
-
-def count_launched(executor: Any, rows: TableState, draft: Any, number: int) -> tuple[int, Any]:
-    """Count a step that is launched now or by the next replay: see `count_step`."""
-    rows.count(draft)
-    executor.mark_changed()
-    if number:
-        executor.faults.launched.append(number)
-    return rows.steps, draft
+    counted: list[tuple[int, Any]] = []
+    for (rows, executor), draft in zip(steps, drafts, strict=True):
+        if rows.history is not None:
+            rows.count(draft)
+        else:  # as `TableState.count` does, without a call for each table
+            rows.steps += 1
+            rows.version.now += 1
+        executor.mark_changed()
+        if number:
+            executor.faults.launched.append(number)
+        counted.append((rows.steps, draft))
+    return counted

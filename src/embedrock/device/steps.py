@@ -18,7 +18,7 @@ from embedrock.device import device_errors
 from embedrock.device.batch import SteppedTables
 from embedrock.device.device_errors import step_numbers
 from embedrock.device.gradients import DeviceRowGradients, RowSums
-from embedrock.device.step_constants import check_rule, count_step, draft_step
+from embedrock.device.step_constants import check_rule, count_all, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
 from embedrock.kernels.cpu.threads import BackgroundCall
 from embedrock.kernels.gpu import gate
@@ -202,9 +202,9 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
         drafts.append(draft)
     which, known = (first, first + len(steps)), verdicts
     if known is None:
-        known = gate.VerdictCase(*_numbers(steps), which, sums.batch.tickets, number)
+        known = gate.VerdictCase(*_numbers(steps), *which, sums.batch.tickets, number)
     stepped = sums.batch.ready(which, sums.values, known, steps[0].clip_value)
-    executor.timeline.uses(sums.values, stepped.keys, *([] if verdicts is None else [verdicts]))
+    executor.timeline.uses(sums.values, stepped.keys, sums.norms if verdicts is None else verdicts)
     return functools.partial(_step, steps, stepped, which, known, number, drafts)
 
 
@@ -244,7 +244,11 @@ def _step(
         alike.append((part.rule, part.rows.steps, part.scaled and part.scaled.clip_value, is_known))
     if admit is not None:
         admit()
-    counted = _counted(steps, drafts, number)
+    captured = executor.timeline.captured
+    if captured is None:
+        counted = count_all([(rows, own) for rows, _, own, *_ in steps], drafts, number)
+    else:
+        counted = [captured.begin_step(part.executor, part.rule) for part in steps]
     if executor.room is not None:
         executor.step_beside(counted[0][1])
     for (_, _, clip, is_known), places in itertools.groupby(range(len(steps)), key=alike.__getitem__):
@@ -259,22 +263,6 @@ def _step(
         kernels.step(keys, ids, count, bounds, tables, run, sums.values, own, clip, step, numbers, were)
     if not executor.timeline.is_recorded:
         device_errors.ask(list(map(_FAULTS, steps)))
-
-
-def _counted(steps: Sequence[TableStep], drafts: Sequence[Any], number: Any) -> list[tuple[Any, Any]]:
-    """Count drafted steps; return their numbers and the rules' step constants: see `count_step`."""
-    counted: list[tuple[Any, Any]] = []
-    for (rows, rule, executor, *_), draft in zip(steps, drafts, strict=True):
-        if rows.history is not None or executor.timeline.captured is not None:
-            counted.append(count_step(executor, rows, rule, draft, number))
-            continue
-        rows.steps += 1  # as `TableState.count` and `count_launched` do, by one call for each table
-        rows.version.now += 1
-        executor.mark_changed()
-        if number:
-            executor.faults.launched.append(number)
-        counted.append((rows.steps, draft))
-    return counted
 
 
 def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
@@ -330,7 +318,7 @@ def _by_room(due: Sequence[TableStep]) -> list[list[TableStep]]:
 def _are_checked_in_step(runs: Sequence[Sequence[TableStep]]) -> bool:
     # Only where one batch has all rows. No kernel runs for an empty one.
     (first, *_), *others = runs
-    return not others and first.executor.checks_in_step and first.sums.values.shape[0] > 0
+    return not others and first.executor.plans and first.sums.values.shape[0] > 0
 
 
 def prepare(due: Sequence[TableStep]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,9 @@ from embedrock.optimizers import Rule
 from embedrock.table.table import rows_of
 from embedrock.torch.optim import RowOptimizer
 from embedrock.torch.training.backward import as_it_is
-from embedrock.torch.training.handle import Handle
+from embedrock.torch.training.generation import generation
+from embedrock.torch.training.handle import Handle, drop_gradients
+from embedrock.torch.training.ranks import are_there_groups
 from embedrock.torch.training.sharing import OptimizedRows
 from embedrock.torch.whole import ModelOptimizer
 
@@ -35,7 +38,8 @@ def graphed(step: Callable[..., Any], *optimizers: RowOptimizer | ModelOptimizer
 
     Args:
         step: makes one training step: forward, backward, and ``step()`` of all optimizers, once. It must not read
-            tensor values on the host. PyTorch's optimizers in it need ``capturable=True``.
+            tensor values on the host. PyTorch's optimizers in it need ``capturable=True``, and ``fused=True`` with a
+            `GradScaler`, which belongs in it as a whole.
         optimizers: optimizers of all rows that `step` uses: Embedrock's, or results of `ert.optimizer`.
         warmup: number of ordinary calls of each form before its capture, at least 1.
 
@@ -88,6 +92,8 @@ class GraphedStep:
         self._step, self._optimizers, self._warmup = step, optimizers, warmup
         self._graphs: dict[Any, _Graph] = {}
         self._has_warned = False
+        self._known: list[Any] = []  # executors, as of the generations and handles that `_rests` has
+        self._rests: Any = None
 
     @property
     def graphs(self) -> int:
@@ -104,9 +110,11 @@ class GraphedStep:
             NonFiniteGradientError, IdError, ...: as in an ordinary step.
         """
         bound = [part for optimizer in self._optimizers for part in optimizer.bound()]
-        executors = [_executor(part) for part in bound]
+        handles = [part.handle for part in bound]
+        executors = self._executors(bound, handles)
         values, form = pytree.tree_flatten((args, kwargs))
-        rows = tuple((id(part.handle), part.handle.requires_grad, part.clip_value) for part in bound)
+        clips = [part.clip_value for part in bound]
+        rows = *map(id, handles), *map(_TRAINS, handles), *clips
         device = executors[0].device.type  # a graph is valid under the modes of its capture
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         key = form, tuple(map(_form_of, values)), rows, modes
@@ -119,11 +127,21 @@ class GraphedStep:
                 self._warn_of_many()
                 return self._step(*args, **kwargs)
             graph = self._graphs[key] = _Graph(self._step, executors, values, form, self._warmup)
-        _forget(bound)  # gradients of an earlier step, which a capture would add to
+        drop_gradients(handles, set_to_none=True)  # of an earlier step, which a capture would add to
         try:
             return graph.run(values, rules)
         finally:
-            _forget(bound)  # their memory may belong to the graph
+            drop_gradients(handles, set_to_none=True)  # their memory may belong to the graph
+
+    def _executors(self, bound: Sequence[OptimizedRows], handles: Sequence[Handle]) -> list[Any]:
+        """Return the GPU executors of the rows, checked again where anything has changed: see `_executor`."""
+        rests = generation.now, list(map(id, handles)), [part.rows.table_lock.generation for part in bound]
+        is_quiet = rests == self._rests and not are_there_groups() and not any(map(_JOINT, handles))
+        is_quiet = is_quiet and not any(map(_SEEN, handles)) and not any(map(_FOLLOWERS, handles))
+        if not (is_quiet and {("raise", None)}.issuperset(map(_STATE, bound))):
+            self._known = [_executor(part) for part in bound]
+            self._rests = generation.now, *rests[1:]
+        return self._known
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
@@ -161,9 +179,13 @@ class _Graph:
     def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
         from embedrock.device.copies import pinned_copy
 
-        for own, value in zip(self._inputs, values, strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(pinned_copy(value, own.device), non_blocking=True)
+        pairs = zip(self._inputs, values, strict=True)
+        given = [(own, value) for own, value in pairs if isinstance(own, Tensor)]
+        if given:
+            inputs, tensors = zip(*given, strict=True)
+            if not {inputs[0].device}.issuperset(map(_DEVICE, tensors)):
+                tensors = [pinned_copy(value, inputs[0].device) for value in tensors]
+            torch._foreach_copy_(inputs, tensors, non_blocking=True)
         if self._left:
             self._left -= 1
             return pytree.tree_map(_copy, self.captured.rehearse(self._step))
@@ -186,11 +208,6 @@ class _Graph:
             ) from error
 
 
-def _forget(bound: Iterable[OptimizedRows]) -> None:
-    for part in bound:
-        part.handle.forget()
-
-
 def _executor(part: OptimizedRows) -> Any:
     """Return the GPU executor of an optimizer's rows, for a graph.
 
@@ -200,10 +217,12 @@ def _executor(part: OptimizedRows) -> Any:
     handle = part.handle
     executor: Any = handle.executor()
     why = getattr(executor, "not_captured", "the CPU reads and steps its rows")
+    if handle.max_norm is not None:
+        why = "the CPU reads and steps its rows, which max_norm shrinks"
     if why is None and executor.device.type != "cuda":
         why = "its rows are not on a GPU"
     if why is None and rows_of(handle.table).on_nonfinite != "raise":
-        why = 'of on_nonfinite="skip", for which the host must know whether a step is made'
+        why = 'of on_nonfinite="skip", with which the host waits for each step: a GradScaler in the step skips it, too'
     if why is None and handle.followers:
         why = "its rows are averaged (ert.average), which the host does at each step"
     if why is not None:
@@ -218,11 +237,19 @@ def _executor(part: OptimizedRows) -> Any:
 
 def _not_captured(handle: Handle, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"steps of {handle.label} cannot be captured in a CUDA graph: {why}. Those of tables can be that the GPU plans "
-        "(rows=, no directory=), near, cached or in place. Call the step itself, without ert.graphed."
+        f"steps of {handle.label} cannot be captured in a CUDA graph: {why}. A graph takes tables in RAM with rows= "
+        "and Embedrock's initializers, near, cached or in place. It takes none with directory=, admission=, eviction=, "
+        "sharded=, max_norm, dense=True or ert.average. Leave that out, or call the step itself, without ert.graphed."
     )
 
 
+# Many handles and tables are read by one call of `map`.
+_TRAINS, _JOINT, _SEEN = attrgetter("requires_grad"), attrgetter("pending.joint"), attrgetter("pending.seen")
+_FOLLOWERS, _STATE, _DEVICE = (
+    attrgetter("followers"),
+    attrgetter("rows.on_nonfinite", "rows.history"),
+    attrgetter("device"),
+)
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
@@ -231,12 +258,14 @@ def _form_of(value: Any) -> Any:
     if type(value) is Tensor and value.layout is torch.strided and not value.is_nested and not value.requires_grad:
         return value.shape, value.dtype
     if not isinstance(value, PLAIN):
-        told = type(value).__name__
+        told, remedy = type(value).__name__, "tensors of its data"
         if isinstance(value, Tensor):
-            told = "a tensor with requires_grad=True" if value.requires_grad else f"a {told}, {value.layout}"
+            told = f"a {told}, {value.layout}"
+            if value.requires_grad:
+                told, remedy = "a tensor with requires_grad=True", "its detach()"
         raise ArgumentError(
             "a step of ert.graphed takes nests (tuples, lists, dicts) of dense tensors that need no gradient, and of "
-            f"plain values: got {told}, which would stay as it is in all replays. Pass its tensors."
+            f"plain values: got {told}, which would stay as it is in all replays. Pass {remedy}."
         )
     return type(value), value
 
@@ -248,7 +277,7 @@ def _copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         raise ArgumentError(
             f"a step of ert.graphed returns nests of tensors, or None: got {type(value).__name__}, which no replay "
-            "would change. The step was made."
+            "would change. The step was made. Return tensors, and read their values after the call."
         )
     value.record_stream(torch.cuda.current_stream(value.device))  # the tensor may be on another device
     return value.detach().clone()

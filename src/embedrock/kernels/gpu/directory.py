@@ -14,7 +14,7 @@ import triton.language as tl
 
 from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu.addresses import WORDS
-from embedrock.kernels.gpu.plan import BLOCK, clear, first_from, lanes_of, sum_before
+from embedrock.kernels.gpu.plan import BLOCK, first_from, lanes_of, sum_before
 from embedrock.kernels.gpu.plan import blocks as blocks_of_positions
 from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
@@ -121,42 +121,6 @@ def tables(order, cuts, count, found):
     """
     n = order.shape[0]
     launch(_tables, blocks_of_positions(n), order, cuts, found, n, count, LANES=BLOCK)
-
-
-@inlined
-def _ids_at(ids, second, i, here):
-    place = tl.load(second + i, mask=here, other=0)
-    return tl.load(ids + place, mask=here, other=0), place
-
-
-@kernel("size", "n")
-def _mark_tables(ids, first, second, tables, ordered, order, counts, tickets, size, n, LANES: tl.constexpr):
-    program = tl.program_id(0)
-    i = program * LANES + tl.arange(0, LANES)
-    here, after = i < n, (i < n) & (i > 0)
-    id, place = _ids_at(ids, second, i, here)  # noqa: A001
-    before, _ = _ids_at(ids, second, i - 1, after)
-    table, last = tl.load(tables + i, mask=here, other=0), tl.load(tables + i - 1, mask=after, other=0)
-    heads = here & ((i == 0) | (id != before) | (table != last))
-    tl.store(ordered + i, id, mask=here)
-    tl.store(order + i, tl.load(first + place, mask=here, other=0), mask=here)
-    tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0), mask=n > 0)
-    clear(tickets, size, program, LANES)
-
-
-def mark(ids, first, second, tables, ordered, order, counts, tickets):
-    """Reorder positions that were sorted by id, and then by table; count the rows that begin in each block.
-
-    Args:
-        ids, first: int64 (n,), sorted ids, and their positions.
-        second: int64 (n,), places in `ids`, sorted by table.
-        tables: (n,), the table of each, sorted.
-        ordered, order: int64 (n,) receive the ids, and their positions.
-        counts, tickets: int32, see `plan.mark`.
-    """
-    n = ids.shape[0]
-    args = ids, first, second, tables, ordered, order, counts, tickets, tickets.shape[0], n
-    launch(_mark_tables, blocks_of_positions(n) or 1, *args, LANES=BLOCK)
 
 
 @inlined
@@ -327,7 +291,7 @@ def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
         which: the first of the tables, and the one after the last.
         verdicts: see `rows.step`: without a step, no row of a table gets a slot.
     """
-    args = *plan[:-1], entries, keys, counts, news, ticket, *gate.arguments_of(verdicts, which)[:4]
+    args = *plan[:-1], entries, keys, counts, news, ticket, *gate.case_of(verdicts, which)[:4]
     launch(_enter, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(entries.shape[0]))
 
 

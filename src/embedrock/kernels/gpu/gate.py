@@ -24,41 +24,32 @@ class VerdictCase(NamedTuple):
     Attributes:
         numbers: float32, current number of each table's gradients; or the first of them, if the others follow it.
         shown: the same of their norms as they were shown.
-        which: the first of the checked tables, and the one after the last.
+        first, stop: the first of the checked tables, and the one after the last.
         ticket: int32, a zeroed counter, zero again afterwards; None: another launch records a refusal.
         step: the number of the step, >= 1, or int64 () with it.
     """
 
     numbers: Any
     shown: Any
-    which: tuple[int, int]
+    first: int
+    stop: int
     ticket: Any
     step: Any
 
 
-def arguments_of(verdicts, which):
-    """Return what kernels take instead of a `VerdictCase`, or of verdicts of the tables `which`."""
-    if type(verdicts) is VerdictCase:
-        numbers, shown, judged, ticket, step = verdicts
-        return numbers, shown, *judged, ticket, step
-    return verdicts, None, *which, None, 0
-
-
-@inlined
-def _weigh(grad, shown):
-    """Return the factor of gradients, whether they are finite with it, and whether they were zeroed."""
-    # Zero gradients stay zero with any factor, but must not hide a nonfinite number.
-    untouched = tl.where(grad == 0.0, 1.0, grad)
-    factor = tl.where(shown != 0.0, tl.div_rn(grad, tl.where(shown != 0.0, shown, 1.0)), untouched)
-    is_finite = tl.abs(shown * factor) <= FLOAT32_MAX  # false for NaN
-    return factor, is_finite, (grad == 0.0) & (shown != 0.0)
+def case_of(verdicts, which):
+    """Return a `VerdictCase` for kernels, of which one without norms has the verdicts of the tables `which`."""
+    return verdicts if type(verdicts) is VerdictCase else VerdictCase(verdicts, None, *which, None, 0)
 
 
 @inlined
 def _check(numbers, shown, fault, lane, here):
     """Return whether a step is made; of each table, its verdict (see `judge`), and the code of its error."""
     grad, known = tl.load(numbers + lane, mask=here, other=1.0), tl.load(shown + lane, mask=here, other=1.0)
-    factor, own, is_dropped = _weigh(grad, known)
+    # Zero gradients stay zero with any factor, but must not hide a nonfinite number.
+    untouched = tl.where(grad == 0.0, 1.0, grad)
+    factor = tl.where(known != 0.0, tl.div_rn(grad, tl.where(known != 0.0, known, 1.0)), untouched)
+    own, is_dropped = tl.abs(known * factor) <= FLOAT32_MAX, (grad == 0.0) & (known != 0.0)  # NaN is not finite
     code = tl.load(fault, mask=here, other=0)
     good = tl.min((own & (code == 0)).to(tl.int32), axis=0)
     live = good * (here & (is_dropped == 0)).to(tl.int32)
@@ -78,7 +69,7 @@ def _refuse(fault, code, own, refused, step):
 def verdicts_of(verdicts, shown, begin, end, ticket, step, entries, LANES: tl.constexpr):
     """Return `LIVE` and `FACTOR` of neighbouring tables, in each program of their step.
 
-    For the first arguments see `arguments_of`. All programs decide alike. The last one records a refusal, after all
+    For the first arguments see `case_of`. All programs decide alike. The last one records a refusal, after all
     others have read the old errors.
     """
     lane = tl.arange(0, LANES)

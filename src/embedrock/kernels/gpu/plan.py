@@ -1,7 +1,8 @@
 """Planning of a batch on the GPU from its sorted keys: see ``tests/reference/device.py`` for each kernel's reference.
 
-There are two passes over blocks of positions. The first one counts, and the second one adds up the counts of earlier
-blocks. So a framework only sorts, and the number of unique keys stays on the device.
+Each program counts the keys that begin in its block of positions, and tells the others. Then it waits for the counts of
+all earlier blocks. These run or are done, as programs start in order. So a framework only sorts, one kernel does the
+rest, and the number of unique keys stays on the device.
 """
 
 import functools
@@ -15,7 +16,6 @@ from embedrock.kernels.gpu.sums import is_last
 BLOCK = 1024
 TILE = tl.constexpr(1024)  # counts that are added up at once
 
-LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 NUMBER = tl.constexpr(1)  # error code of a key out of range
 
 _WORDS = tl.constexpr(WORDS)
@@ -28,71 +28,62 @@ def blocks(n):
 
 
 @inlined
-def sum_before(counts, stop):
-    """Return the sum of ``counts[:stop]``."""
+def sum_before(counts, stop, TOLD=0):
+    """Return the sum of ``counts[:stop]``; with `TOLD` = 1, wait for them: 0 is none, and 1 was added to each."""
     lane = tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.int32)
     start = 0
     while start < stop:  # in the interpreter, `range` cannot count to a tensor
-        total += tl.load(counts + start + lane, mask=start + lane < stop, other=0)
+        here = start + lane < stop
+        count = tl.load(counts + start + lane, mask=here, other=TOLD, volatile=TOLD == 1)
+        if TOLD:
+            while tl.min(count, axis=0) == 0:
+                count = tl.load(counts + start + lane, mask=here, other=TOLD, volatile=True)
+        total += count - TOLD
         start += TILE
     return tl.sum(total, axis=0)
 
 
 @inlined
-def load_heads(keys, i, n):
-    """Return keys, and a mask of the first one among equal neighbours."""
-    key = tl.load(keys + i, mask=i < n, other=0).to(tl.int64)
-    before = tl.load(keys + i - 1, mask=(i > 0) & (i < n), other=0).to(tl.int64)
+def load_heads(keys, i, n, places=None):
+    """Return keys, and a mask of the first one among equal neighbours; `places` of the keys, if not in order."""
+    place, last, after = i, i - 1, (i > 0) & (i < n)
+    if places is not None:
+        place, last = tl.load(places + i, mask=i < n, other=0), tl.load(places + i - 1, mask=after, other=0)
+    key = tl.load(keys + place, mask=i < n, other=0).to(tl.int64)
+    before = tl.load(keys + last, mask=after, other=0).to(tl.int64)
     return key, (i < n) & ((i == 0) | (key != before))
 
 
-@kernel("n")
-def _narrow(keys, narrowed, n, LANES: tl.constexpr):
-    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    key = tl.load(keys + i, mask=i < n, other=0)
-    tl.store(narrowed + i, tl.minimum(tl.maximum(key, LEAST), MOST).to(tl.int32), mask=i < n)
-
-
-def narrow(keys, narrowed):
-    """Write keys int64 (n,) to `narrowed` int32 (n,), clamped to the range of int32."""
-    n = keys.shape[0]
-    _ready_to_narrow.launch(blocks(n), keys, narrowed, n)
-
-
 @inlined
-def clear(tickets, size, program, LANES: tl.constexpr):
-    """Set counters to 0, by all programs."""
+def clear(tickets, size, program, programs, LANES: tl.constexpr):
+    """Set counters to 0, by some programs."""
     i = program * LANES + tl.arange(0, LANES)
     while tl.min(i, axis=0) < size:  # of many tables, more than positions
         tl.store(tickets + i, tl.zeros([LANES], tl.int32), mask=i < size)
-        i += tl.num_programs(0) * LANES
+        i += programs * LANES
 
 
-@kernel("size", "n", "number")
-def _mark(keys, limit, counts, fault, tickets, size, n, number, LANES: tl.constexpr):
-    program = tl.program_id(0)
-    _, heads = load_heads(keys, program * LANES + tl.arange(0, LANES), n)
-    tl.store(counts + program, tl.sum(heads.to(tl.int32), axis=0), mask=n > 0)
-    clear(tickets, size, program, LANES)
-    if fault is not None and program == 0:
-        first = tl.load(keys, mask=n > 0, other=0).to(tl.int64)
-        last = tl.load(keys + n - 1, mask=n > 0, other=0).to(tl.int64)
-        bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
-        tl.debug_barrier()  # the stores overwrite the code read above
-        if bad:
-            tl.store(fault, NUMBER)
-            tl.store(fault + 1, number)
-            tl.store(fault + 2, tl.where(first < 0, first, last))
+@inlined
+def _check_range(keys, limit, fault, n, number):
+    first = tl.load(keys, mask=n > 0, other=0).to(tl.int64)
+    last = tl.load(keys + n - 1, mask=n > 0, other=0).to(tl.int64)
+    bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
+    tl.debug_barrier()  # the stores overwrite the code read above
+    if bad:
+        tl.store(fault, NUMBER)
+        tl.store(fault + 1, number)
+        tl.store(fault + 2, tl.where(first < 0, first, last))
 
 
-def mark(keys, limit, counts, fault, tickets, number):
-    """Count the keys that begin in each block; record one outside ``[0, limit)``, unless `fault` has an error already.
+@kernel("n", "limit", "number")
+def _check(keys, limit, fault, n, number):
+    _check_range(keys, limit, fault, n, number)
 
-    If `fault` is None, keys are not checked. `tickets`, int32, are set to 0.
-    """
-    n = keys.shape[0]
-    _ready_to_mark.launch(blocks(n) or 1, keys, limit, counts, fault, tickets, tickets.shape[0], n, number)
+
+def check(keys, limit, fault, number):
+    """Record a key outside ``[0, limit)`` of sorted keys, unless `fault` has an error already."""
+    launch(_check, 1, keys, limit, fault, keys.shape[0], number, num_warps=1)
 
 
 @inlined
@@ -164,19 +155,24 @@ def lanes_of(k):
     return max(2, 1 << (k - 1).bit_length())
 
 
-@kernel("n", "number", "tables", "stamp", "span", "hand", anywhere=("shares", "times"))
+@kernel("n", "size", "limit", "number", "tables", "stamp", "span", "hand", anywhere=("shares", "times"))
 def _collect(
     keys,
     nobody,
     order,
-    counts,
+    scan,
     unique,
     starts,
     inverse,
     count,
     tickets,
+    size,
     n,
     of_positions,
+    places,
+    positions,
+    limit,
+    fault,
     ids,
     bounds,
     number,
@@ -191,63 +187,92 @@ def _collect(
     LANES: tl.constexpr,
     TABLES: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     i = program * LANES + tl.arange(0, LANES)
-    key, heads = load_heads(keys, i, n)
-    if of_positions is not None:
+    key, heads = load_heads(keys, i, n, places)
+    if places is None:
+        position = tl.load(order + i, mask=i < n, other=0)
+    else:
         _, begun = load_heads(of_positions, i, n)
         heads |= begun
-    rank = sum_before(counts, program) + tl.cumsum(heads.to(tl.int32), axis=0) - 1
-    tl.store(unique + rank, key, mask=heads)
+        position = tl.load(positions + tl.load(places + i, mask=i < n, other=0), mask=i < n, other=0)
+        tl.store(order + i, position, mask=i < n)
+    own = tl.sum(heads.to(tl.int32), axis=0)
+    tl.atomic_xchg(scan + 1 + program, own + 1, sem="relaxed")
+    before = sum_before(scan + 1, program, TOLD=1)
+    rank = before + tl.cumsum(heads.to(tl.int32), axis=0) - 1
+    # Equal keys make room at the end, where each of them leaves one `nobody`.
+    tl.store(unique + tl.where(heads, rank, n - i + rank), tl.where(heads, key, nobody), mask=i < n)
     tl.store(starts + rank, i, mask=heads)
-    position = tl.load(order + i, mask=i < n, other=0)
     tl.store(inverse + position, rank, mask=i < n)
-    total = sum_before(counts, tl.cdiv(n, LANES))
-    tl.store(unique + i, tl.zeros([LANES], tl.int64) + nobody, mask=(i >= total) & (i < n))
-    if program == 0:
-        tl.store(starts + total, n)
-        tl.store(count, total)
+    if program == programs - 1:
+        tl.store(starts + before + own, n)
+        tl.store(count, before + own)
+    clear(tickets, size, program, programs, LANES)
+    if fault is not None:  # noqa: SIM102
+        if program == 0:  # (Triton would evaluate both sides of `and`)
+            _check_range(keys, limit, fault, n, number)
     if fading is not None:
         touch_keys(key, heads, entries, tables, shares, times, (stamp, span, fading, hand))
-    if bounds is not None:  # noqa: SIM102
-        if is_last(tickets, tl.num_programs(0) - 1):  # (Triton would evaluate both sides of `and`)
-            _write_bounds(entries, tables, unique, total, ids, order, starts, bounds, number, TABLES)
+    if is_last(scan, programs - 1):
+        clear(scan + 1, programs, 0, 1, LANES)
+        if bounds is not None:
+            _write_bounds(entries, tables, unique, tl.load(count), ids, order, starts, bounds, number, TABLES)
+
+
+def scan_words(n):
+    """Return the number of words of a scan over n positions."""
+    return 1 + (blocks(n) or 1)
 
 
 def collect(
-    keys, nobody, order, counts, unique, starts, inverse, count, tickets, tables=None, search=None, found=None, of=None
+    keys,
+    nobody,
+    order,
+    scan,
+    unique,
+    starts,
+    inverse,
+    count,
+    tickets,
+    tables=None,
+    search=None,
+    found=None,
+    of=None,
+    checked=None,
 ):
-    """Write the plan of sorted `keys` with positions `order`, from the `counts` of `mark`.
+    """Write the plan of sorted `keys` with positions `order`.
 
     Beyond the unique keys, `unique` gets the key `nobody`.
 
     Args:
-        keys, nobody, order, counts, unique, starts, inverse, count: see above.
-        tickets: int32, zeros; the first one is zero again afterwards.
+        keys, nobody, order, unique, starts, inverse, count: see above.
+        scan: int32 (scan_words(n),), zeros, and zeros again afterwards.
+        tickets: int32, are set to 0.
         tables: see `addresses.DeviceTables`, if the kernel does more:
         search: the work of `cache.touch` for these tables and this search.
         found: the work of `bounds`, with these arguments of it: ids, bounds and number.
-        of: (n,) integers, the table of each key: equal keys of different tables differ.
+        of: of keys that were then sorted by table: the table of each, (n,) integers; their places in `keys`, int64; and
+            the positions of `keys`, int64. Equal keys of different tables differ, and `order` receives the positions.
+        checked: the work of `check`, with these arguments of it: limit, fault and number.
     """
     n = keys.shape[0]
-    args = keys, nobody, order, counts, unique, starts, inverse, count, tickets, n, of, *(found or _NO_BOUNDS)
+    *where, number = checked or (0, None, 0)
+    *bounds, number = found or (None, None, number)
+    arrays = keys, nobody, order, scan, unique, starts, inverse, count, tickets, tickets.shape[0], n
+    args = *arrays, *(of or (None, None, None)), *where, *bounds, number
     if tables is None:
-        _to_collect(1, 4).launch(blocks(n + 1), *args, None, 0, *_NO_SEARCH)
+        _to_collect(1, 4).launch(blocks(n) or 1, *args, None, 0, *_NO_SEARCH)
         return
     k, warps, touched = tables.entries.shape[0], 4, _NO_SEARCH
     if search is not None:
         touched, warps = (search.shares, search.times, *search.time), TOUCHING_WARPS
-    _to_collect(lanes_of(k), warps).launch(blocks(n + 1), *args, tables.entries, k, *touched)
+    _to_collect(lanes_of(k), warps).launch(blocks(n) or 1, *args, tables.entries, k, *touched)
 
 
-_NO_BOUNDS = None, None, 0
 _NO_SEARCH = None, None, 0, 0, None, 0
 
 
 @functools.cache
 def _to_collect(tables, warps):
     return ReadyKernel(_collect, num_warps=warps, TABLES=tables, LANES=BLOCK)
-
-
-# Kernels that each batch launches, prepared once.
-_ready_to_narrow, _ready_to_mark = ReadyKernel(_narrow, LANES=BLOCK), ReadyKernel(_mark, LANES=BLOCK)

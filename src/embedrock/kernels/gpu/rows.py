@@ -323,7 +323,7 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
     count_of_tables = tables.entries.shape[0]
     programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables)
     clip = None if clip is None else float(clip)
-    gradients = values, were, *gate.arguments_of(verdicts, which), clip
+    gradients = values, were, *gate.case_of(verdicts, which), clip
     of_rows = keys, ids, bounds, count, tables.entries, count_of_tables, *which
     ready.launch(programs(keys.shape[0]), *of_rows, *gradients, *of_step(step, numbers))
 

@@ -283,18 +283,13 @@ class Embedding(RowLayer):
 
     def _read(self, layout: LayerLayout, ids: Tensor) -> Tensor:
         """Return rows that do not train, if possible without a plan."""
-        executor: Any = layout.executor
-        if self.max_norm is not None or (executor is not None and executor.rows is not None):
+        executor = layout.executor
+        if self.max_norm is not None or executor is None or executor.rows is not None:
             return self._planned_lookup(layout, [], ids).read(for_weights=False)[0]
-        handle: Any = layout.handles[0]
-        given = ids if executor is not None else check_ids(ids, handle.label)
         with span("read"):
-            if executor is None:
-                rows = handle.pending.executor.lookup(given)
-            else:
-                array, *_ = layout.plain((ids,)) or self.host_input(ids)
-                rows = torch.from_numpy(self._table.lookup(array))
-        return rows if layout.are_as_read else rows.to(handle.device, self.dtype)
+            array, *_ = layout.plain((ids,)) or self.host_input(ids)
+            rows = torch.from_numpy(self._table.lookup(array))
+        return rows if layout.are_as_read else rows.to(layout.handles[0].device, self.dtype)
 
     # ------------------------------------------------------------ as a feature of a collection
 
