@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-os.environ |= {"TRITON_INTERPRET": "0", "EMBEDROCK_THREADS": "1"}
+os.environ["TRITON_INTERPRET"], os.environ["EMBEDROCK_THREADS"] = "0", "1"
 
 import collections
 import itertools
@@ -21,8 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests/support"), str(ROOT)]
+sys.path.extend(str(Path(__file__).resolve().parents[2] / place) for place in ("tests/support", "."))
 
 import torch
 from compile_all import NoGPU, compiled
