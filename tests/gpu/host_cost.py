@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"], os.environ["EMBEDROCK_THREADS"] = "0", "1"
+os.environ.update(TRITON_INTERPRET="0", EMBEDROCK_THREADS="1")
 
 import collections
 import itertools

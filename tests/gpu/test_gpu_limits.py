@@ -86,6 +86,8 @@ def test_too_little_memory_leaves_the_table_at_the_step_before(way: Way, left: i
         except er.MemoryBudgetError as error:
             assert "needs more GPU memory than there is: out of memory. Tried to allocate 20.00 MiB" in str(error)  # noqa: PT017
             assert "Nothing has changed. Pass a smaller device_memory=" in str(error)  # noqa: PT017
+        except torch.OutOfMemoryError:
+            assert left == 2  # the third tensor is the model's own
         else:
             pytest.skip(f"a step needs no {left + 1} tensors")
         assert scarce.left < 0

@@ -164,16 +164,12 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             return "its rule has dense=True, and the numbers of all steps so far grow in GPU memory"
         return None
 
-    def begin_batch(self, n: int, trains: bool) -> BatchTime:
-        captured = self.timeline.captured
-        return super().begin_batch(n, trains) if captured is None else captured.begin_batch(self, n, trains)
-
     def count_batch(self, n: int, trains: bool) -> BatchTime:
         """Begin a batch of a captured step, for its warm-up or for the next replay."""
         self.check()
         self.begin()
         self.expect_nothing()
-        return super().begin_batch(n, trains)
+        return self.begin_batch(n, trains)
 
     def expect_nothing(self) -> None:
         """Discard the prefetched batch and the ids of the next batch."""

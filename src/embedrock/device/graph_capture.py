@@ -15,7 +15,6 @@ from embedrock.device import device_errors as faults
 from embedrock.device.copies import pinned_copy
 from embedrock.device.dense import DenseGpuExecutor
 from embedrock.device.device_errors import step_numbers
-from embedrock.device.executor import GpuExecutor
 from embedrock.device.features import FeatureLayout
 from embedrock.device.step_constants import count_all, draft_step
 from embedrock.errors import NonFiniteGradientError, UnsupportedError
@@ -293,7 +292,7 @@ class GraphCapture:
         if batch.place is None:
             executor.clock.stamp += 1
         else:
-            time = GpuExecutor.begin_batch(executor, batch.n, batch.trains)
+            time = executor.begin_batch(batch.n, batch.trains)
             self._numbers.write(batch.place, (time.stamp, time.span, time.hand))
 
     def _number_judged(self, place: int) -> int:

@@ -132,7 +132,7 @@ def _victims(entry, place, size, time, wanted):
     stamp, span, fading, hand = time
     _, owner, worth, used, _, _ = slots_of(entry)
     capacity = tl.load(entry + 17).to(tl.int32)
-    inside, rest = place < tl.minimum(capacity, _WINDOW * size), capacity - hand
+    inside, rest = place < tl.minimum(capacity, size * _WINDOW), capacity - hand
     slot = tl.where(place < rest, hand + place, place - rest)
     age = (stamp - tl.load(used + slot, mask=inside, other=0)) & _AGES
     now = fade(tl.load(worth + slot, mask=inside, other=1.0), age, fading)
