@@ -36,8 +36,8 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     Tables may be sharded over several processes. Then the ids of the next batches go to the owners of the rows, which
     load them. The rows of all tables arrive in one message. All ranks must have the same number of batches.
 
-    A GPU plans the next batch of its tables during the current one, unless `depth` is 0. If the GPU has a cache of the
-    table, the rows of that batch are copied to it, too.
+    If a GPU has a cache of a table, it plans the next batch during the current one, and copies the rows of that batch
+    to the cache, unless `depth` is 0. The next batch of tables that the host plans is planned then, too.
 
     Training gives the same bits as a loop over the loader itself. This thread takes batches from the loader, `depth`
     ahead. The loader's workers are not affected.
