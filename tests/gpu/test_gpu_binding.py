@@ -11,7 +11,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.backends.nvidia.driver import CudaLauncher
 
-from embedrock.kernels.gpu.binding import TensorPart, bound, launcher, plain
+from embedrock.kernels.gpu.binding import TensorPart, binder, launcher, plain
 from embedrock.kernels.gpu.runtime import straight
 
 
@@ -39,9 +39,14 @@ def as_triton_sees(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(native_specialize_impl(BaseBackend, arg, False, True, True) for arg in plain(args))
 
 
+def bound(*args: Any) -> Any:
+    """Return the specialization of arguments, and the arguments for kernels."""
+    return binder((*map(type, args),))(*args)
+
+
 def kind(*args: Any) -> Any:
     """Return what launches are told apart by."""
-    return bound(args)[0]
+    return bound(*args)[0]
 
 
 def test_a_kernel_is_shared_only_where_triton_would_share_it() -> None:
@@ -60,7 +65,7 @@ def test_each_address_counts() -> None:
 
 def test_kernels_get_addresses_and_numbers() -> None:
     tensor, part = tensors[1], parts[1]
-    assert bound((tensor, 3, None, part, Numbers(tensor, 2.0)))[1] == (
+    assert bound(tensor, 3, None, part, Numbers(tensor, 2.0))[1] == (
         *(tensor.data_ptr(), 3, None, whole.data_ptr() + 4),
         (tensor.data_ptr(), 2.0),
     )

@@ -138,7 +138,7 @@ class DeviceBatch:
         search = self._victims() if is_cached else None
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
-        plan_kernels.collect(ordered, self.nobody, self.order, scan, *plan, self.tables, search, found)
+        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, *plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
@@ -166,14 +166,6 @@ class DeviceBatch:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
         return self.tickets[-k - 1 :]
-
-    @property
-    def layout_of_sums(self) -> tuple[TensorPart | None, int]:
-        """The words of `sums.layout_of`, int64 (2 * (k + 1),), and the last of them; None: of one table."""
-        k, words = len(self.executors), self.sizes.words
-        if k == 1:
-            return None, 0
-        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (2 * k + 2,), torch.int64), words[-1]
 
     # ------------------------------------------------------------ rows
 

@@ -50,13 +50,14 @@ class HostCopy:
 
     Args:
         shape: of the numbers, int64.
-        is_cuda: the numbers come from a GPU.
+        device: they come from it.
 
     Attributes:
         lines: the numbers.
     """
 
-    def __init__(self, shape: tuple[int, ...], is_cuda: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
         self._seen = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         self._event = torch.cuda.Event() if is_cuda else None
         self.lines = self._seen.numpy()  # a view, so reading is free

@@ -6,7 +6,6 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -59,11 +58,10 @@ class ErrorLines:
 
         Copies of one stream follow each other. So a later one has all that an earlier one has.
         """
-        is_cuda = self._device.type == "cuda"
-        stream = torch.cuda.current_stream(self._device) if is_cuda else None
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         answer = self._answers.get(stream)
         if answer is None:
-            answer = self._answers[stream] = HostCopy((LINES, 4), is_cuda)
+            answer = self._answers[stream] = HostCopy((LINES, 4), self._device)
         answer.come(self.tensor)
         return answer
 
@@ -95,8 +93,7 @@ class DeviceErrors:
         self._line, self.lines.used = self.lines.used, self.lines.used + 1
         self.tensor = self.lines.tensor[self._line]
         self.address = self.tensor.data_ptr()
-        self._answer: HostCopy | None = None  # to the last request
-        self._is_asked = False
+        self._answer: HostCopy | None = None  # of the last request, until it is checked
         self.launched: deque[int] = deque()
         self._asked_at = 0
         _all.add(self)
@@ -107,15 +104,11 @@ class DeviceErrors:
         assert rows is not None  # the caller holds the rows
         return rows
 
-    def ask(self) -> None:
-        """Copy the error to the host after all work launched so far."""
-        ask([self])
-
     def ask_again(self) -> None:
         """Copy the error once more if it was asked for, as later work may have found one."""
-        if self._is_asked:
-            self._is_asked = False
-            self.ask()
+        if self._answer is not None:
+            self._answer = None
+            ask([self])
 
     def raise_but_nonfinite(self) -> None:
         """Raise an error that is not about gradients of a step. Waits for the device."""
@@ -124,8 +117,8 @@ class DeviceErrors:
 
     def look(self) -> None:
         """Copy the current error to the host, for the next check. Waits for the device."""
-        self._is_asked = False
-        self.ask()
+        self._answer = None
+        ask([self])
         assert self._answer is not None  # it was asked for
         self._answer.wait()
 
@@ -134,23 +127,6 @@ class DeviceErrors:
         if is_culprit:
             self._take()
         self.tensor.zero_()
-
-    def check(self) -> None:
-        """Raise the error if one has arrived on the host.
-
-        Raises:
-            IdError: ids of a lookup lie outside the table.
-            ArgumentError: offsets of bags are invalid.
-            NonFiniteGradientError: a step had gradients with NaN or Inf.
-        """
-        if not self._is_asked or self._answer is None or not self._answer.has_come():
-            return
-        self._is_asked = False
-        if not self._answer.lines[self._line, 0]:
-            while self.launched and self.launched[0] <= self._asked_at:
-                self.launched.popleft()
-            return
-        self._take()
 
     def _take(self) -> None:
         code, value, first, refused = self._take_back()
@@ -193,36 +169,39 @@ class DeviceErrors:
         refused = sum(number >= first for number in self.launched) if first else 0
         self.tensor.zero_()
         self.launched.clear()
-        self._is_asked = False
+        self._answer = None
         self._rows.undo_steps(refused)
         return code, value, first, refused
 
 
 def check(faults: Sequence[DeviceErrors]) -> None:
-    """Raise the error of a table if one has arrived on the host: see `DeviceErrors.check`."""
-    answer = faults[0]._answer
-    if answer is not None and list(map(_ANSWER, faults)).count(answer) == len(faults):
-        if not answer.has_come():
-            return
-        if not answer.lines[:, 0].any():
-            for each in faults:
-                each._is_asked = False
-                launched, last = each.launched, each._asked_at
-                while launched and launched[0] <= last:
-                    launched.popleft()
-            return
+    """Raise the error of a table if one has arrived on the host.
+
+    Raises:
+        IdError: ids of a lookup lie outside the table.
+        ArgumentError: offsets of bags are invalid.
+        NonFiniteGradientError: a step had gradients with NaN or Inf.
+    """
+    answer, has_come = None, False  # tables share an answer
     for each in faults:
-        each.check()
-
-
-_ANSWER = attrgetter("_answer")
+        if each._answer is not answer and each._answer is not None:
+            answer = each._answer
+            has_come = answer.has_come()
+        if answer is None or each._answer is None or not has_come:
+            continue
+        each._answer = None
+        if answer.lines[each._line, 0]:
+            each._take()
+        launched, last = each.launched, each._asked_at
+        while launched and launched[0] <= last:
+            launched.popleft()
 
 
 def ask(faults: Sequence[DeviceErrors]) -> None:
     """Copy the errors of tables on one device to the host at once, after all work launched so far."""
     copied: dict[ErrorLines, HostCopy] = {}
     for each in faults:
-        if each._is_asked:
+        if each._answer is not None:
             continue
         lines, launched = each.lines, each.launched
         answer = copied.get(lines)
@@ -231,8 +210,7 @@ def ask(faults: Sequence[DeviceErrors]) -> None:
                 answer = copied[lines] = lines.come()
             except torch.OutOfMemoryError:  # the steps are launched, and must not fail any more
                 continue
-        each._answer, each._is_asked = answer, True
-        each._asked_at = launched[-1] if launched else 0
+        each._answer, each._asked_at = answer, launched[-1] if launched else 0
 
 
 def _undone(steps: int) -> str:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.device import device_errors
 from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import BatchCounter, DeviceCache
 from embedrock.device.copies import on_device
-from embedrock.device.device_errors import DeviceErrors
 from embedrock.device.features import NO_PADDING, FeatureBags, FeatureLayout, TableFamily
 from embedrock.device.gradients import DeviceRowGradients, RowSums
 from embedrock.device.lookup import DeviceLookup
@@ -105,7 +105,7 @@ class GpuExecutor(ABC):
         self.timeline = timeline or StreamOrder(device, rows.subject)
         self.working = InStreamOrder((self.timeline,), rows.table_lock.lock)
         self._version = rows.version
-        self.faults, self.clock = DeviceErrors(rows, device), clock or BatchCounter()
+        self.faults, self.clock = device_errors.DeviceErrors(rows, device), clock or BatchCounter()
         self.expected: Tensor | None = None
         self.ahead: PrefetchedBatch | None = None
         self.is_looked_up = False
@@ -131,7 +131,7 @@ class GpuExecutor(ABC):
 
     def check(self) -> None:
         if not self.timeline.is_recorded:
-            self.faults.check()
+            device_errors.check([self.faults])
 
     def may_forget(self) -> bool:
         return False

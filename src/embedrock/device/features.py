@@ -19,6 +19,7 @@ from embedrock.device.stream_order import InStreamOrder
 from embedrock.device.workspace import Workspace, aligned
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.addresses import AddressKind, BatchTime, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.table_lock import together
 from embedrock.system import forks
@@ -172,16 +173,16 @@ class BatchSizes(NamedTuple):
         n: number of positions.
         positions: of each table.
         cuts: begin of each table's positions, and the end of the last.
-        words: that kernels read: about the features (`joint.join` and, for bags, `joint.bags`), then about the tables
-            (`sums.layout_of`).
-        placed: the words on the device, int64.
+        placed: words for kernels, on the device, int64: about the features (`joint.join` and, for bags, `joint.bags`),
+            then about the tables (`sums.layout_of`).
+        of_sums: the latter, int64 (2 * (k + 1),), and the last of them; None: of one table.
     """
 
     n: int
     positions: tuple[int, ...]
     cuts: tuple[int, ...]
-    words: tuple[int, ...]
     placed: Tensor
+    of_sums: tuple[TensorPart | None, int]
 
 
 class FeatureLayout:
@@ -237,10 +238,11 @@ class FeatureLayout:
         for table, size in zip(self.tables, sizes, strict=True):
             positions[table] += size
         cuts = 0, *itertools.accumulate(positions)
-        of_sums = sums.layout_of(cuts, self.first.form.dim)
-        words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *of_sums
-        placed = uploaded(np.array(words, np.int64), self.first.device)
-        return BatchSizes(sum(sizes), tuple(positions), cuts, words, placed)
+        k, layout = len(positions), sums.layout_of(cuts, self.first.form.dim)
+        words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *layout
+        placed, start = uploaded(np.array(words, np.int64), self.first.device), 2 * (len(words) - len(layout))
+        of_sums = None if k == 1 else TensorPart(placed, start, (len(layout),), torch.int64)
+        return BatchSizes(sum(sizes), tuple(positions), cuts, placed, (of_sums, 0 if k == 1 else layout[-1]))
 
     # ------------------------------------------------------------ lookups. Callers hold `working`.
 

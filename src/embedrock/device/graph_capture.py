@@ -228,7 +228,7 @@ class GraphCapture:
         if not self.is_recording:
             rows = executor.rows
             draft = draft_step(executor, rows, rule)
-            self._write(step, *count_all([(rows, executor)], [draft], self._judged_now)[0])
+            self._write(step, *count_all([(rows, executor, draft)], self._judged_now)[0])
             self._numbers.upload()
         return step.step, step.numbers
 
@@ -275,9 +275,8 @@ class GraphCapture:
             for step in self._steps.values():
                 first = step.executors[0]
                 draft = draft_step(first, rows[first], rules[first])  # of all of them: see `suits`
-                steps = [(rows[executor], executor) for executor in step.executors]
-                counted = count_all(steps, [draft] * len(steps), judged[step.judged])
-                self._write(step, *counted[0])
+                steps = [(rows[executor], executor, draft) for executor in step.executors]
+                self._write(step, *count_all(steps, judged[step.judged])[0])
             self._numbers.upload()
             self._graph.replay()
             faults.ask([executor.faults for executor in self.executors])

@@ -40,7 +40,7 @@ class DeviceHashIndex:
         self._limit = limit
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros((), dtype=torch.int64, device=device)
-        self._answer, self._asked_at = HostCopy((), device.type == "cuda"), NEVER
+        self._answer, self._asked_at = HostCopy((), device), NEVER
         self._entries = self._empty(slots)
 
     def _empty(self, slots: int) -> kernels.HashIndexTensors:

@@ -133,8 +133,8 @@ class HashedBatch(DeviceBatch):
     @property
     def _begins(self) -> TensorPart:
         """Begin of each table's positions, and the end of the last: int64 (k + 1,)."""
-        k, words = len(self.executors), self.sizes.words
-        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (k + 1,), torch.int64)
+        k, placed = len(self.executors), self.placed
+        return TensorPart(placed, 2 * (placed.shape[0] - 2 * k - 2), (k + 1,), torch.int64)
 
     def count_new(self) -> int:
         """Return the number of rows of one table without a slot. Waits for the device."""

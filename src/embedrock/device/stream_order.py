@@ -86,7 +86,7 @@ class StreamOrder:
     def begin(self) -> None:
         """Order later work on other streams after the caller's stream."""
         if self.is_cuda:
-            self._stream = torch.cuda.current_stream(self.device)
+            self.take_over(torch.cuda.current_stream(self.device))
 
     def ordered(self, lock: Any = None) -> InStreamOrder:
         """Return a context for work on the caller's stream, after earlier work on others, with an optional lock.
@@ -168,32 +168,21 @@ class InStreamOrder:
         self._undo: list[ExitStack | None] = []  # one for each time it is entered
 
     def __enter__(self) -> None:
-        lock = self._lock
+        lock, first = self._lock, self._timelines[0]
         if lock is not None:
             lock.__enter__()
+        self._undo.append(None)
         try:
-            is_plain = not (self._timelines[0].is_cuda or torch.is_inference_mode_enabled())
-            self._undo.append(None if is_plain else self._begin())
-        except BaseException as error:
-            self._undo.append(None)
-            self.__exit__(None, error, None)
-            raise
-
-    def _begin(self) -> ExitStack | None:
-        """Switch the tables to the caller's stream, and leave inference mode; return the undo."""
-        first = self._timelines[0]
-        undo = _undone_later(first)
-        if first.is_cuda:
-            try:
+            if first.is_cuda or torch.is_inference_mode_enabled():
+                self._undo[-1] = _undone_later(first)
+            if first.is_cuda:
                 check_capture(self._timelines)
                 stream = torch.cuda.current_stream(first.device)
                 for timeline in self._timelines:
                     timeline.take_over(stream)
-            except BaseException:
-                if undo is not None:
-                    undo.close()
-                raise
-        return undo
+        except BaseException as error:
+            self.__exit__(None, error, None)
+            raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         undo = self._undo.pop()
