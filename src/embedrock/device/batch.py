@@ -135,7 +135,7 @@ class DeviceBatch:
         kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)
         ordered, self.order = torch.sort(positions, stable=True)
         self.positions = positions
-        search = self._victims() if is_cached else None
+        search = self._victims() if self._search else None
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
         plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, *plan, self.tables, search, found)
