@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-os.environ |= {"TRITON_INTERPRET": "0", "EMBEDROCK_THREADS": "1"}
+os.environ.update(TRITON_INTERPRET="0", EMBEDROCK_THREADS="1")
 
 import collections
 import itertools
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path += [str(Path(__file__).resolve().parents[up] / there) for up, there in ((1, "support"), (2, ""))]
+sys.path.extend(str(Path(__file__).resolve().parents[2] / place) for place in ("tests/support", "."))
 
 import torch
 from compile_all import NoGPU, compiled
@@ -286,10 +286,11 @@ def launched_ways() -> dict[str, Steps]:
     ways["ten near"] = Steps(ROWS, TOGETHER, together=True)
     ways["ten open ids"] = Steps(OPEN, TOGETHER, together=True, rows=None)
     ways["ten cached"] = Steps(NEAR["cached"], TOGETHER, together=True)
+    ways |= {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
     for where in "near", "cached":
         ways[f"{where}, prefetched"] = Prefetched(NEAR[where], 1, together=False)
         ways[f"ten {where}, prefetched"] = Prefetched(NEAR[where], TOGETHER, together=True)
-    return ways | {f"ten of bags, {mode}": BagSteps(ROWS, TOGETHER, mode) for mode in ("mean", "max")}
+    return ways
 
 
 def costs(seconds: float) -> dict[str, dict[str, Any]]:

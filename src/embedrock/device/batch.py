@@ -128,7 +128,7 @@ class DeviceBatch:
         """Plan the batch of ids (n,), and load its rows; `is_ahead`: `look_up` follows when they are looked up."""
         self.given = given
         n, k, family = self.sizes.n, len(self.executors), self.family
-        is_cached = self.family.kind.is_cached
+        is_cached = bool(self._search)
         self._space = self.layout.take((n, k, is_cached), 44 * n, _space, family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.inverse, positions, self.count, self._moves, self.starts, self.tickets, scan = arrays

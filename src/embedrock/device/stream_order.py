@@ -119,10 +119,6 @@ class StreamOrder:
             self.copied = torch.cuda.Event()
             self.copied.record(self._copying)
 
-    def wait_for(self, other: StreamOrder) -> None:
-        """Make `wait_for_copies` wait for the copies of another table."""
-        self.copied = other.copied
-
     def uses(self, *tensors: Tensor) -> None:
         """Keep the memory of tensors from other streams until the caller's stream is done with it.
 
