@@ -113,8 +113,8 @@ class DeviceBatch:
         self.family: TableFamily = features.first.family
         times, self.stamps = features.begin_batch(sizes.positions, trains)
         is_cached = self.family.kind.is_cached
-        uncounted = is_cached and counts is not None and False in counts
-        self.tables, self.firsts = features.of_words(features.uncounted(counts) if uncounted else None)
+        known = None if not is_cached or counts is None or False not in counts else features.uncounted(counts)
+        self.tables, self.firsts = features.of_words(known)
         self.placed = sizes.placed
         self.norms = features.norms(len(self.executors), self.family.device) if trains else None
         if is_cached:
