@@ -36,7 +36,7 @@ NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a
 
 
 def check(keys: Int64Array, limit: int, fault: Int64Array) -> None:
-    """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: its code, and as third word the key.
+    """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: a code, and as third word the key.
 
     The keys, (n,), are sorted; int32 or int64.
     """
