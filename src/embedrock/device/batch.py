@@ -129,7 +129,8 @@ class DeviceBatch:
         self.given = given
         n, k, family = self.sizes.n, len(self.executors), self.family
         is_cached = bool(self._search)
-        self._space = self.layout.take((n, k, is_cached), 44 * n, _space, family.device, n, k, is_cached)
+        form = n, k, is_cached, is_ahead  # prefetched batches are made on a stream of their own
+        self._space = self.layout.take(form, 44 * n, _space, family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.inverse, positions, self.count, self._moves, self.starts, self.tickets, scan = arrays
         kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)

@@ -46,7 +46,8 @@ class ErrorLines:
 
     def __init__(self, device: torch.device) -> None:
         flags = torch.zeros(LINES, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self.tensor, self.flags, self.used = torch.zeros(LINES, 4, dtype=torch.int64, device=device), flags.numpy(), 0
+        self.tensor, self.flags = torch.zeros(LINES, 4, dtype=torch.int64, device=device), flags.numpy()
+        self.device, self.used = device, 0
         self.tensor[:, 1] = flags.data_ptr() + flags.itemsize * torch.arange(LINES, device=device)
 
     @staticmethod
@@ -200,7 +201,7 @@ def ask(faults: Sequence[DeviceErrors]) -> None:
     asked = [each for each in faults if each._answer is None]
     if not asked:
         return
-    device = asked[0].tensor.device
+    device = asked[0].lines.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     event = _events.get(stream)
     if event is None:

@@ -214,7 +214,7 @@ class FeatureLayout:
         self.are_alike = len(set(zip(table_of, paddings, strict=True))) == len(self.executors)
         self._spaces: dict[Any, list[Any]] = {}  # free arrays of workspaces, by form
         self._sizes, self._searches = dict[Any, BatchSizes](), dict[Any, tuple[Tensor, int]]()
-        self._norms = list[Tensor]()
+        self._norms: tuple[int, list[Tensor]] = 0, []  # of which turn, and those
         self.locks = [executor.rows.table_lock for executor in self.executors]
         self.working = working(self.executors)
         self._rows_of = [executor._rows_of for executor in self.executors]  # weak, as rows own executors
@@ -227,11 +227,12 @@ class FeatureLayout:
 
     def sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...] = ()) -> BatchSizes:
         """Return the sizes of a batch, from the ids of each feature in `order`, and the words of `bag_words`."""
-        known = self._sizes.get((sizes, bags))
+        form = sizes, bags, self.first.timeline.turn
+        known = self._sizes.get(form)
         if known is None:
             if len(self._sizes) >= KEPT_SIZES:
                 self._sizes.clear()
-            known = self._sizes[sizes, bags] = self._of_sizes(sizes, bags)
+            known = self._sizes[form] = self._of_sizes(sizes, bags)
         return known
 
     def _of_sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...]) -> BatchSizes:
@@ -304,7 +305,7 @@ class FeatureLayout:
 
     def search(self, positions: tuple[int, ...]) -> tuple[Tensor, int]:
         """Return the results of `cache.shares_of` for positions of each table, on the device."""
-        form = positions, tuple(map(_SLOTS, self.executors))
+        form = positions, self.first.timeline.turn, *map(_SLOTS, self.executors)
         known = self._searches.get(form)
         if known is None:
             if len(self._searches) >= KEPT_SIZES:
@@ -390,12 +391,14 @@ class FeatureLayout:
         return self.first.on_device(torch.cat(parts))
 
     def take(self, form: Any, nbytes: int, make: Callable[..., Any], *args: Any) -> Workspace:
-        """Return a workspace of a form, of about `nbytes`; `make` creates its arrays from `args` if none is free.
+        """Return a workspace of a form on the caller's stream, of about `nbytes`; `make` creates its arrays from `args` if none is free.
 
         A CUDA graph has its own.
         """
+        timeline = self.first.timeline
+        form = *form, timeline.turn
         free = self._spaces.get(form)
-        if self.first.timeline.captured is not None:
+        if timeline.captured is not None:
             free = None
         elif free is None and nbytes <= KEPT_BYTES:
             if len(self._spaces) >= KEPT_FORMS:
@@ -407,8 +410,10 @@ class FeatureLayout:
 
     def norms(self, k: int, device: torch.device) -> Tensor:
         """Return memory for the norms of k tables, float32 (3 * k,), which handles may keep."""
-        if self.first.timeline.captured is not None:
+        timeline, (turn, some) = self.first.timeline, self._norms
+        if timeline.captured is not None:
             return torch.empty(3 * k, dtype=torch.float32, device=device)
-        if not self._norms:
-            self._norms = list(torch.empty(NORMS_AT_ONCE, aligned(3 * k), dtype=torch.float32, device=device).unbind())
-        return self._norms.pop()[: 3 * k]
+        if not some or turn != timeline.turn:
+            some = list(torch.empty(NORMS_AT_ONCE, aligned(3 * k), dtype=torch.float32, device=device).unbind())
+            self._norms = timeline.turn, some
+        return some.pop()[: 3 * k]

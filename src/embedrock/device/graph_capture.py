@@ -173,12 +173,12 @@ class GraphCapture:
         self._numbers.taken = 0
         self._batches, self._judged, self._steps, self._kept, self.skips = [], [], {}, [], []
         for executor in self.executors:
-            executor.timeline.captured = self
+            executor.timeline.capture(self)
         try:
             yield
         finally:
             for executor in self.executors:
-                executor.timeline.captured = None
+                executor.timeline.capture(None)
 
     # ------------------------------------------------------------ for the tables
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,9 @@ def _too_little(what: str, error: BaseException) -> MemoryBudgetError:
         f"{what} needs more GPU memory than there is: {error} Nothing has changed. Pass a smaller device_memory=, "
         "which leaves more to the rest of the model, or use smaller batches."
     )
+
+
+_turns = itertools.count(1)
 
 
 def check_capture(timelines: Sequence[StreamOrder]) -> None:
@@ -67,6 +71,7 @@ class StreamOrder:
     Attributes:
         captured: the `GraphCapture` that is in warm-up or recording now; None: none.
         is_recorded: launches are being recorded, and the host counts at replays instead.
+        turn: number of the last change of the caller's stream; 0 in all captures. Kept memory is of one turn.
         copied: event after the copies that the caller's stream has not waited for; None without any.
     """
 
@@ -74,9 +79,14 @@ class StreamOrder:
         self.device, self.is_cuda, self.subject = device, device.type == "cuda", subject
         self._copying = torch.cuda.Stream(device) if self.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # of the last work
+        self.turn = next(_turns)
         self.copied: torch.cuda.Event | None = None
         self.captured: Any = None
         self.is_recorded = False
+
+    def capture(self, captured: Any) -> None:
+        """Begin a warm-up or a recording of a `GraphCapture`; None: end it."""
+        self.captured, self.turn = captured, next(_turns) if captured is None else 0
 
     def keep(self, *tensors: Tensor) -> None:
         """Keep cached tensors for as long as a CUDA graph uses them, if one is being recorded."""
@@ -99,9 +109,12 @@ class StreamOrder:
 
     def take_over(self, stream: torch.cuda.Stream) -> None:
         """Order the caller's stream after the stream of the last work, if they differ."""
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        if stream != self._stream:
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+            if self.captured is None:
+                self.turn = next(_turns)
 
     @contextmanager
     def aside(self, *tensors: Tensor) -> Iterator[None]:
