@@ -94,5 +94,4 @@ def use_blocks_of(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan, cache):
         monkeypatch.setattr(module, "BLOCK", lanes)
         monkeypatch.setattr(module, "blocks", lambda n: -(-n // lanes))
-    monkeypatch.setattr(plan, "_ready_to_mark", runtime.ReadyKernel(plan._mark, LANES=lanes))
     monkeypatch.setattr(plan, "_to_collect", plan._to_collect.__wrapped__)
