@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 
@@ -127,12 +126,3 @@ def _free(parts: list[tuple[int, int]], memory: np.ndarray, quiet: Callable[[], 
         return  # in a forked child, every CUDA call fails
     quiet()
     _unregister(cuda_runtime(), parts)
-
-
-def warn_of(error: PinningError, subject: str) -> None:
-    """Warn that the CPU uses the rows of a table."""
-    warnings.warn(
-        f"rows of {subject} are read and stepped by the CPU, and copied: {error}",
-        PinningWarning,
-        stacklevel=4,
-    )
