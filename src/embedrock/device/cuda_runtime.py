@@ -70,7 +70,11 @@ def cuda_runtime() -> CudaRuntime:
         UnsupportedError: this process has loaded none that can be found.
     """
     torch.cuda.init()
-    for path in _paths():
+    # A process may load several CUDA runtimes, and some have stubs that only fail. Each has its own last error. Symbols
+    # looked up through PyTorch's library resolve to the runtime that it is linked to.
+    linked, major = platform.loaded_libraries("libc10_cuda.so"), (torch.version.cuda or "").partition(".")[0]
+    others = sorted(platform.loaded_libraries("libcudart.so"), key=lambda path: f".so.{major}" not in path)
+    for path in (*linked, *others):
         library = platform.library(path)
         if hasattr(library, "cudaHostRegister"):
             return CudaRuntime(library)
@@ -78,11 +82,3 @@ def cuda_runtime() -> CudaRuntime:
         "CUDA's runtime library (libcudart) is not among those that this process has loaded, so no RAM can be "
         "pinned for a GPU. Install a build of PyTorch that brings it, as its wheels do."
     )
-
-
-def _paths() -> list[str]:
-    """Return the paths of candidate libraries, best first."""
-    # A process may load several CUDA runtimes, and some have stubs that only fail. Each has its own last error. Symbols
-    # looked up through PyTorch's library resolve to the runtime that it is linked to.
-    linked, major = platform.loaded_libraries("libc10_cuda.so"), (torch.version.cuda or "").partition(".")[0]
-    return [*linked, *sorted(platform.loaded_libraries("libcudart.so"), key=lambda path: f".so.{major}" not in path)]

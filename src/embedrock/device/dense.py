@@ -168,13 +168,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         captured = self.timeline.captured
         return super().begin_batch(n, trains) if captured is None else captured.begin_batch(self, n, trains)
 
-    def count_batch(self, n: int, trains: bool) -> BatchTime:
-        """Begin a batch of a captured step, for its warm-up or for the next replay."""
-        self.check()
-        self.begin()
-        self.expect_nothing()
-        return super().begin_batch(n, trains)
-
     def expect_nothing(self) -> None:
         """Discard the prefetched batch and the ids of the next batch."""
         self.timeline.wait_for_copies()

@@ -71,7 +71,7 @@ def plan_ahead(batch: DeviceBatch) -> None:
             made.make(joined, is_ahead=True)
     finally:  # part of the work may be under way
         for executor in executors[1:]:
-            executor.timeline.wait_for(first.timeline)
+            executor.timeline.copied = first.timeline.copied
     for executor, ids, stamp in zip(executors, given, made.stamps, strict=True):
         executor.keep_ahead(PrefetchedBatch(ids, version_of(ids), stamp, made))
 
