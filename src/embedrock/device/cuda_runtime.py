@@ -29,15 +29,20 @@ class CudaRuntime:
         self._library = library
 
     def register(self, address: int, nbytes: int) -> int:
-        """Pin memory. Return 0, or the error number, which is also cleared in the runtime."""
-        pointer = ctypes.c_void_p(address)
+        """Pin memory, which forks then do not get. Return 0, or the error number, also cleared in the runtime."""
+        platform.share_with_children(False, address, nbytes)
+        size = ctypes.c_size_t(nbytes)
         with self.beside_captures():
-            return self._drained(self._library.cudaHostRegister(pointer, ctypes.c_size_t(nbytes), PORTABLE_AND_MAPPED))
+            code = self._drained(self._library.cudaHostRegister(ctypes.c_void_p(address), size, PORTABLE_AND_MAPPED))
+        if code:
+            platform.share_with_children(True, address, nbytes)
+        return code
 
-    def unregister(self, address: int) -> int:
-        """Unpin memory. Return 0, or the error number, which is also cleared in the runtime."""
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Unpin memory."""
         with self.beside_captures():
-            return self._drained(self._library.cudaHostUnregister(ctypes.c_void_p(address)))
+            self._drained(self._library.cudaHostUnregister(ctypes.c_void_p(address)))
+        platform.share_with_children(True, address, nbytes)
 
     def reads_host_addresses(self, device: int) -> bool:
         """Return whether a device reads pinned memory at its host addresses."""

@@ -47,11 +47,9 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         assert count is not None  # a dense index has a row count
         self.placement, self._count, self._memory, self._epoch = placement, count, backend, backend.epoch
         self._draw_on_device()
-        self._pinned = None
+        far, self._pinned = 0, None
         if placement.mode != "device":
             self._pinned = PinnedRecords(backend.records.bytes, device, self.timeline.finish)
-        far = 0
-        if self._pinned is not None:
             backend.arena.expect_all()
             self._pinned.cover(backend.records.bytes.nbytes)
             far = self._pinned.address

@@ -82,7 +82,7 @@ class _JoinedIds:
     note: Callable[[np.ndarray], None] | None = None
 
     def __init__(self, table: Table, functions: Sequence[tuple[Any, Callable[[Any], Any]]]) -> None:
-        self._table = table
+        self.table = table
         self._functions = [(repr(by) if by is table else by.handle.label, function) for by, function in functions]
 
     def __call__(self, batch: Any) -> np.ndarray:
@@ -91,11 +91,19 @@ class _JoinedIds:
             self.note(ids)
         return ids
 
+    def tensor(self, batch: Any) -> Tensor:
+        """Return the ids where they are."""
+        label = f"{self.table!r} in ert.prefetch"
+        parts = [function(batch) for _, function in self._functions]
+        tensors = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
+        flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in tensors]
+        return torch.cat(flat) if len(flat) > 1 else flat[0]
+
     def refuse_outside(self, batch: Any) -> None:
         """Raise `IdError` if a batch has ids outside the table. The error names their position in the batch."""
         for label, part in self._parts(batch):
             place = place_in(part) if isinstance(part, Tensor) else in_array(np.shape(part))
-            check_range(_flat(part, label), self._table.rows, self._table.subject, place)
+            check_range(_flat(part, label), self.table.rows, self.table.subject, place)
 
     def _parts(self, batch: Any) -> Iterator[tuple[str, Any]]:
         return ((label, part) for label, function in self._functions for part in _several(function(batch)))
@@ -112,29 +120,18 @@ class _PulledBatches:
     """Ids of the pulled batches for a table on a GPU, in order.
 
     Args:
-        table: the rows.
+        joined: returns the ids of a batch.
         executor: GPU executor of the rows, which loads rows before their batch.
-        functions: return the ids of a batch, as the user passed them.
-        on_disk: returns the ids whose rows are read from disk; None: no rows are on disk.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        executor: Any,
-        functions: Sequence[Callable[[Any], Any]],
-        on_disk: Callable[[Any], np.ndarray] | None,
-    ) -> None:
-        self.table, self._executor, self._functions, self._on_disk = table, executor, functions, on_disk
+    def __init__(self, joined: _JoinedIds, executor: Any) -> None:
+        self.table, self._joined, self._executor = joined.table, joined, executor
         self._ids: deque[Tensor] = deque()
 
     def take(self, batch: Any) -> np.ndarray:
-        parts = [function(batch) for function in self._functions]
-        label = f"{self.table!r} in ert.prefetch"
-        tensors = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
-        flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in tensors]
-        self._ids.append(torch.cat(flat) if len(flat) > 1 else flat[0])
-        return np.empty(0, np.int64) if self._on_disk is None else self._on_disk(batch)
+        """Return the ids whose rows are read from disk."""
+        self._ids.append(self._joined.tensor(batch))
+        return self._joined(batch) if self.table.is_on_disk else np.empty(0, np.int64)
 
     def advance(self) -> None:
         """Load the rows of the next batch. The rows of the current batch are in use from now on."""
@@ -147,13 +144,12 @@ def _several(ids: Any) -> Sequence[Any]:
 
 
 def _caches(
-    by_table: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
+    by_table: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Table, _JoinedIds]
 ) -> Iterator[_PulledBatches]:
     for table, parts in by_table.items():
         executor = next((layer.handle.executor() for layer, _ in parts if isinstance(layer, RowLayer)), table.executor)
         if hasattr(executor, "expect"):
-            on_disk = functions[table] if table.is_on_disk else None
-            yield _PulledBatches(table, executor, [function for _, function in parts], on_disk)
+            yield _PulledBatches(functions[table], executor)
 
 
 def _prefetchers(by_table: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Any]) -> list[BatchPrefetcher]:
