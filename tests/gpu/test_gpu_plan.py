@@ -105,7 +105,7 @@ def test_a_program_waits_for_what_earlier_ones_tell(monkeypatch: pytest.MonkeyPa
 def test_a_launch_that_triton_refuses_fails_where_kernels_are_interpreted() -> None:
     total = one(-1)
     with pytest.raises(AssertionError, match=r"(?s)Triton refuses to compile _add_up for .*total.* re-assigned"):
-        launch(_add_up, 1, tensor(np.ones(3, np.int64)), 3, total)
+        launch(_add_up, 1, *[tensor(np.ones(3, np.int64))] * 2, 3, total)
     assert total.item() == -1
 
 

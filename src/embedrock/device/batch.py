@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import load_rows, shares_of, times_of
-from embedrock.device.copies import uploaded
+from embedrock.device.cache import load_rows, times_of
 from embedrock.device.features import BatchSizes, FeatureLayout, TableFamily
 from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu import rows
-from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 from embedrock.kernels.gpu.cache import VictimSearch
 from embedrock.kernels.gpu.sums import partial_rows
@@ -107,27 +105,22 @@ class DeviceBatch:
     norms: Tensor | None = None
     placed: Tensor
     _space: Any = None
-    _search: Any = None
+    _search: tuple[Any, ...] = ()
     _moves: Tensor
 
     def __init__(self, features: FeatureLayout, sizes: BatchSizes, trains: bool, counts: Sequence[bool] | None) -> None:
         self.layout, self.sizes, self.executors = features, sizes, features.executors
         self.family: TableFamily = features.first.family
         times, self.stamps = features.begin_batch(sizes.positions, trains)
-        self.tables, self.firsts = features.of_words(features.known(counts))
+        is_cached = self.family.kind.is_cached
+        uncounted = is_cached and counts is not None and False in counts
+        self.tables, self.firsts = features.of_words(features.uncounted(counts) if uncounted else None)
         self.placed = sizes.placed
         self.norms = features.norms(len(self.executors), self.family.device) if trains else None
-        if self.family.kind.is_cached:
-            self._begin_search(times, sizes.words)
+        if is_cached:
+            self._search = *features.search(sizes.positions), times_of(times, self.family.device)
         if features.first.timeline.captured is not None:
-            features.first.timeline.keep(self.placed, self.tables.entries)
-
-    def _begin_search(self, times: Sequence[BatchTime], words: tuple[int, ...]) -> None:
-        """Place the words about the batch on the device, with those of a search for victims in the tables' caches."""
-        shares = shares_of(self.executors, self.sizes.positions)
-        words = *words, *shares[0], *times_of(times)
-        self.placed = uploaded(np.array(words, np.int64), self.family.device)
-        self._search = shares, self.placed[len(self.sizes.words) :], times[0]
+            features.first.timeline.keep(self.placed, self.tables.entries, *self._search[:1])
 
     # ------------------------------------------------------------ plans
 
@@ -135,30 +128,27 @@ class DeviceBatch:
         """Plan the batch of ids (n,), and load its rows; `is_ahead`: `look_up` follows when they are looked up."""
         self.given = given
         n, k, family = self.sizes.n, len(self.executors), self.family
-        is_cached = self._search is not None
+        is_cached = self.family.kind.is_cached
         self._space = self.layout.take((n, k, is_cached), 44 * n, _space, family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.inverse, positions, self.count, self._moves, self.starts, self.tickets, scan = arrays
         kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)
         ordered, self.order = torch.sort(positions, stable=True)
         self.positions = positions
-        search = None if self._search is None else self._victims()
+        search = self._victims() if is_cached else None
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
-        plan_kernels.collect(ordered, self.nobody, self.order, scan, *plan, self.tables, search, found)
+        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, *plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
 
     def _victims(self) -> VictimSearch | None:
         """Return the search for victims in the tables' caches; None without positions."""
-        (words, programs), placed, first = self._search
+        shares, programs, times = self._search
         if not programs:
             return None
-        # Times in memory are adjacent, in the order of tables.
-        times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
-        moves = self._moves.view(torch.int64).view(-1, 3)
-        return VictimSearch(moves, programs, shares=placed[: len(words)], times=times)
+        return VictimSearch(self._moves.view(torch.int64).view(-1, 3), programs, shares=shares, times=times)
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
@@ -176,14 +166,6 @@ class DeviceBatch:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
         return self.tickets[-k - 1 :]
-
-    @property
-    def layout_of_sums(self) -> tuple[TensorPart | None, int]:
-        """The words of `sums.layout_of`, int64 (2 * (k + 1),), and the last of them; None: of one table."""
-        k, words = len(self.executors), self.sizes.words
-        if k == 1:
-            return None, 0
-        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (2 * k + 2,), torch.int64), words[-1]
 
     # ------------------------------------------------------------ rows
 
@@ -251,7 +233,7 @@ class DeviceBatch:
     def take_words(self, known: tuple[TableEntryWords, ...] | None = None) -> None:
         """Take words about the tables, as they are now: see `FeatureLayout.known`."""
         self.family = self.layout.first.family
-        self.tables, self.firsts = self.layout.of_words(self.layout.known() if known is None else known)
+        self.tables, self.firsts = self.layout.of_words(known)
 
     def of(self, table: int, executor: Any) -> DeviceBatch:
         """Return the batch of one of the tables, for the executor that has its rows now."""

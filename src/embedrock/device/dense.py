@@ -19,7 +19,7 @@ from embedrock.device.pinned import PinnedRecords, staging
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, BatchTime, TableEntryWords
+from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, TableEntryWords
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend, take_ram
 from embedrock.table.rows import TableState
@@ -161,10 +161,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         if self.rows.history is not None:
             return "its rule has dense=True, and the numbers of all steps so far grow in GPU memory"
         return None
-
-    def begin_batch(self, n: int, trains: bool) -> BatchTime:
-        captured = self.timeline.captured
-        return super().begin_batch(n, trains) if captured is None else captured.begin_batch(self, n, trains)
 
     def expect_nothing(self) -> None:
         """Discard the prefetched batch and the ids of the next batch."""

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device import device_errors
+from embedrock.device import cache, device_errors
 from embedrock.device.copies import uploaded
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.device.workspace import Workspace, aligned
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.addresses import AddressKind, BatchTime, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.table_lock import together
 from embedrock.system import forks
@@ -36,6 +37,7 @@ _HISTORY, _LOOKED_UP, _EXPECTED = attrgetter("history"), attrgetter("is_looked_u
 _SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgetter("process")
 _STAMP, _KNOWN = attrgetter("stamp"), attrgetter("known")
 _EPOCH, _MEMORY = attrgetter("_epoch"), attrgetter("_memory.epoch")
+_CACHE, _SLOTS = attrgetter("cache"), attrgetter("cache.slot_count")
 _COPIED, _AHEAD = attrgetter("timeline.copied"), attrgetter("_ahead")
 
 
@@ -171,16 +173,16 @@ class BatchSizes(NamedTuple):
         n: number of positions.
         positions: of each table.
         cuts: begin of each table's positions, and the end of the last.
-        words: that kernels read: about the features (`joint.join` and, for bags, `joint.bags`), then about the tables
-            (`sums.layout_of`).
-        placed: the words on the device, int64.
+        placed: words for kernels, on the device, int64: about the features (`joint.join` and, for bags, `joint.bags`),
+            then about the tables (`sums.layout_of`).
+        of_sums: the latter, int64 (2 * (k + 1),), and the last of them; None: of one table.
     """
 
     n: int
     positions: tuple[int, ...]
     cuts: tuple[int, ...]
-    words: tuple[int, ...]
     placed: Tensor
+    of_sums: tuple[TensorPart | None, int]
 
 
 class FeatureLayout:
@@ -210,7 +212,8 @@ class FeatureLayout:
         self.paddings = tuple([padded[table] for table in range(len(self.executors))])
         self.are_alike = len(set(zip(table_of, paddings, strict=True))) == len(self.executors)
         self._spaces: dict[Any, list[Any]] = {}  # free arrays of workspaces, by form
-        self._sizes, self._norms = dict[Any, BatchSizes](), list[Tensor]()
+        self._sizes, self._searches = dict[Any, BatchSizes](), dict[Any, tuple[Tensor, int]]()
+        self._norms = list[Tensor]()
         self.locks = [executor.rows.table_lock for executor in self.executors]
         self.working = working(self.executors)
         self._rows_of = [executor._rows_of for executor in self.executors]  # weak, as rows own executors
@@ -233,10 +236,11 @@ class FeatureLayout:
         for table, size in zip(self.tables, sizes, strict=True):
             positions[table] += size
         cuts = 0, *itertools.accumulate(positions)
-        of_sums = sums.layout_of(cuts, self.first.form.dim)
-        words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *of_sums
-        placed = uploaded(np.array(words, np.int64), self.first.device)
-        return BatchSizes(sum(sizes), tuple(positions), cuts, words, placed)
+        k, layout = len(positions), sums.layout_of(cuts, self.first.form.dim)
+        words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *layout
+        placed, start = uploaded(np.array(words, np.int64), self.first.device), 2 * (len(words) - len(layout))
+        of_sums = None if k == 1 else TensorPart(placed, start, (len(layout),), torch.int64)
+        return BatchSizes(sum(sizes), tuple(positions), cuts, placed, (of_sums, 0 if k == 1 else layout[-1]))
 
     # ------------------------------------------------------------ lookups. Callers hold `working`.
 
@@ -269,7 +273,7 @@ class FeatureLayout:
 
     def is_quiet(self) -> bool:
         """Return whether nothing has changed since the last lookup that the executors' `begin` would look at."""
-        rows = self.rows()
+        rows = list(map(call, self._rows_of))
         if not self.first.plans or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
             return False
         if list(map(_EPOCH, self.executors)) != list(map(_MEMORY, self.executors)):
@@ -279,24 +283,38 @@ class FeatureLayout:
     def begin_batch(self, positions: Sequence[int], trains: bool) -> tuple[Sequence[BatchTime], Sequence[int]]:
         """Begin a batch with positions of each table. Return its times in caches, and its number for each table."""
         times: Sequence[BatchTime] = ()
-        if self.first.family.kind.is_cached or self.first.timeline.captured is not None:
-            pairs = zip(self.executors, positions, strict=True)
-            times = [executor.begin_batch(n, trains) for executor, n in pairs]
+        captured = self.first.timeline.captured
+        if captured is not None:
+            times = [captured.begin_batch(own, n, trains) for own, n in zip(self.executors, positions, strict=True)]
         else:
             for clock in self._clocks:
                 clock.stamp += 1
+            if self.first.family.kind.is_cached:
+                of_tables = zip(self.executors, positions, self._clocks, strict=True)
+                times = [executor.cache.begin_batch(n, clock, trains) for executor, n, clock in of_tables]
         return times, list(map(_STAMP, self._clocks))
 
-    def known(self, counts: Sequence[bool] | None = None) -> tuple[TableEntryWords, ...]:
+    def search(self, positions: tuple[int, ...]) -> tuple[Tensor, int]:
+        """Return the results of `cache.shares_of` for positions of each table, on the device."""
+        form = positions, tuple(map(_SLOTS, self.executors))
+        known = self._searches.get(form)
+        if known is None:
+            if len(self._searches) >= KEPT_SIZES:
+                self._searches.clear()
+            shares, programs = cache.shares_of(map(_CACHE, self.executors), positions)
+            known = self._searches[form] = uploaded(shares, self.first.device), programs
+        return known
+
+    def uncounted(self, counts: Sequence[bool]) -> tuple[TableEntryWords, ...]:
         """Return the words about the tables; `counts`: for each table, whether hits and misses are counted."""
-        if counts is None or False not in counts or not self.first.family.kind.is_cached:
-            return tuple(map(_KNOWN, self.executors))
         pairs = zip(self.executors, counts, strict=True)
         return tuple([e.known if counted else e.known.uncounted(e.cache.not_counted) for e, counted in pairs])
 
-    def of_words(self, known: tuple[TableEntryWords, ...]) -> tuple[DeviceTables, tuple[int, ...]]:
-        """Return the tables for kernels from words about them, and their first keys: see `entries_of`."""
+    def of_words(self, known: tuple[TableEntryWords, ...] | None = None) -> tuple[DeviceTables, tuple[int, ...]]:
+        """Return the tables for kernels, and their first keys, from words about them; None: as they are now."""
         family = self.first.family
+        if known is None:
+            known = tuple(map(_KNOWN, self.executors))
         if self._tables is None or self._tables[0] != (known, family):
             entries, firsts = entries_of(tuple(zip(known, self.paddings, strict=True)), self.first.device)
             self._tables = (known, family), (DeviceTables(entries, family.kind, family.draw, family.form), firsts)
@@ -345,14 +363,14 @@ class FeatureLayout:
         """
         free = self._spaces.get(form)
         if self.first.timeline.captured is not None:
-            return Workspace(make(*args), None)
-        if free:
-            return Workspace(free.pop(), free)
-        if free is None and nbytes <= KEPT_BYTES:
+            free = None
+        elif free is None and nbytes <= KEPT_BYTES:
             if len(self._spaces) >= KEPT_FORMS:
                 del self._spaces[next(iter(self._spaces))]
             free = self._spaces[form] = []
-        return Workspace(make(*args), free)
+        arrays, space = free.pop() if free else make(*args), Workspace()
+        space.arrays, space.free = arrays, free
+        return space
 
     def norms(self, k: int, device: torch.device) -> Tensor:
         """Return memory for the norms of k tables, float32 (3 * k,), which handles may keep."""

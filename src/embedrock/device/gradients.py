@@ -224,8 +224,8 @@ def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: A
     if norms is None:
         norms = batch.layout.norms(k, device)
     plan = batch.starts, batch.order, batch.inverse, batch.ends
-    scratch = sums.SumScratch(partial, squares, batch.tickets)
-    sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms, *batch.layout_of_sums)
+    scratch = partial, squares, batch.tickets
+    sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms, *batch.sizes.of_sums)
     return RowSums(batch, values, norms, space)
 
 

@@ -15,7 +15,6 @@ from embedrock.device import device_errors as faults
 from embedrock.device.copies import pinned_copy
 from embedrock.device.dense import DenseGpuExecutor
 from embedrock.device.device_errors import step_numbers
-from embedrock.device.executor import GpuExecutor
 from embedrock.device.features import FeatureLayout
 from embedrock.device.step_constants import count_all, draft_step
 from embedrock.errors import EmbedrockError, NonFiniteGradientError, UnsupportedError
@@ -227,7 +226,7 @@ class GraphCapture:
         if batch.place is None:
             batch.executor.clock.stamp += 1
         else:
-            time = GpuExecutor.begin_batch(batch.executor, batch.n, batch.trains)
+            time = batch.executor.begin_batch(batch.n, batch.trains)
             self._numbers.write(batch.place, (time.stamp, time.span, time.hand))
 
     def judge(self) -> Tensor:
@@ -257,7 +256,7 @@ class GraphCapture:
         if not self.is_recording:
             rows = executor.rows
             draft = draft_step(executor, rows, rule)
-            self._write(step, *count_all([(rows, executor)], [draft], self._judged_now)[0])
+            self._write(step, *count_all([(rows, executor, draft)], self._judged_now)[0])
             self._numbers.upload()
         return step.step, step.numbers
 
@@ -292,9 +291,8 @@ class GraphCapture:
             for step in self._steps.values():
                 first = step.executors[0]
                 draft = draft_step(first, rows[first], rules[first])  # of all of them: see `suits`
-                steps = [(rows[executor], executor) for executor in step.executors]
-                counted = count_all(steps, [draft] * len(steps), judged[step.judged])
-                self._write(step, *counted[0])
+                steps = [(rows[executor], executor, draft) for executor in step.executors]
+                self._write(step, *count_all(steps, judged[step.judged])[0])
             self._numbers.upload()
             self._graph.replay()
             faults.ask([executor.faults for executor in self.executors])

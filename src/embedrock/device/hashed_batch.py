@@ -55,7 +55,7 @@ class HashedBatch(DeviceBatch):
 
     def make(self, given: Tensor, is_ahead: bool = False) -> Self:
         self.given, n, k = given, self.sizes.n, len(self.executors)
-        is_cached = self._search is not None
+        is_cached = bool(self._search)
         self._space = self.layout.take((n, k, is_cached), 80 * n, _space, self.family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.ids, self.order, self.inverse, self.count, new, self._moves, *parts = arrays
@@ -72,9 +72,9 @@ class HashedBatch(DeviceBatch):
             self.of_positions, second = torch.sort(of_positions, stable=True)
             plan_kernels.collect(by_id, 0, self.order, scan, *plan, of=(self.of_positions, second, first))
         self._new = new, self.tickets[-2 * k - 1 : -k - 1]
-        if not is_ahead or self._search is not None:  # else the lookup finds the slots
+        if not is_ahead or is_cached:  # else the lookup finds the slots
             self._find(*self._new)
-        if self._search is not None:
+        if is_cached:
             self._load()
         return self
 
@@ -133,8 +133,8 @@ class HashedBatch(DeviceBatch):
     @property
     def _begins(self) -> TensorPart:
         """Begin of each table's positions, and the end of the last: int64 (k + 1,)."""
-        k, words = len(self.executors), self.sizes.words
-        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (k + 1,), torch.int64)
+        k, placed = len(self.executors), self.placed
+        return TensorPart(placed, 2 * (placed.shape[0] - 2 * k - 2), (k + 1,), torch.int64)
 
     def count_new(self) -> int:
         """Return the number of rows of one table without a slot. Waits for the device."""

@@ -81,26 +81,22 @@ class DeviceLookup:
         """Plan on the device. Return None if the host has to, or if the tables are of one family no longer."""
         layout, trains = self._layout, self._trains
         aheads = layout.begin()
-        if not (layout.are_joined() and layout.first.plans):
+        if not layout.first.plans or (len(layout.executors) > 1 and not layout.are_joined()):
             return None
         batch = None
         if aheads is not None and trains:
             batch = taken_ahead(layout, self._given, aheads)
         if batch is None:
             counts = None if aheads is None else [ahead is None for ahead in aheads]
-            batch = layout.first.batch(layout, self._batch_sizes(), trains, counts).make(self._joined_ids())
+            bags = () if self._all_bags is None else bag_words(self._all_bags, self._sizes)
+            sizes = layout.sizes(tuple(self._sizes), bags)
+            batch = layout.first.batch(layout, sizes, trains, counts).make(self._joined_ids())
         else:
             batch.look_up()
         if self._all_bags is not None:
             self._pool(batch)
         layout.end(trains)
         return batch
-
-    def _batch_sizes(self) -> Any:
-        all_bags = self._all_bags
-        if all_bags is None:
-            return self._layout.sizes(tuple(self._sizes))
-        return self._layout.sizes(tuple(self._sizes), bag_words(all_bags, self._sizes))
 
     def _joined_ids(self) -> Tensor:
         """Return the ids of all features on the device: (n,)."""
@@ -122,7 +118,8 @@ class DeviceLookup:
         if are_rows(self._all_bags, [layout.paddings[table] for table in layout.tables]):
             self._all_bags = None
             return
-        self._bags = DeviceBags(self._all_bags, self._sizes, batch, self._batch_sizes().placed)
+        words = bag_words(self._all_bags, self._sizes)
+        self._bags = DeviceBags(self._all_bags, self._sizes, batch, layout.sizes(tuple(self._sizes), words).placed)
         self._outputs = self._bags.counts
 
     def _features(self) -> list[DeviceLookup]:
@@ -178,17 +175,14 @@ class DeviceLookup:
 
     def _shaped(self, out: Tensor) -> list[Tensor]:
         """Return the lines of each feature, in the shape of its output."""
-        order = self._layout.order
-        parts: Sequence[Tensor] = (out,)
+        order, parts = self._layout.order, [out]
         if len(order) > 1:
             found = dict(zip(order, torch.split_with_sizes(out, self._outputs), strict=True))
-            parts = [found[k] for k in range(len(order))]
-        if self._is_pooled:
-            return list(parts)
-        return [
-            part if ids.dim() == 1 else part.view(*ids.shape, out.shape[1])
-            for part, ids in zip(parts, self._ids, strict=True)
-        ]
+            parts = list(map(found.__getitem__, range(len(order))))
+        for number, ids in enumerate(() if self._is_pooled else self._ids):
+            if ids.dim() != 1:
+                parts[number] = parts[number].view(*ids.shape, out.shape[1])
+        return parts
 
     # ------------------------------------------------------------ gradients
 
@@ -198,7 +192,7 @@ class DeviceLookup:
 
         Rows of a feature without a gradient stay untouched.
         """
-        batch, layout = self.plan(), self._layout
+        batch, layout = self._batch or self.plan(), self._layout
         if batch is None or not layout.are_alike:
             return self._summed_alone(grads)
         came: list[Any] = [None] * len(layout.executors)

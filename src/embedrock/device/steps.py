@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from embedrock.device import device_errors
 from embedrock.device.batch import SteppedTables
 from embedrock.device.device_errors import step_numbers
 from embedrock.device.gradients import DeviceRowGradients, RowSums
-from embedrock.device.step_constants import check_rule, count_all, draft_step
+from embedrock.device.step_constants import count_all, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
+from embedrock.errors import ArgumentError
 from embedrock.kernels.cpu.threads import BackgroundCall
 from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu import rows as kernels
@@ -56,9 +57,8 @@ class TableStep(NamedTuple):
         now = replace(self.grads, sums=self.sums.alone(self.table, self.executor), table=0)
         return self._replace(sums=now.sums, table=0, scaled=now)
 
-    @property
-    def clip_value(self) -> float | None:
-        return None if self.scaled is None else self.scaled.clip_value
+
+_table_step = functools.partial(tuple.__new__, TableStep)  # a call of Python less for each table
 
 
 def steps_of(requests: Sequence[StepRequest]) -> list[TableStep]:
@@ -66,8 +66,8 @@ def steps_of(requests: Sequence[StepRequest]) -> list[TableStep]:
     found: list[TableStep] = []
     for tables, rule, grads, _, executor in requests:
         if type(grads) is RowSums:
-            pairs = enumerate(zip(tables, grads.batch.executors, strict=True))
-            found += [TableStep(rows, rule, own, grads, k) for k, (rows, own) in pairs]
+            parts = grads.batch.executors, repeat(grads), itertools.count(), repeat(None)
+            found += map(_table_step, zip(tables, repeat(rule), *parts, strict=False))
         else:
             now = grads.for_executor(executor)
             found.append(TableStep(tables[0], rule, executor, now.sums, now.table, now))
@@ -134,7 +134,7 @@ class DeviceStep(CheckedStep):
         return begun
 
     def step(self) -> None:
-        with self._ordered():
+        with InStreamOrder(list(map(_TIMELINE, self.steps)), None):
             begun, self._begun = self._begun or self._begin(), None
             for table_lock in self.table_locks:
                 if table_lock.running and type(table_lock.running[0]) is BackgroundCall:
@@ -150,6 +150,7 @@ class DeviceStep(CheckedStep):
 # Many tables are read by one call of `map`.
 _SUMS, _SCALED = attrgetter("sums"), attrgetter("scaled")
 _ROWS, _LOCK, _TIMELINE = attrgetter("rows"), attrgetter("table_lock"), attrgetter("executor.timeline")
+_EXECUTOR = attrgetter("executor")
 _FAULT = attrgetter("executor.faults.address")
 _ROOM, _FAULTS, _NONFINITE = attrgetter("executor.room"), attrgetter("executor.faults"), attrgetter("rows.on_nonfinite")
 
@@ -197,13 +198,15 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
     for rows, rule, own, *_ in steps:
         what = rule, rows.steps
         if what != last or rows.history is not None:  # most neighbours have the same step constants
-            check_rule(rule, rows)
+            if not rule.same_layout(rows.spec.rule):
+                raise ArgumentError(f"`rule` must be laid out as that of {rows.subject}: got {rule}.")
             last, draft = what, draft_step(own, rows, rule)
         drafts.append(draft)
     which, known = (first, first + len(steps)), verdicts
     if known is None:
         known = gate.VerdictCase(*_numbers(steps), *which, sums.batch.tickets, number)
-    stepped = sums.batch.ready(which, sums.values, known, steps[0].clip_value)
+    scaled = steps[0].scaled
+    stepped = sums.batch.ready(which, sums.values, known, scaled and scaled.clip_value)
     executor.timeline.uses(sums.values, stepped.keys, sums.norms if verdicts is None else verdicts)
     return functools.partial(_step, steps, stepped, which, known, number, drafts)
 
@@ -246,7 +249,7 @@ def _step(
         admit()
     captured = executor.timeline.captured
     if captured is None:
-        counted = count_all([(rows, own) for rows, _, own, *_ in steps], drafts, number)
+        counted = count_all(zip(map(_ROWS, steps), map(_EXECUTOR, steps), drafts, strict=True), number)
     else:
         counted = [captured.begin_step(part.executor, part.rule) for part in steps]
     if executor.room is not None:

@@ -126,7 +126,8 @@ class GraphedStep:
                 self._warn_of_many()
                 return self._step(*args, **kwargs)
             graph = self._graphs[key] = self._graph(executors, values, form)
-        drop_gradients(handles, set_to_none=True)  # of an earlier step, which a capture would add to
+        if not graph.is_recorded:
+            drop_gradients(handles, set_to_none=True)  # of an earlier step, to which this one would add
         try:
             made = graph.run([value for value in values if isinstance(value, Tensor)], rules)
             return pytree.tree_map(_copy, made)

@@ -58,14 +58,9 @@ def as_tensor(array: Any) -> Any:
     return array.tensor if type(array) is TensorPart else array
 
 
-def bound(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the specialization of arguments, and the arguments for kernels."""
-    return _binder(tuple(map(type, args)))(*args)
-
-
 @functools.cache
-def _binder(types: tuple[type, ...]) -> Binder:
-    """Return the binder that `bound` calls for arguments of these types.
+def binder(types: tuple[type, ...]) -> Binder:
+    """Return the binder for the arguments of a tuple: it returns their specialization, and the arguments for kernels.
 
     Of ``(values: Tensor, count: int)``, as the fifth sequence of types, it is::
 
@@ -143,7 +138,7 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Specializer
             if not varies:
                 kinds.append(_KIND_OF_INTEGER.format(arg))
         elif issubclass(kind, tuple):
-            first.append(f"k{arg}, v{arg} = bound({arg})")
+            first.append(f"k{arg}, v{arg} = binder((*map(type, {arg}),))(*{arg})")
             kinds.append(f"k{arg}")
             value = f"v{arg}"
         elif kind not in (float, NoneType):
@@ -168,7 +163,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 def _made(name: str, parameters: str, lines: Sequence[str], **known: Any) -> Callable[..., Any]:
     """Return a function with these lines and the globals `known`."""
-    made: dict[str, Any] = {"bound": bound, "types_of": _types_of, **known}
+    made: dict[str, Any] = {"binder": binder, "types_of": _types_of, **known}
     exec("\n    ".join([f"def {name}({parameters}):", *lines]), made)
     return made[name]
 

@@ -20,7 +20,8 @@ def of_step(step, numbers):
         step: the number of the step, or int64 () with it.
         numbers: see `apart`.
     """
-    return (step % 2**32 if type(step) is int else step), *apart(numbers)
+    step = step % 2**32 if type(step) is int else step
+    return (step, numbers, 0) if _FLOATS.issuperset(map(type, numbers)) else (step, *apart(numbers))
 
 
 _FLOATS = frozenset({float})
@@ -32,8 +33,6 @@ def apart(numbers):
     Args:
         numbers: a tuple of `embedrock.kernels.arguments`, with tensors as arrays. Numbers may be in memory: float32 ().
     """
-    if _FLOATS.issuperset(map(type, numbers)):
-        return numbers, 0
     steps = getattr(numbers, "steps", 0)
     apart = [value if type(value) is float or hasattr(value, "data_ptr") else float(value) for value in numbers]
     return type(numbers)(*apart), steps

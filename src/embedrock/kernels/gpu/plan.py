@@ -10,6 +10,7 @@ import functools
 import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import TOUCHING_WARPS, WORDS, touch_keys
+from embedrock.kernels.gpu.gate import raise_flag
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
@@ -71,8 +72,8 @@ def _check_range(keys, limit, fault, n, number):
     bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
     tl.debug_barrier()  # the stores overwrite the code read above
     if bad:
+        raise_flag(fault, bad)
         tl.store(fault, NUMBER)
-        tl.store(fault + 1, number)
         tl.store(fault + 2, tl.where(first < 0, first, last))
 
 
@@ -124,9 +125,9 @@ def _write_bounds(entries, tables, keys, count, ids, order, starts, bounds, numb
     tl.store(bounds + tables + 1 + t, tl.where(is_padding, padded, -1), mask=here)
     fault = tl.load(entry + 7, mask=bad, other=0).to(tl.pointer_type(tl.int64))
     bad = bad & (tl.load(fault, mask=bad, other=1) == 0)
+    raise_flag(fault, bad)
     tl.debug_barrier()  # the stores overwrite the words read above
     tl.store(fault, tl.zeros_like(first) + NUMBER, mask=bad)
-    tl.store(fault + 1, tl.zeros_like(first) + number, mask=bad)
     tl.store(fault + 2, value.to(tl.int64), mask=bad)
 
 

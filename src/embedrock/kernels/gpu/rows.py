@@ -282,8 +282,8 @@ def read(keys, count, tables, out, ids=None, fresh=None):
         fresh: float32; if the host creates the records of a table, key ``-1 - k`` is of ``fresh[k]``.
     """
     count_of_tables = tables.entries.shape[0]
-    programs, ready = _to_read(tables.form, tables.kind, tables.draw, count_of_tables == 1)
-    ready.launch(programs(keys.shape[0]), keys, ids, fresh, count, tables.entries, count_of_tables, out)
+    rows, ready = _to_read(tables.form, tables.kind, tables.draw, count_of_tables == 1)
+    ready.launch(-(-keys.shape[0] // rows), keys, ids, fresh, count, tables.entries, count_of_tables, out)
 
 
 class InitialRecord(NamedTuple):
@@ -321,11 +321,12 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
         were: the current weights of the rows, float32 (n, dim), which are then not read again; or None.
     """
     count_of_tables = tables.entries.shape[0]
-    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables)
+    rows, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables)
     clip = None if clip is None else float(clip)
-    gradients = values, were, *gate.case_of(verdicts, which), clip
+    case = verdicts if type(verdicts) is gate.VerdictCase else gate.case_of(verdicts, which)
+    gradients = values, were, *case, clip
     of_rows = keys, ids, bounds, count, tables.entries, count_of_tables, *which
-    ready.launch(programs(keys.shape[0]), *of_rows, *gradients, *of_step(step, numbers))
+    ready.launch(-(-keys.shape[0] // rows), *of_rows, *gradients, *of_step(step, numbers))
 
 
 def refresh(rows, keys, count, tables, numbers):
@@ -335,8 +336,8 @@ def refresh(rows, keys, count, tables, numbers):
     """
     rule = type(numbers)
     constexprs = {"REFRESH": rules.REFRESHES[rule], "KIND": tables.kind}
-    programs, ready = prepared(_refresh, tables.form, most_rows(rule), **constexprs)
-    ready.launch(programs(keys.shape[0]), rows, keys, count, tables.entries, *apart(numbers))
+    of_program, ready = prepared(_refresh, tables.form, most_rows(rule), **constexprs)
+    ready.launch(-(-keys.shape[0] // of_program), rows, keys, count, tables.entries, *apart(numbers))
 
 
 @functools.cache  # faster than the cache of `prepared`, as a lookup there would take longer than a launch
@@ -352,7 +353,7 @@ def _to_step(form, kind, draw, rule, tables):
 
 @functools.cache
 def prepared(kernel, form, rows=None, **constexprs):
-    """Return a function from a number of keys to a number of programs, and a kernel ready to launch.
+    """Return the number of rows of a program, and a kernel ready to launch.
 
     Args:
         kernel: of records, that takes a `FORM`.
@@ -361,7 +362,7 @@ def prepared(kernel, form, rows=None, **constexprs):
         constexprs: the other constexprs of the kernel.
     """
     form = form.tiled(rows)
-    return form.programs, ReadyKernel(kernel, FORM=form, num_warps=form.warps, **constexprs)
+    return form.rows, ReadyKernel(kernel, FORM=form, num_warps=form.warps, **constexprs)
 
 
 def most_rows(rule):

@@ -401,8 +401,10 @@ class DeviceLookupState(LookupState):
         if len(self.trained) < len(self._by_executor):
             pairs = zip(grads, self.row_trains(), strict=True)
             grads = [own if trains else None for own, trains in pairs]
-        by_executor = self._by_executor.get
-        return [(sums, list(map(by_executor, executors))) for sums, executors in self._found.sums(grads)]
+        by_executor, blocks = self._by_executor.get, list[Block]()
+        for sums, executors in self._found.sums(grads):
+            blocks.append((sums, list(map(by_executor, executors))))
+        return blocks
 
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
         return {id(handle): sums.of(k) for sums, handles in self.blocks(grads) for k, handle in enumerate(handles)}
