@@ -193,7 +193,7 @@ class DeviceLookup:
         Rows of a feature without a gradient stay untouched.
         """
         batch, layout = self._batch or self.plan(), self._layout
-        if batch is None or not layout.are_alike:
+        if batch is None:
             return self._summed_alone(grads)
         came: list[Any] = [None] * len(layout.executors)
         missing = set[Any]()
