@@ -515,10 +515,10 @@ def test_join_and_bounds(dtype: type) -> None:
     unique, starts = np.unique(expected[order].astype(np.int64), return_index=True)
     bounds, wanted = Poisoned((9,), torch.int32), np.empty(9, np.int32)
     found = np.zeros((4, 4), np.int64)
-    device.bounds(firsts, rows, unique, ids[order[starts]], paddings, wanted, found, 8)
+    device.bounds(firsts, rows, unique, ids[order[starts]], paddings, wanted, found)
     padded = tensor(np.append(unique, [firsts[-1]] * 3))
     of_plan = tensor(ids), tensor(order), tensor(starts.astype(np.int32))
-    plan.bounds(tables, padded, one(len(unique)), *of_plan, bounds.inside, 8)
+    plan.bounds(tables, padded, one(len(unique)), *of_plan, bounds.inside)
     same(bounds.check(9), wanted)
     same(faults, found)
     faults.zero_()  # the plan of the same keys writes the same
@@ -526,7 +526,7 @@ def test_join_and_bounds(dtype: type) -> None:
     again, sorted_keys = Poisoned((9,), torch.int32), tensor(expected[order])
     made = [Poisoned((size,), dtype).inside for size, dtype in (*sizes, (n, torch.int32), (1, torch.int32))]
     keys_of_plan = sorted_keys, int(firsts[-1]) - 1, tensor(order), scan
-    plan.collect(*keys_of_plan, *made, tickets=tickets, tables=tables, found=(tensor(ids), again.inside, 8))
+    plan.collect(*keys_of_plan, *made, tickets=tickets, tables=tables, found=(tensor(ids), again.inside))
     same(again.check(9), wanted)
     same(faults, found)
     assert not tickets.any()

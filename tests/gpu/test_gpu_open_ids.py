@@ -384,7 +384,7 @@ def test_batches_are_planned_ahead(depth: int):
     rng = np.random.default_rng(1)
     for ids in ert.prefetch([batch(rng) for _ in range(5)], {trained.layers[0]: lambda ids: ids}, depth=depth):
         trained.train(ids)
-    assert trained.executor._ahead is None or trained.executor._ahead.batch is not None
+    assert trained.executor.ahead is None
     trained.check()
 
 

@@ -113,8 +113,8 @@ class DeviceBatch:
         self.family: TableFamily = features.first.family
         times, self.stamps = features.begin_batch(sizes.positions, trains)
         is_cached = self.family.kind.is_cached
-        uncounted = is_cached and counts is not None and False in counts
-        self.tables, self.firsts = features.of_words(features.uncounted(counts) if uncounted else None)
+        known = None if not is_cached or counts is None or False not in counts else features.uncounted(counts)
+        self.tables, self.firsts = features.of_words(known)
         self.placed = sizes.placed
         self.norms = features.norms(len(self.executors), self.family.device) if trains else None
         if is_cached:
@@ -128,7 +128,7 @@ class DeviceBatch:
         """Plan the batch of ids (n,), and load its rows; `is_ahead`: `look_up` follows when they are looked up."""
         self.given = given
         n, k, family = self.sizes.n, len(self.executors), self.family
-        is_cached = self.family.kind.is_cached
+        is_cached = bool(self._search)
         self._space = self.layout.take((n, k, is_cached), 44 * n, _space, family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.inverse, positions, self.count, self._moves, self.starts, self.tickets, scan = arrays
@@ -136,7 +136,7 @@ class DeviceBatch:
         ordered, self.order = torch.sort(positions, stable=True)
         self.positions = positions
         search = self._victims() if is_cached else None
-        found = None if is_ahead else (given, self.bounds, self.stamps[0])
+        found = None if is_ahead else (given, self.bounds)
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
         plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, *plan, self.tables, search, found)
         if search is not None:
@@ -152,7 +152,7 @@ class DeviceBatch:
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
-        args = self.tables, self.keys, self.count, self.given, self.order, self.starts, self.bounds, self.stamps[0]
+        args = self.tables, self.keys, self.count, self.given, self.order, self.starts, self.bounds
         plan_kernels.bounds(*args)
 
     @property

@@ -165,7 +165,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
     def expect_nothing(self) -> None:
         """Discard the prefetched batch and the ids of the next batch."""
         self.timeline.wait_for_copies()
-        self._ahead = self.expected = None
+        self.ahead = self.expected = None
 
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> RowSums:
         dropped = torch.zeros((), dtype=torch.bool, device=self.device)

@@ -6,7 +6,6 @@ from abc import abstractmethod
 
 from embedrock.device.copies import uploaded
 from embedrock.device.executor import GpuExecutor, drawn_by
-from embedrock.device.prefetched import PrefetchedBatch
 from embedrock.kernels.gpu.rows import InitialRecord
 
 COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between GPU memory and unpinned RAM
@@ -40,13 +39,3 @@ class DevicePlannedExecutor(GpuExecutor):
     @property
     def _rows_at_a_time(self) -> int:
         return max(1, min(COPIED_ROWS, COPIED_BYTES // self.spec.record_bytes))
-
-    def take_ahead(self) -> PrefetchedBatch | None:
-        """Return the prefetched batch, once."""
-        self.timeline.wait_for_copies()
-        ahead, self._ahead = self._ahead, None
-        return ahead
-
-    def keep_ahead(self, ahead: PrefetchedBatch) -> None:
-        """Keep a batch that was planned ahead of the lookup."""
-        self._ahead = ahead

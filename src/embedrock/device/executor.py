@@ -71,7 +71,8 @@ class GpuExecutor(ABC):
         first: initial record of a row; None where the host creates records.
         batch: type of the batches of tables of the family.
         is_looked_up: a lookup that trains came since the last step.
-        expected: ids of the next batch; None if they are unknown.
+        expected: ids of the next batch; None if they are unknown, or if no plan ahead of it is needed.
+        ahead: the prefetched batch; None: there is none.
         is_newer: the device's records are newer than the backend's.
     """
 
@@ -106,7 +107,7 @@ class GpuExecutor(ABC):
         self._version = rows.version
         self.faults, self.clock = device_errors.DeviceErrors(rows, device), clock or BatchCounter()
         self.expected: Tensor | None = None
-        self._ahead: PrefetchedBatch | None = None
+        self.ahead: PrefetchedBatch | None = None
         self.is_looked_up = False
         self._seen = -1  # the table version that it has loaded
         self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
@@ -142,7 +143,7 @@ class GpuExecutor(ABC):
         """Release the memory, even if handles still reference the executor."""
         self.timeline.finish()
         self._free()
-        self._ahead = self.expected = self._known = None
+        self.ahead = self.expected = self._known = None
         self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
@@ -225,14 +226,10 @@ class GpuExecutor(ABC):
         """Plan the next batch after the next lookup, and load its rows, in parallel with the device's work.
 
         Later work that uses rows waits for the copies on the device. So no row is read or stepped while it moves. A
-        lookup of the same unchanged tensor reuses the prefetched plan.
+        lookup of the same unchanged tensor reuses the prefetched plan. If the device plans, and no rows are copied to
+        it, nothing is done ahead.
         """
-        self.expected = ids
-
-    def take_expected(self) -> Tensor | None:
-        """Return the ids of the next batch, once; None if they are unknown."""
-        expected, self.expected = self.expected, None
-        return expected
+        self.expected = None if self.plans and not self.cache.is_cache else ids
 
     def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> DeviceBatch:
         """Plan a batch of the table alone on the host, and load its rows."""
@@ -286,5 +283,5 @@ class GpuExecutor(ABC):
             table_lock.use(self)
         self.is_looked_up, self.is_newer = False, True
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
-        if self._ahead is not None and self._ahead.stamp is not None:  # the prefetched rows are in use from now on
-            self.clock.begun = self._ahead.stamp
+        if self.ahead is not None:  # the prefetched rows are in use from now on
+            self.clock.begun = self.ahead.stamps.get(self, self.clock.begun)

@@ -38,7 +38,7 @@ _SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgett
 _STAMP, _KNOWN = attrgetter("stamp"), attrgetter("known")
 _EPOCH, _MEMORY = attrgetter("_epoch"), attrgetter("_memory.epoch")
 _CACHE, _SLOTS = attrgetter("cache"), attrgetter("cache.slot_count")
-_COPIED, _AHEAD = attrgetter("timeline.copied"), attrgetter("_ahead")
+_COPIED, _AHEAD, _FORM = attrgetter("copied"), attrgetter("ahead"), attrgetter("device", "dtype")
 
 
 class FeatureBags(NamedTuple):
@@ -223,6 +223,8 @@ class FeatureLayout:
         self._rows_of = [executor._rows_of for executor in self.executors]  # weak, as rows own executors
         self._clocks = [executor.clock for executor in self.executors]
         self._faults = [executor.faults for executor in self.executors]
+        self._timelines = [executor.timeline for executor in self.executors]
+        self._parts = dict[tuple[Any, ...], FeatureLayout]()  # of some of the tables
         self._quiet: list[Any] | None = None
         self._tables: Any = None  # words about the tables, and what kernels get for them
 
@@ -267,9 +269,14 @@ class FeatureLayout:
                 executor.check()
                 executor.begin()
             self._quiet = [(*state, list(running)) for *state, running in map(_STATE, self.rows())]
-        if any(map(_COPIED, self.executors)) or any(map(_AHEAD, self.executors)):
-            return [executor.take_ahead() for executor in self.executors]
-        return None
+        if any(map(_COPIED, self._timelines)):
+            self.wait_for_copies()
+        aheads = list(map(_AHEAD, self.executors))
+        if not any(aheads):
+            return None
+        for executor in self.executors:
+            executor.ahead = None
+        return aheads
 
     def rows(self) -> list[Any]:
         """Return the states of the tables."""
@@ -341,10 +348,13 @@ class FeatureLayout:
             executor.is_looked_up = trains
 
     def wait_for_copies(self) -> None:
-        """Order later work after the copies of prefetched rows. The host does not wait."""
-        for executor in self.executors:
-            if executor.timeline.copied is not None:
-                executor.timeline.wait_for_copies()
+        """Order later work after the copies of prefetched rows, once. The host does not wait."""
+        waited = None
+        for timeline in self._timelines:
+            if timeline.copied is not waited:  # tables that were planned together have one event
+                waited = timeline.copied
+                timeline.wait_for_copies()
+            timeline.copied = None
 
     def begin_read(self) -> None:
         """Begin to read rows, after copies. Readers of the records wait for the executors: see `TableLock.use`."""
@@ -358,7 +368,29 @@ class FeatureLayout:
         """Return whether a table expects a batch."""
         return not {NoneType}.issuperset(map(type, map(_EXPECTED, self.executors)))
 
+    def of_tables(self, executors: Sequence[Any]) -> FeatureLayout:
+        """Return the layout of lookups of one feature of each of these tables, which are in order."""
+        if len(executors) == len(self.tables):
+            return self
+        known = self._parts.get(tables := tuple(executors))
+        if known is None:
+            paddings = [padding for e, padding in zip(self.executors, self.paddings, strict=True) if e in tables]
+            known = self._parts[tables] = FeatureLayout(tables, paddings)
+        return known
+
     # ------------------------------------------------------------ memory
+
+    def joined(self, given: Sequence[Tensor]) -> Tensor:
+        """Return the ids of all features, in `order`, on the device: (n,)."""
+        if len(given) == 1:
+            ids = given[0]
+            if ids.dim() != 1 or not ids.is_contiguous():  # kernels read neighbours
+                ids = ids.reshape(-1).contiguous()
+            return ids if ids.device == self.first.device else self.first.on_device(ids)
+        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
+        if len(set(map(_FORM, parts))) > 1:
+            parts = [self.first.on_device(part).to(torch.int64) for part in parts]
+        return self.first.on_device(torch.cat(parts))
 
     def take(self, form: Any, nbytes: int, make: Callable[..., Any], *args: Any) -> Workspace:
         """Return a workspace of a form, of about `nbytes`; `make` creates its arrays from `args` if none is free.

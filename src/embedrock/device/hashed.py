@@ -169,7 +169,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         """Switch to host planning, with a cache of the same bytes."""
         self._finish()
         self._have_room(0)
-        self._directory = self.first = self._ahead = self._known = self._family = None
+        self._directory = self.first = self.ahead = self._known = self._family = None
         self.not_captured = GpuExecutor.not_captured
         self._here.free()
         self._cache.budget = self.budget

@@ -79,11 +79,11 @@ class HashedBatch(DeviceBatch):
         return self
 
     @property
-    def _range(self) -> tuple[int, Tensor, int] | None:
-        """The limit of the ids of one table, its error, and the number of the batch; None: ids are open."""
+    def _range(self) -> tuple[int, Tensor] | None:
+        """The limit of the ids of one table, and its error; None: ids are open."""
         executor: Any = self.layout.first
         rows = executor.spec.rows
-        return None if rows is None else (rows, executor.faults.tensor, self.stamps[0])
+        return None if rows is None else (rows, executor.faults.tensor)
 
     def _load(self) -> None:
         """Load the rows into the device cache."""

@@ -64,6 +64,7 @@ class HostBatch(DeviceBatch):
         found = np.flatnonzero(host.ids == padding) if padding is not None else np.empty(0, np.int64)
         self.padding = int(found[0]) if len(found) else -1
         self._upload(host)
+        executor.leave_out(self, self.padding)
         if is_cached:
             self._moves = torch.empty(6 * self.sizes.n, dtype=torch.int32, device=self.family.device)
             self._search = *layout.search(self.sizes.positions), times_of([time], self.family.device)

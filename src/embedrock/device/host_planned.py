@@ -22,7 +22,7 @@ from embedrock.device.features import FeatureLayout, TableFamily, family_of
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.host_batch import FIRST_KEY, HostBatch, SteppedRows
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.prefetched import PrefetchedBatch, version_of
+from embedrock.device.prefetched import PrefetchedBatch, versions_of
 from embedrock.device.steps import judge
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
 from embedrock.kernels.gpu import gate, rows
@@ -115,8 +115,8 @@ class HostPlannedExecutor(GpuExecutor):
     @spanned("plan")
     def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> HostBatch:
         self.check()
-        ahead, self._ahead = self._ahead, None
-        known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
+        ahead, self.ahead = self.ahead, None
+        known = ahead if ahead is not None and trains and ahead.is_of([ids]) else None
         if known is None:
             self.mirror.host_waits += ids.device.type != "cpu"
             host = self._host_planned(ids)
@@ -138,7 +138,6 @@ class HostPlannedExecutor(GpuExecutor):
 
     def _planned_and_loaded(self, layout: FeatureLayout, host: Plan, trains: bool, counts: bool) -> HostBatch:
         batch = HostBatch(layout, host, self.begin_batch(len(host.order), trains), counts)
-        self.leave_out(batch, batch.padding)
         batch.load()
         return batch
 
@@ -159,12 +158,12 @@ class HostPlannedExecutor(GpuExecutor):
             host = self._host_planned(ids)
         except (IdError, IdTypeError):
             return  # the lookup raises it
+        self.ahead = PrefetchedBatch([ids], versions_of([ids]), host=host)
         if self.backend.evicts and not self.cache.is_cache:
-            self._ahead = PrefetchedBatch(ids, version_of(ids), None, host=host)
             return
         with self.timeline.aside():
             batch = self._planned_and_loaded(self.layout(), host, True, True)
-            self._ahead = PrefetchedBatch(ids, version_of(ids), batch.stamps[0], batch, host)
+            self.ahead.batch, self.ahead.stamps = batch, {self: batch.stamps[0]}
 
     def read_by_host(self, batch: Any) -> Tensor:
         """Return the weights of a batch's rows: see `DeviceBatch.read_rows`."""

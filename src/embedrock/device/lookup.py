@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from embedrock.device.prefetched import plan_ahead, taken_ahead
 from embedrock.kernels.gpu import sums
 from embedrock.system.spans import spanned
 
-_FORM = attrgetter("device", "dtype")
 Block = tuple[RowSums, list[Any]]  # sums, and the executor of each table; None: nothing came for the table
 
 
@@ -66,7 +64,7 @@ class DeviceLookup:
             if layout.first.plans:
                 with layout.working:
                     self._batch = self._planned()
-            if self._batch is None and len(layout.executors) == 1:
+            if self._batch is None and len(self._given) == 1:
                 self._batch = batch = layout.first.planned_by_host(layout, self._given[0], self._trains)
                 if self._all_bags is not None:
                     with layout.working:
@@ -90,26 +88,13 @@ class DeviceLookup:
             counts = None if aheads is None else [ahead is None for ahead in aheads]
             bags = () if self._all_bags is None else bag_words(self._all_bags, self._sizes)
             sizes = layout.sizes(tuple(self._sizes), bags)
-            batch = layout.first.batch(layout, sizes, trains, counts).make(self._joined_ids())
+            batch = layout.first.batch(layout, sizes, trains, counts).make(layout.joined(self._given))
         else:
             batch.look_up()
         if self._all_bags is not None:
             self._pool(batch)
         layout.end(trains)
         return batch
-
-    def _joined_ids(self) -> Tensor:
-        """Return the ids of all features on the device: (n,)."""
-        given, first = self._given, self._layout.first
-        if len(given) == 1:
-            ids = given[0]
-            if ids.dim() != 1 or not ids.is_contiguous():  # kernels read neighbours
-                ids = ids.reshape(-1).contiguous()
-            return ids if ids.device == first.device else first.on_device(ids)
-        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
-        if len(set(map(_FORM, parts))) > 1:
-            parts = [first.on_device(part).to(torch.int64) for part in parts]
-        return first.on_device(torch.cat(parts))
 
     def _pool(self, batch: DeviceBatch) -> None:
         """Find the bags of the positions, unless each bag is the row of its id."""
@@ -170,7 +155,7 @@ class DeviceLookup:
             self.rows = rows if keeps_rows else None
         if layout.expects():
             with layout.working:
-                plan_ahead(batch)
+                plan_ahead(layout)
         return out
 
     def _shaped(self, out: Tensor) -> list[Tensor]:

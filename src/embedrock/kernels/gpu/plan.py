@@ -66,7 +66,7 @@ def clear(tickets, size, program, programs, LANES: tl.constexpr):
 
 
 @inlined
-def _check_range(keys, limit, fault, n, number):
+def _check_range(keys, limit, fault, n):
     first = tl.load(keys, mask=n > 0, other=0).to(tl.int64)
     last = tl.load(keys + n - 1, mask=n > 0, other=0).to(tl.int64)
     bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
@@ -77,14 +77,14 @@ def _check_range(keys, limit, fault, n, number):
         tl.store(fault + 2, tl.where(first < 0, first, last))
 
 
-@kernel("n", "limit", "number")
-def _check(keys, limit, fault, n, number):
-    _check_range(keys, limit, fault, n, number)
+@kernel("n", "limit")
+def _check(keys, limit, fault, n):
+    _check_range(keys, limit, fault, n)
 
 
-def check(keys, limit, fault, number):
+def check(keys, limit, fault):
     """Record a key outside ``[0, limit)`` of sorted keys, unless `fault` has an error already."""
-    launch(_check, 1, keys, limit, fault, keys.shape[0], number, num_warps=1)
+    launch(_check, 1, keys, limit, fault, keys.shape[0], num_warps=1)
 
 
 @inlined
@@ -100,7 +100,7 @@ def first_from(keys, low, high, key):
 
 
 @inlined
-def _write_bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LANES: tl.constexpr):
+def _write_bounds(entries, tables, keys, count, ids, order, starts, bounds, LANES: tl.constexpr):
     t = tl.arange(0, LANES)
     here = t < tables
     entry = entries + t * _WORDS
@@ -131,12 +131,12 @@ def _write_bounds(entries, tables, keys, count, ids, order, starts, bounds, numb
     tl.store(fault + 2, value.to(tl.int64), mask=bad)
 
 
-@kernel("tables", "number")
-def _bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LANES: tl.constexpr):
-    _write_bounds(entries, tables, keys, tl.load(count), ids, order, starts, bounds, number, LANES)
+@kernel("tables")
+def _bounds(entries, tables, keys, count, ids, order, starts, bounds, LANES: tl.constexpr):
+    _write_bounds(entries, tables, keys, tl.load(count), ids, order, starts, bounds, LANES)
 
 
-def bounds(tables, keys, count, ids, order, starts, bounds, number):
+def bounds(tables, keys, count, ids, order, starts, bounds):
     """Write the range of each table's rows in a plan, and its padding row; record ids outside of a table.
 
     Args:
@@ -144,10 +144,9 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
         keys, count, order, starts: of the plan.
         ids: (n,), the argument of `joint.join`.
         bounds: int32 (2 * k + 1,) receives each table's first row, the last one's end, and each padding row (-1: none).
-        number: of the batch, for the table's error.
     """
     k = tables.entries.shape[0]
-    args = tables.entries, k, keys, count, ids, order, starts, bounds, number
+    args = tables.entries, k, keys, count, ids, order, starts, bounds
     launch(_bounds, 1, *args, num_warps=1, LANES=lanes_of(k))
 
 
@@ -156,7 +155,7 @@ def lanes_of(k):
     return max(2, 1 << (k - 1).bit_length())
 
 
-@kernel("n", "size", "limit", "number", "tables", "stamp", "span", "hand", anywhere=("shares", "times"))
+@kernel("n", "size", "limit", "tables", "stamp", "span", "hand", anywhere=("shares", "times"))
 def _collect(
     keys,
     nobody,
@@ -176,7 +175,6 @@ def _collect(
     fault,
     ids,
     bounds,
-    number,
     entries,
     tables,
     shares,
@@ -212,13 +210,13 @@ def _collect(
     clear(tickets, size, program, programs, LANES)
     if fault is not None:  # noqa: SIM102
         if program == 0:  # (Triton would evaluate both sides of `and`)
-            _check_range(keys, limit, fault, n, number)
+            _check_range(keys, limit, fault, n)
     if fading is not None:
         touch_keys(key, heads, entries, tables, shares, times, (stamp, span, fading, hand))
     if is_last(scan, programs - 1):
         clear(scan + 1, programs, 0, 1, LANES)
         if bounds is not None:
-            _write_bounds(entries, tables, unique, tl.load(count), ids, order, starts, bounds, number, TABLES)
+            _write_bounds(entries, tables, unique, tl.load(count), ids, order, starts, bounds, TABLES)
 
 
 def scan_words(n):
@@ -252,16 +250,14 @@ def collect(
         tickets: int32, are set to 0.
         tables: see `addresses.DeviceTables`, if the kernel does more:
         search: the work of `cache.touch` for these tables and this search.
-        found: the work of `bounds`, with these arguments of it: ids, bounds and number.
+        found: the work of `bounds`, with these arguments of it: ids and bounds.
         of: of keys that were then sorted by table: the table of each, (n,) integers; their places in `keys`, int64; and
             the positions of `keys`, int64. Equal keys of different tables differ, and `order` receives the positions.
-        checked: the work of `check`, with these arguments of it: limit, fault and number.
+        checked: the work of `check`, with these arguments of it: limit and fault.
     """
     n = keys.shape[0]
-    *where, number = checked or (0, None, 0)
-    *bounds, number = found or (None, None, number)
     arrays = keys, nobody, order, scan, unique, starts, inverse, count, tickets, tickets.shape[0], n
-    args = *arrays, *(of or (None, None, None)), *where, *bounds, number
+    args = *arrays, *(of or (None, None, None)), *(checked or (0, None)), *(found or (None, None))
     if tables is None:
         _to_collect(1, 4).launch(blocks(n) or 1, *args, None, 0, *_NO_SEARCH)
         return

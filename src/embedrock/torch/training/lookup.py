@@ -183,7 +183,8 @@ class LayerLayout:
 
         return shares_of(self._executors, bags or [None] * len(self.handles), self.paddings)
 
-    def ids_on_device(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
+    @staticmethod
+    def ids_on_device(given: Sequence[Any]) -> Sequence[Tensor] | None:
         """Return ids that a GPU can look up as they are; None if some need a check."""
         if set(map(type, given)) != _TENSORS or not _ID_FORMS.issuperset(map(_ID_FORM, given)):
             return None
