@@ -19,7 +19,7 @@ from embedrock.device.pinned import PinnedRecords, staging
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, BatchTime, TableEntryWords
+from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, TableEntryWords
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend, take_ram
 from embedrock.table.rows import TableState
@@ -47,11 +47,9 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         assert count is not None  # a dense index has a row count
         self.placement, self._count, self._memory, self._epoch = placement, count, backend, backend.epoch
         self._draw_on_device()
-        self._pinned = None
+        far, self._pinned = 0, None
         if placement.mode != "device":
             self._pinned = PinnedRecords(backend.records.bytes, device, self.timeline.finish)
-        far = 0
-        if self._pinned is not None:
             backend.arena.expect_all()
             self._pinned.cover(backend.records.bytes.nbytes)
             far = self._pinned.address
@@ -163,13 +161,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         if self.rows.history is not None:
             return "its rule has dense=True, and the numbers of all steps so far grow in GPU memory"
         return None
-
-    def count_batch(self, n: int, trains: bool) -> BatchTime:
-        """Begin a batch of a captured step, for its warm-up or for the next replay."""
-        self.check()
-        self.begin()
-        self.expect_nothing()
-        return self.begin_batch(n, trains)
 
     def expect_nothing(self) -> None:
         """Discard the prefetched batch and the ids of the next batch."""

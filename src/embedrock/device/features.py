@@ -113,13 +113,18 @@ def shares_of(
 ) -> list[list[int]]:
     """Return lists of features, rows or bags, that are looked up together, within the limit of keys.
 
-    Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows.
+    Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows. A table has one
+    padding in a batch. So its features with another one are separate.
     """
-    apart: dict[bool, list[int]] = {}
-    for number, bags in enumerate(all_bags):
-        apart.setdefault(bags is not None and bags.mode == "max", []).append(number)
-    if len(apart) > 1 and are_rows(all_bags, paddings):
-        return _that_fit(executors, range(len(executors)))
+    are_max = [bags is not None and bags.mode == "max" for bags in all_bags]
+    if len(set(are_max)) > 1 and are_rows(all_bags, paddings):
+        are_max = [False] * len(are_max)
+    apart, known = dict[tuple[bool, int], list[int]](), dict[Any, list[int | None]]()
+    for number, (executor, is_max, padding) in enumerate(zip(executors, are_max, paddings, strict=True)):
+        own = known.setdefault(executor, [])
+        if padding not in own:
+            own.append(padding)
+        apart.setdefault((is_max, own.index(padding)), []).append(number)
     return [share for numbers in apart.values() for share in _that_fit(executors, numbers)]
 
 
@@ -190,15 +195,14 @@ class FeatureLayout:
 
     Args:
         executors: of the features.
-        paddings: for each feature, the id that gets no gradient, and counts in no bag.
+        paddings: for each feature, the id that gets no gradient, and counts in no bag; all features of a table have the
+            same.
 
     Attributes:
         executors: of the tables, each once.
-        paddings: of the tables, if all features of a table have the same.
-        of_features: paddings of the features.
+        paddings: of the tables.
         order: the features, table by table.
         tables: index of the table of each feature in `order`.
-        are_alike: all features of a table have the same padding; else they are looked up one by one.
         locks: of the tables.
         working: a context that holds the locks, and orders work on the device after all of theirs.
     """
@@ -209,9 +213,8 @@ class FeatureLayout:
         table_of = [self.executors.index(executor) for executor in executors]
         self.order = sorted(range(len(executors)), key=table_of.__getitem__)
         self.tables = tuple([table_of[feature] for feature in self.order])
-        self.of_features, padded = tuple(paddings), dict(zip(table_of, paddings, strict=True))
+        padded = dict(zip(table_of, paddings, strict=True))
         self.paddings = tuple([padded[table] for table in range(len(self.executors))])
-        self.are_alike = len(set(zip(table_of, paddings, strict=True))) == len(self.executors)
         self._spaces: dict[Any, list[Any]] = {}  # free arrays of workspaces, by form
         self._sizes, self._searches = dict[Any, BatchSizes](), dict[Any, tuple[Tensor, int]]()
         self._norms: tuple[int, list[Tensor]] = 0, []  # of which turn, and those

@@ -107,7 +107,7 @@ class DeviceRowGradients:
     table: int = 0
     scaled_to: Tensor | None = None
     clip_value: float | None = None
-    count_of_tables = 1
+    count_of_tables, plan = 1, None  # the host has no plan that others may take
 
     @property
     def shown(self) -> Tensor:

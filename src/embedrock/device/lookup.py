@@ -76,10 +76,8 @@ class DeviceLookup:
 
     @spanned("plan")
     def _planned(self) -> DeviceBatch | None:
-        """Plan on the device. Return None if the host has to, or if the features are looked up one by one."""
+        """Plan on the device. Return None if the host has to, or if the tables are of one family no longer."""
         layout, trains = self._layout, self._trains
-        if not layout.are_alike:
-            return None
         aheads = layout.begin()
         if not layout.first.plans or (len(layout.executors) > 1 and not layout.are_joined()):
             return None
@@ -117,7 +115,7 @@ class DeviceLookup:
         layout = self._layout
         place = layout.order.index(number)
         table = layout.tables[place]
-        own = FeatureLayout([layout.executors[table]], [layout.of_features[number]])
+        own = FeatureLayout([layout.executors[table]], [layout.paddings[table]])
         bags = None if self._all_bags is None else [self._all_bags[place]]
         return DeviceLookup(own, [self._ids[number]], bags, self._trains, self._by_frequency)
 

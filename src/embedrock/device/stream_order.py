@@ -98,14 +98,14 @@ class StreamOrder:
         if self.is_cuda:
             self.take_over(torch.cuda.current_stream(self.device))
 
-    def ordered(self, lock: Any = None) -> InStreamOrder:
-        """Return a context for work on the caller's stream, after earlier work on others, with an optional lock.
+    def ordered(self) -> InStreamOrder:
+        """Return a context for work on the caller's stream, after earlier work on others.
 
         Raises:
             UnsupportedError: the stream is being captured.
             MemoryBudgetError: there is too little GPU memory for the work.
         """
-        return InStreamOrder((self,), lock)
+        return InStreamOrder((self,), None)
 
     def take_over(self, stream: torch.cuda.Stream) -> None:
         """Order the caller's stream after the stream of the last work, if they differ."""
@@ -209,14 +209,13 @@ class InStreamOrder:
 
 def _undone_later(first: StreamOrder) -> ExitStack | None:
     """Leave inference mode and other devices; return the undo. Tensors of inference mode would not outlive it."""
-    contexts: list[Any] = []
-    if torch.is_inference_mode_enabled():
-        contexts.append(torch.inference_mode(False))
-    if first.is_cuda and torch.cuda.current_device() != first.device.index:
-        contexts.append(torch.cuda.device(first.device))
-    if not contexts:
+    is_elsewhere = first.is_cuda and torch.cuda.current_device() != first.device.index
+    is_inference = torch.is_inference_mode_enabled()
+    if not (is_elsewhere or is_inference):
         return None
     undo = ExitStack()
-    for context in contexts:
-        undo.enter_context(context)
+    if is_inference:
+        undo.enter_context(torch.inference_mode(False))
+    if is_elsewhere:
+        undo.enter_context(torch.cuda.device(first.device))
     return undo
