@@ -99,9 +99,10 @@ class TableFamily(NamedTuple):
 _families: dict[TableFamily, TableFamily] = {}  # one object a family makes the checks of each step fast
 
 
-def family_of(executor: Any, is_open: bool = False) -> TableFamily:
+def family_of(executor: Any) -> TableFamily:
     """Return an executor's table family: one object for all tables of the family."""
     draw = None if executor.first is None else executor.first.drawn[0]
+    is_open = executor.plans and executor.room is not None
     family = TableFamily(executor.device, executor.form, executor.cache.kind, draw, is_open)
     return _families.setdefault(family, family)
 

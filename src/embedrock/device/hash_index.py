@@ -77,6 +77,10 @@ class DeviceHashIndex:
         self._timeline.uses(known.ids, known.table)
         self._entries = entries
 
+    def free(self) -> None:
+        """Release the GPU memory. Nothing may use it any more."""
+        self._entries = self._empty(0)
+
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory."""
@@ -113,3 +117,4 @@ class DeviceHashIndex:
     def record_inserts(self, most: int) -> None:
         """Record that up to `most` rows may have got slots."""
         self.epoch, self.most, self._positions = self.epoch + 1, self.most + most, self._positions + most
+        self.prepared = None
