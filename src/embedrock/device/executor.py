@@ -200,8 +200,8 @@ class GpuExecutor(ABC):
 
     @property
     def keeps_weights(self) -> bool:
-        """True if a step reuses the weights that its lookup read: records in RAM, no dense rule."""
-        return not self.cache.placement.near_rows and self.rows.history is None
+        """True if a step can reuse weights that its lookup read from RAM: no dense rule."""
+        return self.rows.history is None
 
     @property
     def lags(self) -> bool:
@@ -210,11 +210,10 @@ class GpuExecutor(ABC):
         return history is not None and history.moves_weights
 
     def refresh(self, out: Tensor, batch: DeviceBatch) -> None:
-        """Catch up copies of rows, float32 (n, dim), that may be stale."""
-        if self.lags:
-            assert self.rows.history is not None  # it lags
-            now = self.constants.uploaded(self.rows.history.numbers())
-            rows.refresh(out, batch.keys, batch.count, batch.tables, now)
+        """Catch up copies of rows, float32 (n, dim), which lag."""
+        assert self.rows.history is not None  # it lags
+        now = self.constants.uploaded(self.rows.history.numbers())
+        rows.refresh(out, batch.keys, batch.count, batch.tables, now)
 
     def expect(self, ids: Tensor | None) -> None:
         """Plan the next batch after the next lookup, and load its rows, in parallel with the device's work.
