@@ -223,6 +223,13 @@ class DeviceBatch:
 
     # ------------------------------------------------------------ steps
 
+    def has_room(self, which: tuple[int, int]) -> bool:
+        """Return whether the new rows of some tables have room, with nothing to do. Caller holds the table locks.
+
+        `which`: the first of the tables, and the one after the last.
+        """
+        return True
+
     def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
         """Return the tables from the first to the last of `which`, which have begun a step. No row changes.
 

@@ -36,7 +36,6 @@ from embedrock.table.stepping import DeferredInserts
 
 FIRST_SLOTS = 1024  # initial capacity of the hash index, if records are in RAM
 SPARE_SHARE = 8  # one part in `SPARE_SHARE` of the RAM for rows is reserved for future steps
-ASKED_AHEAD = 8  # steps before room might run out, at which the device is polled for the slots given
 
 
 class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
@@ -223,8 +222,6 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     def _makes_room(self, grads: DeviceRowGradients) -> bool:
         index = self.index
         index.poll()
-        if index.most + ASKED_AHEAD * grads.most_rows > index.room:
-            index.ask()
         if index.has_room(grads):
             return True
         try:

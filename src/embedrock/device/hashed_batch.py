@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from operator import attrgetter
+from collections.abc import Sequence
+from operator import attrgetter, sub
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,7 +21,9 @@ from embedrock.kernels.gpu.binding import TensorPart
 
 NARROW = 256  # maximum number of tables with indices of one byte
 
+# Many tables are read by one call of `map`.
 _STATE = attrgetter("known", "index.epoch")
+_ROOM, _MOST = attrgetter("index.room"), attrgetter("index.most")
 
 
 class FoundSlots(NamedTuple):
@@ -138,6 +141,14 @@ class HashedBatch(DeviceBatch):
         """Return the number of rows of one table without a slot. Waits for the device."""
         return int(self._found().counts.sum())
 
+    def has_room(self, which: tuple[int, int]) -> bool:
+        executors: Any = self.executors[slice(*which)]
+        most = max(self.sizes.positions[slice(*which)])
+        if _spare(executors) < most:
+            for executor in executors:
+                executor.index.poll()
+        return self.layout.is_quiet() and self.is_of_family() and _spare(executors) >= most
+
     # ------------------------------------------------------------ rows and steps
 
     def read_rows(self) -> Tensor:
@@ -174,6 +185,11 @@ class HashedBatch(DeviceBatch):
         own = cls.of_one(executor, None, len(ids), stamp)
         own.take_words()
         return own.make(ids)
+
+
+def _spare(executors: Sequence[Any]) -> int:
+    """Return the number of new rows that each table surely has room for."""
+    return min(map(sub, map(_ROOM, executors), map(_MOST, executors)))
 
 
 def _space(device: torch.device, n: int, k: int, is_cached: bool) -> Any:
