@@ -145,10 +145,6 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             if self._seen != self._version.now:
                 self._follow()
 
-    def begin_step(self) -> None:
-        self.begin()
-        self.timeline.wait_for_copies()
-
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.rows.history is not None:

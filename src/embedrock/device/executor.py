@@ -267,8 +267,14 @@ class GpuExecutor(ABC):
     def prepare(self, grads: DeviceRowGradients) -> None:  # noqa: B027  # most need not
         ...
 
-    def begin_step(self) -> None:  # noqa: B027  # where the host plans, its batch does so
-        """Begin a step. No row changes."""
+    def begin(self) -> None:  # noqa: B027  # where the host plans, its batch does so
+        """Begin to use rows: wait for CPU steps, check that the table is open, and load changes of the CPU.
+
+        Caller holds the table lock.
+
+        Raises:
+            ClosedTableError: the table is closed.
+        """
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
         """Do the host's part of a counted step; `numbers` are the rule's step constants."""

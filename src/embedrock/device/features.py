@@ -33,6 +33,7 @@ NORMS_AT_ONCE = 64  # norms of as many batches are allocated together
 # Many tables are read by one call of `map`.
 _STATE = attrgetter("backend", "process", "executor", "history", "table_lock.failure", "table_lock.running")
 _HISTORY, _LOOKED_UP, _EXPECTED = attrgetter("history"), attrgetter("is_looked_up"), attrgetter("expected")
+_FAMILY = attrgetter("family")
 _SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgetter("process")
 _STAMP, _KNOWN = attrgetter("stamp"), attrgetter("known")
 _EPOCH, _MEMORY = attrgetter("_epoch"), attrgetter("_memory.epoch")
@@ -306,9 +307,10 @@ class FeatureLayout:
     def are_joined(self) -> bool:
         """Return whether the tables can be looked up together. Open ids may outgrow the family, rules become dense."""
         family, k = self.first.family, len(self.executors)
-        if family.is_open or k == 1:
-            return k == 1 or [executor.joins for executor in self.executors].count(family) == k
-        return not any(map(_HISTORY, self.rows()))
+        if k == 1:
+            return True
+        outgrown = family.is_open and (family.kind.is_cached or list(map(_FAMILY, self.executors)).count(family) < k)
+        return not outgrown and not any(map(_HISTORY, self.rows()))
 
     def end(self, trains: bool) -> None:
         """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -87,11 +87,9 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     # ------------------------------------------------------------ copies between device and backend
 
-    def _open(self) -> bool:
-        """Follow changes by the CPU. Return whether the device plans."""
+    def begin(self) -> None:
         self._check_open()
         self._follow()
-        return self.plans
 
     def _follow(self) -> None:
         """Load the CPU's changes. The CPU changes rows only after `finish`."""
@@ -207,15 +205,10 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         words = super().entry_words()
         return words._replace(directory=self.index.words) if self.plans else words
 
-    def begin(self) -> None:
-        self._open()
-
-    def mark_changed(self) -> None:
-        (GpuExecutor if self.plans else HostPlannedExecutor).mark_changed(self)
-
     def finds_room(self, grads: DeviceRowGradients) -> bool:
         with self.working:
-            if self._open() and not self._makes_room(grads):
+            self.begin()
+            if self.plans and not self._makes_room(grads):
                 self._give_up()
             return self.plans
 
@@ -248,7 +241,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             return index.most_with(grads)
         self.mirror.host_waits += 1
         given = index.count()
-        return given + (count if given + count <= most else _batch_of(grads).count_new())
+        return given + (count if given + count <= most else cast("HashedBatch", grads.batch).count_new())
 
     def _cover(self, needed: int, wanted: int) -> None:
         """Make room for the needed rows, and for the wanted ones if that is more.
@@ -307,14 +300,11 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             self.use(self.cache)
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
-        return self.index.has_room(grads) if self._open() else super().is_prepared(grads)
+        self.begin()
+        return self.index.has_room(grads) if self.plans else super().is_prepared(grads)
 
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         return None if self.plans else super().plan_in_ram(grads)
-
-    def begin_step(self) -> None:
-        self._open()
-        self.timeline.wait_for_copies()
 
     def host_of(self, batch: Any) -> Plan:
         if batch.host is not None:
@@ -343,24 +333,22 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return sum_rows(torch.cat([values for _, values in parts]), batch)
 
 
-def _batch_of(grads: DeviceRowGradients) -> Any:
-    """Return the batch of gradients of hashed ids."""
-    return grads.batch
-
-
 def _count_new(executor: HashedGpuExecutor, grads: DeviceRowGradients) -> int:
     """Return the number of records that a step by gradients creates. Waits for the device."""
     with executor.working:
-        if not executor._open():
+        executor.begin()
+        if not executor.plans:
             return 0  # the host has begun to plan
         executor.mirror.host_waits += 1
-        return executor.index.count() + _batch_of(grads).count_new() - executor._memory.count
+        batch = cast("HashedBatch", grads.batch)
+        return executor.index.count() + batch.count_new() - executor._memory.count
 
 
 def _keep_room(executor: HashedGpuExecutor, sums: Any, new: int) -> None:
     """Keep room for exactly `new` new rows of gradients."""
     with executor.working:
-        if not executor._open():
+        executor.begin()
+        if not executor.plans:
             return
         needed, index = executor._memory.count + new, executor.index
         try:

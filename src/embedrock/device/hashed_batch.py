@@ -110,6 +110,10 @@ class HashedBatch(DeviceBatch):
             self.take_words()
             self._find(*self._new)
 
+    @property
+    def allocations(self) -> list[Tensor]:
+        return [*super().allocations, self._ordered if self.of_positions is None else self.of_positions]
+
     # ------------------------------------------------------------ slots
 
     def _find(self, counts: Tensor, news: Tensor | TensorPart) -> FoundSlots:

@@ -57,10 +57,6 @@ class HostPlannedExecutor(GpuExecutor):
         with rows.table_lock.lock:
             mirror.join(self)
 
-    def mark_changed(self) -> None:
-        super().mark_changed()
-        self.mirror.mark_changed()
-
     def _finish(self) -> None:
         self.timeline.finish()
         self.faults.look()
@@ -294,6 +290,8 @@ class HostPlannedExecutor(GpuExecutor):
         return self.rows.shared.gradient(values.cpu().numpy(), np.arange(len(rows)))
 
     def step_beside(self, numbers: Any) -> None:
+        if not self.plans:
+            self.mirror.mark_changed()
         gradient, self._of_shared = self._of_shared, None
         if gradient is not None and (shared := self.rows.shared) is not None:
             shared.step(gradient, numbers, self.rows.steps)

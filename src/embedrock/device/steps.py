@@ -81,7 +81,7 @@ class DeviceStep(CheckedStep):
         steps: of the tables.
         verdicts: int32 (k, LINE), see `gate.judge`; None: the kernels of the step decide.
         number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
-        runs: see `runs_of`, of one run whose new rows may have room already; None: `check` has found it.
+        runs: the only one of `runs_of`, whose new rows may have room already; None: `check` finds room.
     """
 
     def __init__(
@@ -171,8 +171,10 @@ def runs_of(steps: Sequence[TableStep]) -> Sequence[Sequence[TableStep]]:
     is_whole = len(steps) == sums.count_of_tables and list(map(_SUMS, steps)).count(sums) == len(steps)
     if is_whole and (not sums.batch.family.is_open or sums.batch.is_of_family()):
         return [steps]
-    if sums.batch.family.is_open:
-        steps = [part if part.sums.batch.is_of_family() else part.alone() for part in steps]
+    steps = [
+        part.alone() if part.sums.batch.family.is_open and not part.sums.batch.is_of_family() else part
+        for part in steps
+    ]
     runs: list[list[TableStep]] = []
     last: TableStep | None = None
     for part in steps:
@@ -199,7 +201,7 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
     layout = sums.batch.layout
     if not layout.is_quiet():
         for part in steps:
-            part.executor.begin_step()
+            part.executor.begin()
     layout.wait_for_copies()
     for rows, rule, own, *_ in steps:
         what = rule, rows.steps
