@@ -210,10 +210,9 @@ def _taken(executor: GpuExecutor) -> int:
     """Return the bytes of GPU memory that a member in RAM takes, or may take, with others of its pool."""
     if isinstance(executor, HashedGpuExecutor):
         return executor.budget
-    placement = executor.cache.placement
-    return (
-        placement.bytes if isinstance(executor, DenseGpuExecutor) else placement.near_rows * slot_bytes(executor.spec)
-    )
+    if isinstance(executor, HostPlannedExecutor):
+        return executor.mirror.cache.placement.near_rows * slot_bytes(executor.spec)
+    return executor.cache.placement.bytes
 
 
 def _taker(table: Table) -> Table | Backend:

@@ -53,7 +53,7 @@ class SteppedTables(NamedTuple):
     admit: Callable[[], object] | None = None
 
 
-_FAMILY = attrgetter("family")
+_FAMILY, _KEEPS = attrgetter("family"), attrgetter("keeps_weights")
 
 
 class DeviceBatch:
@@ -193,9 +193,11 @@ class DeviceBatch:
 
     def finish_read(self, out: Tensor) -> None:
         """Catch up rows that were read, float32 (n, dim), and keep them for a step if it can use them."""
-        if len(self.executors) == 1:
-            self.layout.first.refresh(out, self)
-        if all(executor.keeps_weights for executor in self.executors):
+        kind, first = self.family.kind, self.layout.first
+        if len(self.executors) == 1 and first.lags:
+            first.refresh(out, self)
+        is_far = not (kind.is_identity or kind.is_cached)
+        if is_far and all(map(_KEEPS, self.executors)):
             self.found = FoundWeights(out, tuple([executor.rows.version.of_rows for executor in self.executors]))
 
     def is_of_family(self) -> bool:
@@ -203,6 +205,13 @@ class DeviceBatch:
         return list(map(_FAMILY, self.executors)).count(self.family) == len(self.executors)
 
     # ------------------------------------------------------------ steps
+
+    def has_room(self, which: tuple[int, int]) -> bool:
+        """Return whether the new rows of some tables have room, with nothing to do. Caller holds the table locks.
+
+        `which`: the first of the tables, and the one after the last.
+        """
+        return True
 
     def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
         """Return the tables from the first to the last of `which`, which have begun a step. No row changes.
@@ -215,9 +224,9 @@ class DeviceBatch:
         """
         return self.as_ready()
 
-    def as_ready(self) -> SteppedTables:
-        """Return the tables as their current records can be stepped."""
-        return SteppedTables(self.tables, self.keys, self.ids, self.count, self.bounds, self.found)
+    def as_ready(self, admit: Callable[[], object] | None = None) -> SteppedTables:
+        """Return the tables as their current records can be stepped; `admit`: see `SteppedTables`."""
+        return SteppedTables(self.tables, self.keys, self.ids, self.count, self.bounds, self.found, admit)
 
     # ------------------------------------------------------------ batches of one table
 

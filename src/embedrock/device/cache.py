@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -23,8 +22,6 @@ EVERYWHERE = 2**62  # above all keys: no limit
 # rows as their use changes.
 HALF_LIFE = 30.0
 NO_TIME = BatchTime(0, 0, 0.0)  # of a batch without a cache
-
-_generations = itertools.count()
 
 
 def present(where: Tensor) -> Tensor:
@@ -58,7 +55,6 @@ class DeviceCache:
         kind: of the record addresses. Without a map, all rows have a record in RAM.
         limit: keys outside ``[0, limit)`` are of no row.
         slot_count: number of records that a cache has room for.
-        generation: of the addresses of `records` and `slots`, unlike that of any other.
     """
 
     def __init__(self, where: Tensor, placement: DeviceLayout, form: RecordForm, far: int) -> None:
@@ -92,7 +88,6 @@ class DeviceCache:
         self.slots, is_mapped = CacheSlots(where, *state), len(where) > 0
         self.kind = AddressKind(is_mapped, is_mapped and self.is_identity, is_mapped and self.is_cache)
         self.limit = len(where) or EVERYWHERE
-        self.generation = next(_generations)
 
     @property
     def nbytes(self) -> int:

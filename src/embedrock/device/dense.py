@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -13,13 +12,13 @@ from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import DeviceCache, present
 from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
-from embedrock.device.features import TableFamily, family_of
+from embedrock.device.features import TableFamily
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.pinned import PinnedRecords, staging
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, TableEntryWords
+from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend, take_ram
 from embedrock.table.rows import TableState
@@ -54,7 +53,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             self._pinned.cover(backend.records.bytes.nbytes)
             far = self._pinned.address
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
-        self.cache = DeviceCache(self.where, placement, self.form, far)
+        self.use(DeviceCache(self.where, placement, self.form, far))
 
     # ------------------------------------------------------------ copies between device and backend
 
@@ -133,28 +132,16 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     # ------------------------------------------------------------ lookups and steps
 
-    @functools.cached_property
-    def family(self) -> TableFamily:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return family_of(self)
-
     @property
     def joins(self) -> TableFamily | None:
         # A dense rule's stale rows cannot be looked up together. Rules may differ.
         return None if self._rows_of().history is not None else self.family
-
-    @functools.cached_property
-    def known(self) -> TableEntryWords:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.entry_words()
 
     def begin(self) -> None:
         if not self.timeline.is_recorded:  # a recorded step does so before each replay
             self._check_open()
             if self._seen != self._version.now:
                 self._follow()
-
-    def begin_step(self) -> None:
-        self.begin()
-        self.timeline.wait_for_copies()
 
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]

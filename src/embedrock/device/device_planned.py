@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 from embedrock.device.copies import uploaded
 from embedrock.device.executor import GpuExecutor, drawn_by
 from embedrock.kernels.gpu.rows import InitialRecord
@@ -20,16 +18,6 @@ class DevicePlannedExecutor(GpuExecutor):
         drawn = drawn_by(self.spec.init)
         assert drawn is not None  # else the host plans, and draws
         self.first = InitialRecord(drawn, uploaded(self.spec.first_state, self.device))
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Begin to use rows: wait for CPU steps, check that the table is open, and load changes of the CPU.
-
-        Caller holds the table lock.
-
-        Raises:
-            ClosedTableError: the table is closed.
-        """
 
     def _check_open(self) -> None:
         rows = self._rows_of()

@@ -14,7 +14,7 @@ from embedrock.device import device_errors
 from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import BatchCounter, DeviceCache
 from embedrock.device.copies import on_device
-from embedrock.device.features import NO_PADDING, FeatureBags, FeatureLayout, TableFamily
+from embedrock.device.features import NO_PADDING, FeatureBags, FeatureLayout, TableFamily, family_of
 from embedrock.device.gradients import DeviceRowGradients, RowSums
 from embedrock.device.lookup import DeviceLookup
 from embedrock.device.prefetched import PrefetchedBatch
@@ -68,6 +68,8 @@ class GpuExecutor(ABC):
     Attributes:
         working: a context that holds the table lock and orders work on the device.
         cache: records in GPU memory, which subclasses create.
+        family: of tables that batches may have together with this one.
+        known: the words about the table for kernels: see `entry_words`.
         first: initial record of a row; None where the host creates records.
         batch: type of the batches of tables of the family.
         is_looked_up: a lookup that trains came since the last step.
@@ -77,6 +79,8 @@ class GpuExecutor(ABC):
     """
 
     cache: DeviceCache
+    family: TableFamily
+    known: TableEntryWords
     first: rows.InitialRecord | None = None
     judge: Any  # `steps.judge`, in subclasses
     batch: type[DeviceBatch]
@@ -110,7 +114,6 @@ class GpuExecutor(ABC):
         self.ahead: PrefetchedBatch | None = None
         self.is_looked_up = False
         self._seen = -1  # the table version that it has loaded
-        self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
         self.constants = StepConstants(device, self.timeline)
         self.no_fault = torch.ones(4, dtype=torch.int64, device=device)  # takes no other error
 
@@ -143,7 +146,7 @@ class GpuExecutor(ABC):
         """Release the memory, even if handles still reference the executor."""
         self.timeline.finish()
         self._free()
-        self.ahead = self.expected = self._known = None
+        self.ahead = self.expected = None
         self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
@@ -156,13 +159,10 @@ class GpuExecutor(ABC):
     def is_used_on(self, device: torch.device) -> bool:
         return self.device == device and self.is_current
 
-    @property
-    def known(self) -> TableEntryWords:
-        """The words about the table for kernels: see `entry_words`."""
-        generation = self.cache.generation
-        if self._known is None or self._known[0] != generation:
-            self._known = generation, self.entry_words()
-        return self._known[1]
+    def use(self, cache: DeviceCache) -> None:
+        """Use records at the current places of a cache. Caller holds the table lock."""
+        self.cache = cache
+        self.family, self.known = family_of(self), self.entry_words()
 
     def entry_words(self) -> TableEntryWords:
         """Return the words about the table for kernels, without a range of keys, a padding, and a hash index."""
@@ -176,11 +176,6 @@ class GpuExecutor(ABC):
         return TableEntryWords(0, cache.limit, *places, *of_row, NO_PADDING, (*slots, len(cache.slots.owner)))
 
     # ------------------------------------------------------------ lookups
-
-    @property
-    @abstractmethod
-    def family(self) -> TableFamily:
-        """The family of tables that batches may have together with this one."""
 
     def bags(self, ids: Tensor, mode: str, starts: Tensor | None, weights: Tensor | None) -> FeatureBags:
         """Return bags of ids.
@@ -206,8 +201,8 @@ class GpuExecutor(ABC):
 
     @property
     def keeps_weights(self) -> bool:
-        """True if a step reuses the weights that its lookup read: records in RAM, no dense rule."""
-        return not self.cache.placement.near_rows and self.rows.history is None
+        """True if a step can reuse weights that its lookup read from RAM: no dense rule."""
+        return self.rows.history is None
 
     @property
     def lags(self) -> bool:
@@ -216,11 +211,10 @@ class GpuExecutor(ABC):
         return history is not None and history.moves_weights
 
     def refresh(self, out: Tensor, batch: DeviceBatch) -> None:
-        """Catch up copies of rows, float32 (n, dim), that may be stale."""
-        if self.lags:
-            assert self.rows.history is not None  # it lags
-            now = self.constants.uploaded(self.rows.history.numbers())
-            rows.refresh(out, batch.keys, batch.count, batch.tables, now)
+        """Catch up copies of rows, float32 (n, dim), which lag."""
+        assert self.rows.history is not None  # it lags
+        now = self.constants.uploaded(self.rows.history.numbers())
+        rows.refresh(out, batch.keys, batch.count, batch.tables, now)
 
     def expect(self, ids: Tensor | None) -> None:
         """Plan the next batch after the next lookup, and load its rows, in parallel with the device's work.
@@ -270,8 +264,14 @@ class GpuExecutor(ABC):
     def prepare(self, grads: DeviceRowGradients) -> None:  # noqa: B027  # most need not
         ...
 
-    def begin_step(self) -> None:  # noqa: B027  # where the host plans, its batch does so
-        """Begin a step. No row changes."""
+    def begin(self) -> None:  # noqa: B027  # where the host plans, its batch does so
+        """Begin to use rows: wait for CPU steps, check that the table is open, and load changes of the CPU.
+
+        Caller holds the table lock.
+
+        Raises:
+            ClosedTableError: the table is closed.
+        """
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
         """Do the host's part of a counted step; `numbers` are the rule's step constants."""

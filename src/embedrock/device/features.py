@@ -34,6 +34,7 @@ NORMS_AT_ONCE = 64  # norms of as many batches are allocated together
 # Many tables are read by one call of `map`.
 _STATE = attrgetter("backend", "process", "executor", "history", "table_lock.failure", "table_lock.running")
 _HISTORY, _LOOKED_UP, _EXPECTED = attrgetter("history"), attrgetter("is_looked_up"), attrgetter("expected")
+_FAMILY = attrgetter("family")
 _SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgetter("process")
 _STAMP, _KNOWN = attrgetter("stamp"), attrgetter("known")
 _EPOCH, _MEMORY = attrgetter("_epoch"), attrgetter("_memory.epoch")
@@ -101,9 +102,10 @@ class TableFamily(NamedTuple):
 _families: dict[TableFamily, TableFamily] = {}  # one object a family makes the checks of each step fast
 
 
-def family_of(executor: Any, is_open: bool = False) -> TableFamily:
+def family_of(executor: Any) -> TableFamily:
     """Return an executor's table family: one object for all tables of the family."""
     draw = None if executor.first is None else executor.first.drawn[0]
+    is_open = executor.plans and executor.room is not None
     family = TableFamily(executor.device, executor.form, executor.cache.kind, draw, is_open)
     return _families.setdefault(family, family)
 
@@ -335,9 +337,10 @@ class FeatureLayout:
     def are_joined(self) -> bool:
         """Return whether the tables can be looked up together. Open ids may outgrow the family, rules become dense."""
         family, k = self.first.family, len(self.executors)
-        if family.is_open or k == 1:
-            return k == 1 or [executor.joins for executor in self.executors].count(family) == k
-        return not any(map(_HISTORY, self.rows()))
+        if k == 1:
+            return True
+        outgrown = family.is_open and (family.kind.is_cached or list(map(_FAMILY, self.executors)).count(family) < k)
+        return not outgrown and not any(map(_HISTORY, self.rows()))
 
     def end(self, trains: bool) -> None:
         """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""
@@ -394,9 +397,9 @@ class FeatureLayout:
         return self.first.on_device(torch.cat(parts))
 
     def take(self, form: Any, nbytes: int, make: Callable[..., Any], *args: Any) -> Workspace:
-        """Return a workspace of a form on the caller's stream, of about `nbytes`; `make` creates its arrays from `args` if none is free.
+        """Return a workspace of a form on the caller's stream, of about `nbytes`.
 
-        A CUDA graph has its own.
+        If none is free, `make` creates its arrays from `args`. A CUDA graph has its own.
         """
         timeline = self.first.timeline
         form = *form, timeline.turn

@@ -15,10 +15,9 @@ from embedrock.admission.lifecycle import AdmissionDecision
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.batch import DeviceBatch, SteppedTables
-from embedrock.device.cache import DeviceCache
 from embedrock.device.copies import uploaded
 from embedrock.device.executor import GpuExecutor
-from embedrock.device.features import FeatureLayout, TableFamily, family_of
+from embedrock.device.features import FeatureLayout
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.host_batch import FIRST_KEY, HostBatch, SteppedRows
 from embedrock.device.mirror import DeviceMirror
@@ -58,14 +57,6 @@ class HostPlannedExecutor(GpuExecutor):
         with rows.table_lock.lock:
             mirror.join(self)
 
-    @property
-    def cache(self) -> DeviceCache:  # type: ignore[override]
-        return self.mirror.cache
-
-    def mark_changed(self) -> None:
-        super().mark_changed()
-        self.mirror.mark_changed()
-
     def _finish(self) -> None:
         self.timeline.finish()
         self.faults.look()
@@ -78,11 +69,12 @@ class HostPlannedExecutor(GpuExecutor):
         return True
 
     def stats(self) -> dict[str, float]:
-        used = {"device_slots": self.cache.placement.near_rows, "device_bytes": self.cache.nbytes}
-        return {**used, "device_host_waits": self.mirror.host_waits, **self.cache.stats()}
+        cache = self.cache if self.plans else self.mirror.cache
+        used = {"device_slots": cache.placement.near_rows, "device_bytes": cache.nbytes}
+        return {**used, "device_host_waits": self.mirror.host_waits, **cache.stats()}
 
     def __repr__(self) -> str:
-        return f"on {self.device}: {self.cache.placement}, planned by the host"
+        return f"on {self.device}: {self.mirror.cache.placement}, planned by the host"
 
     @contextmanager
     def _table_lock(self) -> Iterator[None]:
@@ -107,10 +99,6 @@ class HostPlannedExecutor(GpuExecutor):
                 yield located
 
     # ------------------------------------------------------------ lookups and steps
-
-    @property
-    def family(self) -> TableFamily:
-        return family_of(self)
 
     @spanned("plan")
     def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> HostBatch:
@@ -159,7 +147,7 @@ class HostPlannedExecutor(GpuExecutor):
         except (IdError, IdTypeError):
             return  # the lookup raises it
         self.ahead = PrefetchedBatch([ids], versions_of([ids]), host=host)
-        if self.backend.evicts and not self.cache.is_cache:
+        if not self.mirror.cache.is_cache and self.backend.evicts:
             return
         with self.timeline.aside():
             batch = self._planned_and_loaded(self.layout(), host, True, True)
@@ -301,6 +289,8 @@ class HostPlannedExecutor(GpuExecutor):
         return self.rows.shared.gradient(values.cpu().numpy(), np.arange(len(rows)))
 
     def step_beside(self, numbers: Any) -> None:
+        if not self.plans:
+            self.mirror.mark_changed()
         gradient, self._of_shared = self._of_shared, None
         if gradient is not None and (shared := self.rows.shared) is not None:
             shared.step(gradient, numbers, self.rows.steps)

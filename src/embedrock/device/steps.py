@@ -81,7 +81,7 @@ class DeviceStep(CheckedStep):
         steps: of the tables.
         verdicts: int32 (k, LINE), see `gate.judge`; None: the kernels of the step decide.
         number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
-        runs: see `runs_of`, if all rows have room; None: tables may change before the step.
+        runs: the only one of `runs_of`, whose new rows may have room already; None: `check` finds room.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DeviceStep(CheckedStep):
         self.steps, self.verdicts, self.number, self._runs = steps, verdicts, number, runs
         self.rows = list(map(_ROWS, steps))
         self.table_locks = list(map(_LOCK, self.rows))
-        self._rooms = with_room(steps) if runs is None else ()
+        self._rooms = with_room(steps)
         self._begun: list[Callable[[], None]] | None = None
 
     def are_finite(self) -> list[int]:
@@ -108,18 +108,24 @@ class DeviceStep(CheckedStep):
         return [each for part in self._rooms for each in part.executor.elsewhere(part.grads)]
 
     def check(self) -> None:
+        self._runs = None
         with self._ordered():
             prepare(self._rooms)
 
     def is_prepared(self) -> bool:
-        return not self._rooms or all(part.executor.is_prepared(part.grads) for part in self._rooms)
+        if not self._rooms:
+            return True
+        if self._runs is not None:
+            ((first, *others),) = self._runs
+            return first.sums.batch.has_room((first.table, first.table + 1 + len(others)))
+        return all(part.executor.is_prepared(part.grads) for part in self._rooms)
 
     def prepare(self) -> None:
         with self._ordered():
             self._begun = self._begin()
 
     def _begin(self) -> list[Callable[[], None]]:
-        if self._rooms:
+        if self._rooms and self._runs is None:
             for room in _by_room(self._rooms):
                 room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun, k, runs = [], 0, self._runs or runs_of(self.steps)
@@ -163,10 +169,13 @@ def with_room(steps: Sequence[TableStep]) -> list[TableStep]:
 def runs_of(steps: Sequence[TableStep]) -> Sequence[Sequence[TableStep]]:
     """Return the steps in runs of neighbours of one sum, which one kernel can make."""
     sums = steps[0].sums
-    if sums.batch.family.is_open:
-        steps = [part if part.sums.batch.is_of_family() else part.alone() for part in steps]
-    elif len(steps) == sums.count_of_tables and list(map(_SUMS, steps)).count(sums) == len(steps):
+    is_whole = len(steps) == sums.count_of_tables and list(map(_SUMS, steps)).count(sums) == len(steps)
+    if is_whole and (not sums.batch.family.is_open or sums.batch.is_of_family()):
         return [steps]
+    steps = [
+        part.alone() if part.sums.batch.family.is_open and not part.sums.batch.is_of_family() else part
+        for part in steps
+    ]
     runs: list[list[TableStep]] = []
     last: TableStep | None = None
     for part in steps:
@@ -193,7 +202,7 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
     layout = sums.batch.layout
     if not layout.is_quiet():
         for part in steps:
-            part.executor.begin_step()
+            part.executor.begin()
     layout.wait_for_copies()
     for rows, rule, own, *_ in steps:
         what = rule, rows.steps
@@ -292,7 +301,7 @@ def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
     if not due[0].executor.timeline.is_recorded:
         device_errors.check(list(map(_FAULTS, due)))
     goes_on = alone and len(groups) < 2 and {"raise"}.issuperset(map(_NONFINITE, due))
-    if goes_on and not with_room(due) and _are_checked_in_step(runs := runs_of(due)):
+    if goes_on and _are_checked_in_step(runs := runs_of(due)):
         return [DeviceStep(due, None, _next_number(due[0].executor.timeline), runs)]
     steps = []
     for group in groups.values():

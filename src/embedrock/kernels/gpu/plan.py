@@ -150,6 +150,7 @@ def bounds(tables, keys, count, ids, order, starts, bounds):
     launch(_bounds, 1, *args, num_warps=1, LANES=lanes_of(k))
 
 
+@functools.cache
 def lanes_of(k):
     """Return the lanes of a program with one lane for each of k tables."""
     return max(2, 1 << (k - 1).bit_length())
