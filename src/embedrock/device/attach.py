@@ -15,7 +15,7 @@ from embedrock.device.hashed import HashedGpuExecutor
 from embedrock.device.host_planned import HostPlannedExecutor
 from embedrock.device.mirror import DeviceMirror
 from embedrock.device.pinned import PinningError, PinningWarning
-from embedrock.device.stream_order import enough_memory
+from embedrock.device.stream_order import StreamOrder, enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
 from embedrock.spec.spec import Spec
@@ -43,7 +43,8 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     A GPU must be given with its index.
 
     Raises:
-        UnsupportedError: the device lacks features that the kernels need, or rows of another table are on another GPU.
+        UnsupportedError: the device lacks features that the kernels need, rows of another table are on another GPU, or
+            a stream is being captured.
         MemoryBudgetError: the device has too little memory.
     """
     _check_only_gpu(table, device)
@@ -55,7 +56,8 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
             return executor
         rows.leave_side()
         try:
-            with torch.inference_mode(False), enough_memory(f"{table.subject}, to keep its rows on {device},"):
+            what = f"{table.subject}, to keep its rows on {device},"
+            with StreamOrder(device, table.subject).ordered(), enough_memory(what):
                 made = _made(table, device)
         except PinningError as error:
             told = f"rows of {table.subject} are read and stepped by the CPU, and copied: {error}"
