@@ -56,27 +56,24 @@ class DeviceMirror:
         self.host_waits, self.is_at_work = 0, False
         self._executors, self._seen = weakref.WeakSet[Any](), 0
         self.leaving: tuple[np.ndarray, Tensor] | None = None
-        self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
+        self._known: tuple[PinnedRecords, DeviceCache] | None = None
+        self.cover()
         backend.add_listener(self)  # last, as a listener must be complete
-
-    def _begun(self) -> tuple[PinnedRecords, DeviceCache]:
-        """Pin the records at their current place, and create an empty cache."""
-        backend = self.backend
-        if backend.is_direct:  # all of it is pinned
-            backend.arena.expect_all()
-        pinned = PinnedRecords(backend.records.bytes, self.device, self.timeline.finish)
-        pinned.cover(self._covered(0))
-        placement = self._place(backend.used_slots)
-        slots = backend.used_slots if backend.evicts else FIRST_MAP
-        with torch.inference_mode(False):
-            where = self._map(slots if placement.near_rows else 0)
-            return pinned, DeviceCache(where, placement, self._form, pinned.address)
 
     @property
     def _parts(self) -> tuple[PinnedRecords, DeviceCache]:
-        """The pinned records and the cache, created again after the records have moved."""
+        """The pinned records and the cache, empty: created again after the records have moved."""
         if self._known is None:
-            self._known = self._begun()
+            backend = self.backend
+            if backend.is_direct:  # all of it is pinned
+                backend.arena.expect_all()
+            pinned = PinnedRecords(backend.records.bytes, self.device, self.timeline.finish)
+            pinned.cover(self._covered(0))
+            placement = self._place(backend.used_slots)
+            slots = backend.used_slots if backend.evicts else FIRST_MAP
+            with torch.inference_mode(False):
+                where = self._map(slots if placement.near_rows else 0)
+                self._known = pinned, DeviceCache(where, placement, self._form, pinned.address)
             self._tell()
         return self._known
 
@@ -117,15 +114,11 @@ class DeviceMirror:
             self.cover()
             self.is_at_work = True
             self.timeline.wait_for_copies()
-            self._follow()
+            if self._seen != self._now():  # the CPU changed rows, after `finish`
+                self._empty()
             yield
 
     # ------------------------------------------------------------ changes by others
-
-    def _follow(self) -> None:
-        """Load the CPU's changes. The CPU changes rows only after `finish`."""
-        if self._seen != self._now():
-            self._empty()
 
     def mark_changed(self) -> None:
         """Record that the cache is as new as the tables."""
