@@ -158,7 +158,7 @@ class DeviceBatch:
         # Times in memory are adjacent, in the order of tables.
         times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
         moves = self._moves.view(torch.int64).view(-1, 3)
-        return VictimSearch(moves, programs, shares=placed[: len(words)], times=times)
+        return VictimSearch(moves, programs, placed[: len(words)], times)
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
@@ -178,11 +178,9 @@ class DeviceBatch:
         return self.tickets[-k - 1 :]
 
     @property
-    def layout_of_sums(self) -> tuple[TensorPart | None, int]:
-        """The words of `sums.layout_of`, int64 (2 * (k + 1),), and the last of them; None: of one table."""
+    def layout_of_sums(self) -> tuple[TensorPart, int]:
+        """The words of `sums.layout_of`, int64 (2 * (k + 1),), and the last of them."""
         k, words = len(self.executors), self.sizes.words
-        if k == 1:
-            return None, 0
         return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (2 * k + 2,), torch.int64), words[-1]
 
     # ------------------------------------------------------------ rows
@@ -200,18 +198,21 @@ class DeviceBatch:
         """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
         self.layout.begin_read()
         out = self.out()
-        rows.read(self.keys, self.count, self.tables, out, self.ids)
-        self.finish_read(out)
+        rows.read(self.keys, self.count, self.tables, out, self.ids, stale=self.stale)
+        self.keep_weights(out)
         return out
+
+    @property
+    def stale(self) -> Any:
+        """Step constants by which copies of weights catch up, see `rows.read`. (Rows that lag are of one table.)"""
+        return self.layout.first.stale if len(self.executors) == 1 else None
 
     def out(self) -> Tensor:
         """Return memory for a line of each position: float32 (n, dim)."""
         return torch.empty(self.sizes.n, self.family.form.dim, dtype=torch.float32, device=self.family.device)
 
-    def finish_read(self, out: Tensor) -> None:
-        """Catch up rows that were read, float32 (n, dim), and keep them for a step if it can use them."""
-        if len(self.executors) == 1:
-            self.layout.first.refresh(out, self)
+    def keep_weights(self, out: Tensor) -> None:
+        """Keep weights that were read, float32 (n, dim), for a step if it can use them."""
         if all(executor.keeps_weights for executor in self.executors):
             self.found = FoundWeights(out, tuple([executor.rows.version.of_rows for executor in self.executors]))
 

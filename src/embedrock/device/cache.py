@@ -165,7 +165,7 @@ class DeviceCache:
 def shares_of(executors: Sequence[Any], positions: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Return the shares of tables in a search for victims, given the positions of each, and its number of programs.
 
-    For the words of a share see `cache.VictimShare`.
+    For the words of a share see `cache.VictimSearch`.
     """
     caches = [executor.cache for executor in executors]
     return _shares(tuple((own.half_life(n), n, cache.blocks(n)) for own, n in zip(caches, positions, strict=True)))
@@ -176,7 +176,7 @@ def _shares(sizes: tuple[tuple[float, int, int], ...]) -> tuple[tuple[int, ...],
     words, program, position = list[int](), 0, 0
     for half_life, size, programs in sizes:
         fading = int(np.float32(1.0 / half_life).view(np.int32))
-        words += cache.VictimShare(fading, size, program, position)
+        words += fading, size, program, position
         program, position = program + programs, position + size
     return tuple(words), program
 

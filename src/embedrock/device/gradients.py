@@ -206,7 +206,7 @@ class DeviceRowGradients:
         return (self.number == 0) & (self.shown != 0)
 
 
-def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: Any = None) -> RowSums:
+def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: Any = sums.NO_SHARE) -> RowSums:
     """Sum gradients (n, dim) of positions, or of bags, by row.
 
     Args:
@@ -224,7 +224,7 @@ def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: A
     if norms is None:
         norms = batch.layout.norms(k, device)
     plan = batch.starts, batch.order, batch.inverse, batch.ends
-    scratch = sums.SumScratch(partial, squares, batch.tickets)
+    scratch = partial, squares, batch.tickets
     sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms, *batch.layout_of_sums)
     return RowSums(batch, values, norms, space)
 
