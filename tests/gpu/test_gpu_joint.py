@@ -209,23 +209,6 @@ def test_bags_of_one_id_are_rows():
     np.testing.assert_array_equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("kind", [ert.Embedding, ert.EmbeddingBag])
-def test_features_of_one_table_have_paddings_of_their_own(kind: Any):
-    ids, stepped = torch.tensor([[1, 2], [3, 1], [2, 2]]), []
-    for near in (EVERYTHING, None):
-        table = er.Table(ROWS[0], DIM, init=er.Zeros(), device_memory=near)
-        layers = {f"f{k}": kind(table, padding_idx=padding) for k, padding in enumerate((None, 1, 2, 1))}
-        collection = (ert.EmbeddingCollection if kind is ert.Embedding else ert.EmbeddingBagCollection)(layers)
-        step = ert.SGD(collection, lr=1.0)
-        if near is not None:
-            on_device(collection)
-        found = collection(dict.fromkeys(layers, ids))
-        torch.stack([out.sum() * 10**k for k, out in enumerate(found.values())]).sum().backward()
-        step.step()
-        stepped.append(table.lookup(np.arange(ROWS[0])))
-    np.testing.assert_array_equal(*stepped)
-
-
 class BagModel:
     """A collection of bags: sums with weights that train, means with padding, two features of one table. Or maxima."""
 

@@ -192,7 +192,7 @@ class DeviceLookup:
         if len(missing) == len(came):
             return []
         with layout.working:
-            of_bags = () if self._bags is None else self._bags.shares(self.trace)
+            of_bags: tuple[Any, ...] = () if self._bags is None else self._bags.shares(self.trace)
             summed = sum_rows(self._joined_grads(grads), batch, *of_bags)
             return [(summed.by_frequency() if self._by_frequency else summed, came)]
 
