@@ -6,7 +6,7 @@ import itertools
 
 import torch
 from examples_rows import KEYS, ONE, forms
-from tensors import table
+from tensors import search_of, table
 
 from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache, plan
@@ -39,15 +39,14 @@ def example_cache() -> None:
     )
     tables = table(RecordForm(64, "float32", 768, 64, 128), (2**40, 2**41), slots.where, slots[1:])
     search_together(1, forms(Adam())[0], 0)
-    moves, word = torch.zeros((N, 3), dtype=torch.int64), torch.empty((), dtype=torch.int32)
-    for time in (homes.BatchTime(100, 1, 1 / 30.0, 5), homes.BatchTime(word, word, 1 / 30.0, word)):  # in a CUDA graph
-        search = cache.VictimSearch(moves, 1, time)
-        for some, number in ((keys, count), (keys, N), (keys.int(), N)):
-            cache.touch(tables, search, some, number)
-            cache.insert(tables, search, some, number)
-            counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
-            plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], tables, search)
-            cache.forget(slots, some.long())
+    moves = torch.zeros((N, 3), dtype=torch.int64)
+    search = search_of(moves, homes.BatchTime(100, 1, 1 / 30.0, 5))
+    for some, number in ((keys, count), (keys, N), (keys.int(), N)):
+        cache.touch(tables, search, some, number)
+        cache.insert(tables, search, some, number)
+        counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
+        plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], tables, search)
+        cache.forget(slots, some.long())
     places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):
         cache.exchange(moves, record_bytes)
@@ -60,7 +59,7 @@ def search_together(count: int, form: RecordForm, start: int) -> None:
     entries = torch.zeros(count, homes.WORDS, dtype=torch.int64)
     tables = homes.DeviceTables(entries, homes.AddressKind(True, False, True), "normal", form)
     moves = torch.zeros((len(KEYS), 3), dtype=torch.int64)
-    search = cache.VictimSearch(moves, count, shares=words[start:], times=some[start:])
+    search = cache.VictimSearch(moves, count, words[start:], some[start:])
     cache.touch(tables, search, KEYS, ONE)
     arrays = KEYS, some, KEYS, some, some, some, some
     plan.collect(KEYS.int(), 0, *arrays, tables, search)

@@ -75,7 +75,7 @@ def example_rows() -> None:
 
 def example_sums_of_several_tables() -> None:
     values, argmax = torch.zeros(N, 64), torch.zeros(N, 64, dtype=torch.int32)
-    shares = (None, (INVERSE, None, torch.zeros(N), None), (INVERSE, None, None, argmax))
+    shares = (sums.NO_SHARE, (INVERSE, None, torch.zeros(N)), (INVERSE, None, argmax))
     layout = torch.tensor(sums.layout_of((0, 40, 40, N), 64))
     for (what, share), start in itertools.product(enumerate(shares), (0, 1)):  # wherever words begin
         words, ends = torch.cat([layout[:start], layout])[start:], COUNT.repeat(4)[start:]

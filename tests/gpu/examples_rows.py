@@ -55,7 +55,7 @@ def example_first_values() -> None:
         _, *every = tables_of(form, drawn, seed)
         for of in every:
             rows.read(KEYS, ONE, of, values)
-            args = KEYS, KEYS, ONE, None, of, (0, 1), values
+            args = KEYS, KEYS, ONE, ONE, of, (0, 1), values
             for were, verdict in itertools.product((None, values), (VERDICT, CASE)):
                 rows.step(*args, verdict, None, 1, numbers(Adam(), 1), were)
         for keys in (KEYS, KEYS.int()):
@@ -67,11 +67,11 @@ def example_steps() -> None:
         for form in forms(rule)[:2]:
             values, of = torch.empty(8, form.dim), tables_of(form, ("normal", 0.0, 0.1))[1]
             for step in STEPS:
-                rows.step(KEYS, KEYS, ONE, None, of, (0, 1), values, VERDICT, None, step, numbers(rule, step))
+                rows.step(KEYS, KEYS, ONE, ONE, of, (0, 1), values, VERDICT, None, step, numbers(rule, step))
                 if type(numbers(rule, step)) in rows.rules.REFRESHES:
-                    rows.refresh(values, KEYS, ONE, of, numbers(rule, step))
+                    rows.read(KEYS, ONE, of, values, stale=numbers(rule, step))
     for form in forms(Adam(), (1, 17, 4096)):
-        args = KEYS, KEYS, ONE, None, tables_of(form)[0], (0, 1), torch.empty(8, form.dim)
+        args = KEYS, KEYS, ONE, ONE, tables_of(form)[0], (0, 1), torch.empty(8, form.dim)
         rows.step(*args, VERDICT, 1.5, 1, numbers(Adam(), 1))
 
 
@@ -86,5 +86,5 @@ def example_captured_steps() -> None:
         for form in forms(rule)[:2]:
             values, of = torch.empty(8, form.dim), tables_of(form, ("normal", 0.0, 0.1))[1]
             for verdict in (VERDICT, CASE._replace(step=step)):
-                args = KEYS, KEYS, ONE, None, of, (0, 1), values, verdict, None, step
+                args = KEYS, KEYS, ONE, ONE, of, (0, 1), values, verdict, None, step
                 rows.step(*args, in_memory(numbers(rule, 1)))

@@ -7,7 +7,7 @@ from typing import Any
 import triton.language as tl
 
 from embedrock.kernels.gpu import rows
-from embedrock.kernels.gpu.addresses import DeviceTables, find, homes_of, settle
+from embedrock.kernels.gpu.addresses import DeviceTables, find, settle
 from embedrock.kernels.gpu.codec import encode_nearest
 from embedrock.kernels.gpu.runtime import inlined, launch
 
@@ -17,7 +17,7 @@ def _locate(keys, count, entry, places, KIND: tl.constexpr, BYTES: tl.constexpr)
     u = tl.program_id(0)
     here = u < tl.load(count)
     key = tl.load(keys + u, mask=here, other=-1)
-    place, _, has, _ = find(key, here, homes_of(entry, KIND), KIND, BYTES)
+    place, _, has, _ = find(key, here, entry, KIND, BYTES)
     tl.store(places + u, tl.where(has, place, -1 - u.to(tl.int64)), mask=here)
 
 
@@ -33,9 +33,8 @@ def _settle(keys, count, live, entry, places, new, KIND: tl.constexpr, BYTES: tl
     inside = u < tl.load(count)
     here = inside & (tl.load(live) != 0)
     key = tl.load(keys + u, mask=here, other=-1)
-    homes = homes_of(entry, KIND)
-    place, known, has, word = find(key, here, homes, KIND, BYTES)
-    settle(key, known, has, word, homes, KIND)
+    place, known, has, word = find(key, here, entry, KIND, BYTES)
+    settle(key, known, has, word, entry, KIND)
     tl.store(places + u, tl.where(known, place, -1), mask=inside)
     tl.store(new + u, (known & (has == 0)).to(tl.uint8), mask=inside)
 
@@ -51,7 +50,7 @@ def _scatter(keys, values, count, entry, KIND: tl.constexpr, FORM: tl.constexpr)
     u, here = rows.rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=-1)
     size: tl.constexpr = FORM.record_bytes  # pyright: ignore[reportAttributeAccessIssue]
-    place, _, has, _ = find(key, here, homes_of(entry, KIND), KIND, size)
+    place, _, has, _ = find(key, here, entry, KIND, size)
     at, inside = rows._elements(u, has, FORM)
     words = encode_nearest(tl.load(values + at, mask=inside, other=0.0), FORM)
     tl.store(rows._weights(place, FORM), words, mask=inside)

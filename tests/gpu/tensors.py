@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embedrock.kernels.gpu import cache, gate, plan, runtime
-from embedrock.kernels.gpu.addresses import AddressKind, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import TIME_WORDS, AddressKind, BatchTime, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.rows import InitialRecord
 
 DEVICE = "cuda" if torch.cuda.is_available() and not runtime.is_interpreted() else "cpu"
@@ -61,6 +61,15 @@ def table(
     entries = torch.tensor([entry.words], dtype=torch.int64, device=DEVICE)
     kind = AddressKind(where is not None, is_identity, len(cache) > 0)
     return DeviceTables(entries, kind, None if first is None else first.drawn[0], form)
+
+
+def search_of(moves: torch.Tensor, time: BatchTime) -> cache.VictimSearch:
+    """Return the search for victims of a table alone, for positions (n,), with moves (n, 3)."""
+    fading, size = int(np.float32(time.fading).view(np.int32)), len(moves)
+    shares = torch.tensor([fading, size, 0, 0], dtype=torch.int64, device=DEVICE)
+    times = torch.zeros(TIME_WORDS, dtype=torch.int32, device=DEVICE)
+    times[::4] = torch.tensor([time.stamp, time.span, time.hand], dtype=torch.int32)
+    return cache.VictimSearch(moves, cache.blocks(size), shares, times)
 
 
 class Poisoned:

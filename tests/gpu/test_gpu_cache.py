@@ -12,7 +12,7 @@ import torch
 from gpu_device import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import DEVICE, Poisoned, one, same, table, tensor, use_blocks_of
+from tensors import DEVICE, Poisoned, one, same, search_of, table, tensor, use_blocks_of
 
 from embedrock.kernels.gpu import addresses as homes
 from embedrock.kernels.gpu import cache, plan
@@ -87,7 +87,7 @@ class Side:
             device.touch(self.slots, *args)
             device.insert(self.slots, *args, self.memory(), moves, (plan.BLOCK, cache.GROUP))
         else:
-            search, given = cache.VictimSearch(moves, cache.blocks(n), time), (tensor(keys), one(count))
+            search, given = search_of(moves, time), (tensor(keys), one(count))
             if count == n:  # noted where they are collected
                 given = tensor(keys.astype(np.int32)), n
                 self.collect(given[0], place, search)

@@ -204,26 +204,9 @@ def test_bags_of_one_id_are_rows():
     on_device(bags)
     with torch.no_grad(), launches() as seen:
         found = bags({"a": torch.tensor([1, 7]), "b": torch.tensor([[2], [2]])}, concatenate=True)
-    assert (seen["_read"], seen["_pool_sum"]) == (1, 0)
+    assert (seen["_read"], seen["_pool"]) == (1, 0)
     expected = np.concatenate([layers["a"].table.lookup([1, 7]), layers["b"].table.lookup([2, 2])], axis=1)
     np.testing.assert_array_equal(found.cpu(), expected)
-
-
-@pytest.mark.parametrize("kind", [ert.Embedding, ert.EmbeddingBag])
-def test_features_of_one_table_have_paddings_of_their_own(kind: Any):
-    ids, stepped = torch.tensor([[1, 2], [3, 1], [2, 2]]), []
-    for near in (EVERYTHING, None):
-        table = er.Table(ROWS[0], DIM, init=er.Zeros(), device_memory=near)
-        layers = {f"f{k}": kind(table, padding_idx=padding) for k, padding in enumerate((None, 1, 2, 1))}
-        collection = (ert.EmbeddingCollection if kind is ert.Embedding else ert.EmbeddingBagCollection)(layers)
-        step = ert.SGD(collection, lr=1.0)
-        if near is not None:
-            on_device(collection)
-        found = collection(dict.fromkeys(layers, ids))
-        torch.stack([out.sum() * 10**k for k, out in enumerate(found.values())]).sum().backward()
-        step.step()
-        stepped.append(table.lookup(np.arange(ROWS[0])))
-    np.testing.assert_array_equal(*stepped)
 
 
 class BagModel:
@@ -273,8 +256,8 @@ class BagModel:
                 np.testing.assert_array_equal(got, expected)
 
 
-BAGS = JOINT | dict.fromkeys(("_bags", "_pool_sum", "_weight_grads"), 1)
-MAXIMA = JOINT | dict.fromkeys(("_bags", "_pool_max"), 1)
+BAGS = JOINT | dict.fromkeys(("_bags", "_pool", "_weight_grads"), 1)
+MAXIMA = JOINT | dict.fromkeys(("_bags", "_pool"), 1)
 OF_MAX = {"modes": ("max",) * 3}
 
 
@@ -302,7 +285,7 @@ def test_bags_of_which_the_largest_are_taken_are_apart_from_sums():
     mine, theirs = BagModel(0, modes), BagModel(None, modes)
     with launches() as seen:
         mine.train(0)
-    assert (seen["_pool_max"], seen["_pool_sum"], seen["_bags"]) == (1, 1, 2)
+    assert (seen["_pool"], seen["_bags"]) == (2, 2)
     theirs.train(0)
     mine.assert_same(theirs)
 

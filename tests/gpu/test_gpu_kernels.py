@@ -80,6 +80,11 @@ def one(value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor([value], dtype=dtype, device=DEVICE)
 
 
+def bounds() -> torch.Tensor:
+    """Return the bounds of a table without a padding row."""
+    return one(-1).repeat(3)
+
+
 def form_of(words: np.ndarray, dim: int, state_start: int = 0, state_width: int = 0) -> RecordForm:
     return RecordForm(dim, NAMES[words.dtype], words.strides[0], state_start, state_width)
 
@@ -106,8 +111,9 @@ def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):
 
 def run_step(records, slots, values, numbers, form, ids, seed, step, clip=None, factor=1.0, live=1):
     with OnDevice() as on:
-        of_rows = on.tensor(ids), one(len(slots)), None, on.table(records, form, seed=seed), (0, 1), on.tensor(values)
-        gpu.rows.step(on.keys(slots), *of_rows, verdict(live, factor), clip, step, on.numbers(numbers))
+        of_rows = on.tensor(ids), one(len(slots)), bounds(), on.table(records, form, seed=seed), (0, 1)
+        gradients = on.tensor(values), verdict(live, factor), clip
+        gpu.rows.step(on.keys(slots), *of_rows, *gradients, step, on.numbers(numbers))
 
 
 def step(weights, rows, records, slots, state_start, state_width, values, numbers, lo, hi):
@@ -118,10 +124,10 @@ def step(weights, rows, records, slots, state_start, state_width, values, number
 
 
 def refresh(weights, records, slots, state_start, scratch, numbers, lo, hi):
-    form = form_of(records, weights.shape[1], state_start, scratch.shape[1])
+    form, fresh = form_of(records, weights.shape[1], state_start, scratch.shape[1]), weights[lo:hi][slots[lo:hi] < 0]
     with OnDevice() as on:
-        args = on.keys(slots[lo:hi]), one(hi - lo), on.table(records, form)
-        gpu.rows.refresh(on.tensor(weights[lo:hi]), *args, on.numbers(numbers))
+        args = on.keys(slots[lo:hi]), one(hi - lo), on.table(records, form), on.tensor(weights[lo:hi])
+        gpu.rows.read(*args, fresh=on.tensor(fresh), stale=on.numbers(numbers))
 
 
 class TestGPU(KernelSuite):
@@ -288,7 +294,7 @@ def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[Any, ...])
             grads, numbers = torch.zeros(13, dim, device=DEVICE), on.tensor(np.append(ids, [5] * PADDING))
             begins = rows.InitialRecord(drawn, on.tensor(first))
             of = on.table(records, form_for(spec), where, first=begins, seed=SEED)
-            args = one(13), None, of, (0, 1), grads, verdict(live), None, 1, SGDStep(1.0)
+            args = one(13), bounds(), of, (0, 1), grads, verdict(live), None, 1, SGDStep(1.0)
             gpu.rows.step(on.keys(slots), numbers, *args)
         np.testing.assert_array_equal(records.view(np.int32), wanted.view(np.int32))
     assert (where == homes.FAR).all()

@@ -66,14 +66,14 @@ def test_sum_and_mean(dim: int, mean: bool, weighted: bool, skip: int) -> None:
     reference.pooling.pool_sum(*bags.source, bags.offsets, bags.places, bags.weights, skip, mean, out, scale)
     got, got_scale = Poisoned((count, dim), torch.float32), Poisoned((count,), torch.float32)
     args = tensor(plan.inverse), tensor(bags.offsets), weights, words(count, skip, mean)
-    pooling.pool_sum(bags.padded_rows, *args, got.inside, got_scale.inside)
+    pooling.pool(sums.POOLED, bags.padded_rows, *args, got.inside, got_scale.inside)
     np.testing.assert_array_equal(got.check(count), out)
     same(got_scale.check(count), scale)
 
     values = np.empty((plan.rows, dim), np.float32)
     args = bags.grads, bags.bags, plan.starts, plan.order, bags.weights, scale, skip
     reference.pooling.pool_sum_backward(*args, values, np.empty(plan.rows))
-    back = backward(bags, sums.POOLED, (weights, tensor(scale), None), skip)
+    back = backward(bags, sums.POOLED, (weights, tensor(scale)), skip)
     same(back, values)
 
 
@@ -91,15 +91,15 @@ def test_max(dim: int, skip: int) -> None:
     out, argmax = np.empty((count, dim), np.float32), np.empty((count, dim), np.int32)
     reference.pooling.pool_max(*bags.source, bags.offsets, bags.places, skip, out, argmax)
     got, source = Poisoned((count, dim), torch.float32), Poisoned((count, dim), torch.int32)
-    cuts = tensor(plan.inverse), tensor(bags.offsets)
-    pooling.pool_max(bags.padded_rows, *cuts, words(count, skip), got.inside, source.inside)
+    args = tensor(plan.inverse), tensor(bags.offsets), tensor(bags.weights), words(count, skip)
+    pooling.pool(sums.MAXIMA, bags.padded_rows, *args, got.inside, source.inside)
     np.testing.assert_array_equal(got.check(count), out)
     same(source.check(count), argmax)
 
     values = np.empty((plan.rows, dim), np.float32)
     args = bags.grads, bags.bags, plan.starts, plan.order, argmax
     reference.pooling.pool_max_backward(*args, values, np.empty(plan.rows))
-    back = backward(bags, sums.MAXIMA, (None, None, tensor(argmax)), skip)
+    back = backward(bags, sums.MAXIMA, (None, tensor(argmax)), skip)
     same(back, values)
 
 
@@ -109,13 +109,13 @@ def test_hot_rows() -> None:
     given = (bags.weights * scale[bags.bags])[:, None] * bags.grads[bags.bags]
     values = np.empty((bags.plan.rows, 17), np.float32)
     reference.rows.sum_segments(given, bags.plan.starts, bags.plan.order, values, np.empty(bags.plan.rows))
-    back = backward(bags, sums.POOLED, (tensor(bags.weights), tensor(scale), None), -1)
+    back = backward(bags, sums.POOLED, (tensor(bags.weights), tensor(scale)), -1)
     close(back, given, bags.plan, values)
 
     argmax = np.random.default_rng(0).integers(-1, len(bags.bags), bags.grads.shape).astype(np.int32)
     given = np.where(argmax[bags.bags] == np.arange(len(bags.bags))[:, None], bags.grads[bags.bags], 0)
     reference.rows.sum_segments(given, bags.plan.starts, bags.plan.order, values, np.empty(bags.plan.rows))
-    back = backward(bags, sums.MAXIMA, (None, None, tensor(argmax)), -1)
+    back = backward(bags, sums.MAXIMA, (None, tensor(argmax)), -1)
     close(back, given, bags.plan, values)
 
 

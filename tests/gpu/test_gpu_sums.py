@@ -15,6 +15,7 @@ from tensors import DEVICE, Poisoned, one, same, tensor
 
 import reference
 from embedrock.kernels.gpu import sums
+from embedrock.kernels.gpu.sums import NO_SHARE
 from reference import device
 from slow import examples, slow
 
@@ -67,9 +68,9 @@ class Room:
         self._scratch = Poisoned((later, dim), torch.float32), Poisoned((squares,), torch.float64)
 
     @property
-    def arguments(self) -> tuple[sums.SumScratch, torch.Tensor, torch.Tensor]:
+    def arguments(self) -> tuple[Any, ...]:
         partial, squares = self._scratch
-        scratch = sums.SumScratch(partial.inside, squares.inside, self.tickets.inside)
+        scratch = partial.inside, squares.inside, self.tickets.inside
         return scratch, self.values.inside, self.norms.inside
 
     def check(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,10 +81,16 @@ class Room:
         return self.values.check(rows), self.norms.check(len(self.norms.inside))
 
 
+def layout_of(*cuts: int, dim: int) -> tuple[torch.Tensor, int]:
+    """Return the words about tables with positions up to these cuts, and the last one."""
+    words = sums.layout_of((0, *cuts), dim)
+    return tensor(np.array(words)), words[-1]
+
+
 def run(call: Any, plan: Plan, dim: int, skip: int) -> np.ndarray:
     """Call a kernel that sums over a plan, on poisoned memory; return its sums. Their norm must fit them."""
     room = Room(len(plan.order), dim)
-    call(plan.tensors, one(skip), *room.arguments)
+    call(plan.tensors, one(skip), *room.arguments, *layout_of(len(plan.order), dim=dim))
     (got, norms), expected = room.check(plan.rows), np.empty(3, np.float32)
     device.norm(got, np.array([plan.rows], np.int32), expected)
     np.testing.assert_allclose(norms, expected, rtol=2e-7)
@@ -91,7 +98,8 @@ def run(call: Any, plan: Plan, dim: int, skip: int) -> np.ndarray:
 
 
 def summed(grads: torch.Tensor, plan: Plan, skip: int) -> np.ndarray:
-    return run(lambda plan, *rest: sums.sum_shares(sums.PLAIN, grads, None, plan, *rest), plan, grads.shape[1], skip)
+    given = sums.PLAIN, grads, NO_SHARE
+    return run(lambda plan, *rest: sums.sum_shares(*given, plan, *rest), plan, grads.shape[1], skip)
 
 
 def close(got: np.ndarray, grads: np.ndarray, plan: Plan, expected: np.ndarray) -> None:
@@ -160,11 +168,10 @@ def of_tables(plans: list[Plan], skips: list[int], grads: np.ndarray) -> tuple[n
     arrays = [np.concatenate(parts) for parts in ([*starts, cuts[-1:]], order, inverse)]
     whole = Plan(arrays[0].astype(np.int32), arrays[1], arrays[2].astype(np.int32), int(bounds[-1]))
     skip = [row + bound if row >= 0 else -1 for row, bound in zip(skips, bounds, strict=False)]
-    layout = sums.layout_of(tuple(cuts.tolist()), dim)
     room, ends = Room(len(grads), dim, k), tensor(np.append(bounds[1:], skip).astype(np.int32))
     plan = *whole.tensors[:3], ends[:k]
-    given = ends[k:], *room.arguments, tensor(np.array(layout)), layout[-1]
-    sums.sum_shares(sums.PLAIN, tensor(grads), None, plan, *given)
+    given = ends[k:], *room.arguments, *layout_of(*cuts[1:].tolist(), dim=dim)
+    sums.sum_shares(sums.PLAIN, tensor(grads), NO_SHARE, plan, *given)
     values, norms = room.check(whole.rows)
     return values, norms.reshape(3, k)
 
@@ -180,7 +187,8 @@ def check_tables(tables: list[list[int]], dim: int, seed: int = 0) -> None:
     for plan, skip, found in zip(plans, skips, norms.T, strict=True):
         end, own = begin + plan.rows, grads[position : position + len(plan.order)]
         alone = Room(len(own), dim)
-        sums.sum_shares(sums.PLAIN, tensor(own), None, plan.tensors, one(skip), *alone.arguments)
+        args = plan.tensors, one(skip), *alone.arguments, *layout_of(len(own), dim=dim)
+        sums.sum_shares(sums.PLAIN, tensor(own), NO_SHARE, *args)
         expected, norm = alone.check(plan.rows)
         same(values[begin:end], expected)
         same(found, norm)
@@ -242,8 +250,9 @@ def test_norm(value: float) -> None:
 
 def test_no_positions() -> None:
     nothing, none, norms = tensor(np.empty((0, 4), np.float32)), tensor(np.empty(0, np.int64)), torch.ones(3)
-    scratch = sums.SumScratch(nothing, none, none)
-    sums.sum_shares(sums.PLAIN, nothing, None, (none, none, none, one(0)), one(-1), scratch, nothing, norms)
+    scratch = nothing, none, none
+    args = (none, none, none, one(0)), one(-1), scratch, nothing, norms, *layout_of(0, dim=4)
+    sums.sum_shares(sums.PLAIN, nothing, NO_SHARE, *args)
     assert norms.tolist() == [0, 0, 0]
     norms += 1
     sums.norm(nothing, one(0), none, none, norms)

@@ -149,7 +149,7 @@ class DeviceBatch:
         shares, programs, times = self._search
         if not programs:
             return None
-        return VictimSearch(self._moves.view(torch.int64).view(-1, 3), programs, shares=shares, times=times)
+        return VictimSearch(self._moves.view(torch.int64).view(-1, 3), programs, shares, times)
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
@@ -183,21 +183,23 @@ class DeviceBatch:
         """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
         self.layout.begin_read()
         out = self.out()
-        rows.read(self.keys, self.count, self.tables, out, self.ids)
-        self.finish_read(out)
+        rows.read(self.keys, self.count, self.tables, out, self.ids, stale=self.stale)
+        self.keep_weights(out)
         return out
+
+    @property
+    def stale(self) -> Any:
+        """Step constants by which copies of weights catch up, see `rows.read`. (Rows that lag are of one table.)"""
+        return self.layout.first.stale if len(self.executors) == 1 else None
 
     def out(self) -> Tensor:
         """Return memory for a line of each position: float32 (n, dim)."""
         return torch.empty(self.sizes.n, self.family.form.dim, dtype=torch.float32, device=self.family.device)
 
-    def finish_read(self, out: Tensor) -> None:
-        """Catch up rows that were read, float32 (n, dim), and keep them for a step if it can use them."""
-        kind, first = self.family.kind, self.layout.first
-        if len(self.executors) == 1 and first.lags:
-            first.refresh(out, self)
-        is_far = not (kind.is_identity or kind.is_cached)
-        if is_far and all(map(_KEEPS, self.executors)):
+    def keep_weights(self, out: Tensor) -> None:
+        """Keep weights that were read, float32 (n, dim), for a step if it can use them."""
+        kind = self.family.kind
+        if not (kind.is_identity or kind.is_cached) and all(map(_KEEPS, self.executors)):
             self.found = FoundWeights(out, tuple([executor.rows.version.of_rows for executor in self.executors]))
 
     def is_of_family(self) -> bool:

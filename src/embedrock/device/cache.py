@@ -154,12 +154,12 @@ class DeviceCache:
 def shares_of(caches: Iterable[DeviceCache], positions: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return the shares of tables in a search for victims, given the positions of each, and its number of programs.
 
-    Shares are int64 (tables, SHARE_WORDS): see `cache.VictimShare`.
+    Shares are int64 (tables * SHARE_WORDS,): see `cache.VictimSearch`.
     """
-    shares, program, position = list[cache.VictimShare](), 0, 0
+    shares, program, position = list[int](), 0, 0
     for own, size in zip(caches, positions, strict=True):
         fading = int(np.float32(1.0 / own.half_life(size)).view(np.int32))
-        shares.append(cache.VictimShare(fading, size, program, position))
+        shares += fading, size, program, position
         program, position = program + cache.blocks(size), position + size
     return np.array(shares, np.int64), program
 

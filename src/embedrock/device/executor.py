@@ -210,11 +210,11 @@ class GpuExecutor(ABC):
         history = self._rows_of().history
         return history is not None and history.moves_weights
 
-    def refresh(self, out: Tensor, batch: DeviceBatch) -> None:
-        """Catch up copies of rows, float32 (n, dim), which lag."""
-        assert self.rows.history is not None  # it lags
-        now = self.constants.uploaded(self.rows.history.numbers())
-        rows.refresh(out, batch.keys, batch.count, batch.tables, now)
+    @property
+    def stale(self) -> Any:
+        """Step constants by which copies of weights catch up; None if weights in records are not stale."""
+        history = self._rows_of().history
+        return None if history is None or not history.moves_weights else self.constants.uploaded(history.numbers())
 
     def expect(self, ids: Tensor | None) -> None:
         """Plan the next batch after the next lookup, and load its rows, in parallel with the device's work.

@@ -182,14 +182,14 @@ class BatchSizes(NamedTuple):
         cuts: begin of each table's positions, and the end of the last.
         placed: words for kernels, on the device, int64: about the features (`joint.join` and, for bags, `joint.bags`),
             then about the tables (`sums.layout_of`).
-        of_sums: the latter, int64 (2 * (k + 1),), and the last of them; None: of one table.
+        of_sums: the latter, int64 (2 * (k + 1),), and the last of them.
     """
 
     n: int
     positions: tuple[int, ...]
     cuts: tuple[int, ...]
     placed: Tensor
-    of_sums: tuple[TensorPart | None, int]
+    of_sums: tuple[TensorPart, int]
 
 
 class FeatureLayout:
@@ -245,11 +245,11 @@ class FeatureLayout:
         for table, size in zip(self.tables, sizes, strict=True):
             positions[table] += size
         cuts = 0, *itertools.accumulate(positions)
-        k, layout = len(positions), sums.layout_of(cuts, self.first.form.dim)
+        layout = sums.layout_of(cuts, self.first.form.dim)
         words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *layout
         placed, start = uploaded(np.array(words, np.int64), self.first.device), 2 * (len(words) - len(layout))
-        of_sums = None if k == 1 else TensorPart(placed, start, (len(layout),), torch.int64)
-        return BatchSizes(sum(sizes), tuple(positions), cuts, placed, (of_sums, 0 if k == 1 else layout[-1]))
+        of_sums = TensorPart(placed, start, (len(layout),), torch.int64), layout[-1]
+        return BatchSizes(sum(sizes), tuple(positions), cuts, placed, of_sums)
 
     # ------------------------------------------------------------ lookups. Callers hold `working`.
 

@@ -206,7 +206,7 @@ class DeviceRowGradients:
         return (self.number == 0) & (self.shown != 0)
 
 
-def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: Any = None) -> RowSums:
+def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: Any = sums.NO_SHARE) -> RowSums:
     """Sum gradients (n, dim) of positions, or of bags, by row.
 
     Args:

@@ -171,8 +171,8 @@ class HostPlannedExecutor(GpuExecutor):
                 keys = uploaded(slots + FIRST_KEY, self.device)
             elif host is not batch.host:  # records were created or moved since
                 keys = uploaded(host.slots + FIRST_KEY, self.device)
-            rows.read(keys, batch.count, batch.tables, out, fresh=fresh)
-            batch.finish_read(out)
+            rows.read(keys, batch.count, batch.tables, out, fresh=fresh, stale=batch.stale)
+            batch.keep_weights(out)
             return out
 
     def prepare(self, grads: DeviceRowGradients) -> None:

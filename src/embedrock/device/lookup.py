@@ -13,7 +13,6 @@ from embedrock.device.features import FeatureBags, FeatureLayout, are_rows, bag_
 from embedrock.device.gradients import RowSums, sum_rows
 from embedrock.device.pooling import DeviceBags
 from embedrock.device.prefetched import plan_ahead, taken_ahead
-from embedrock.kernels.gpu import sums
 from embedrock.system.spans import spanned
 
 Block = tuple[RowSums, list[Any]]  # sums, and the executor of each table; None: nothing came for the table
@@ -193,8 +192,8 @@ class DeviceLookup:
         if len(missing) == len(came):
             return []
         with layout.working:
-            what, share = (sums.PLAIN, None) if self._bags is None else self._bags.shares(self.trace)
-            summed = sum_rows(self._joined_grads(grads), batch, what, share)
+            of_bags: tuple[Any, ...] = () if self._bags is None else self._bags.shares(self.trace)
+            summed = sum_rows(self._joined_grads(grads), batch, *of_bags)
             return [(summed.by_frequency() if self._by_frequency else summed, came)]
 
     def _joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor:

@@ -30,7 +30,7 @@ class DeviceBags:
 
     def __init__(self, all_bags: Sequence[FeatureBags], sizes: Sequence[int], batch: DeviceBatch, cuts: Tensor) -> None:
         self.batch, executor, device = batch, batch.layout.first, cuts.device
-        self._are_maxima, self._sizes = all_bags[0].mode == "max", sizes
+        self._what, self._sizes = sums.MAXIMA if all_bags[0].mode == "max" else sums.POOLED, sizes
         self.counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]
         self._weights = _joined_weights(all_bags, sizes, batch.inverse)
         starts = [bags.starts for bags in all_bags if bags.starts is not None]
@@ -50,25 +50,21 @@ class DeviceBags:
         """
         count, dim, device = len(self._words), rows.shape[1], rows.device
         out = torch.empty(count, dim, dtype=torch.float32, device=device)
-        args = rows, self.batch.inverse, self._offsets
-        if self._are_maxima:
+        if self._what == sums.MAXIMA:
             trace = torch.empty(count, dim, dtype=torch.int32, device=device)  # places of maxima
-            pooling.pool_max(*args, self._words, out, trace)
         else:
             trace = torch.empty(count, dtype=torch.float32, device=device)  # factors of sums
-            pooling.pool_sum(*args, self._weights, self._words, out, trace)
+        pooling.pool(self._what, rows, self.batch.inverse, self._offsets, self._weights, self._words, out, trace)
         return out, trace
 
-    def shares(self, trace: Tensor) -> tuple[int, tuple[Tensor | None, ...]]:
+    def shares(self, trace: Tensor) -> tuple[int, tuple[Tensor, ...]]:
         """Return the mode and arrays that map bag gradients to positions: see `sums.sum_shares`."""
-        if self._are_maxima:
-            return sums.MAXIMA, (self._of_positions, None, None, trace)
-        return sums.POOLED, (self._of_positions, self._weights, trace, None)
+        return self._what, (self._of_positions, self._weights, trace)
 
     def trace_of(self, place: int, trace: Tensor) -> Tensor:
         """Return the trace of one feature, as its own lookup would have it."""
         own = torch.split_with_sizes(trace, self.counts)[place]
-        return torch.where(own >= 0, own - sum(self._sizes[:place]), own) if self._are_maxima else own.clone()
+        return torch.where(own >= 0, own - sum(self._sizes[:place]), own) if self._what == sums.MAXIMA else own.clone()
 
     def weight_grads(self, grads: Tensor, rows: Tensor) -> Tensor:
         """Return the gradients of the positions' weights, float32 (n,), from those of the bags; `rows`: see `pool`."""

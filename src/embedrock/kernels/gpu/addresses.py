@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.runtime import inlined
 
 CHANGED = 1 << 30  # flag in words of `where` if all rows are on device: newer than the host record
@@ -56,7 +55,7 @@ class CacheSlots(NamedTuple):
 
 
 class BatchTime(NamedTuple):
-    """A batch's place in time and in a search, for kernels. In a CUDA graph, all but `fading` are int32 ().
+    """A table's batch's place in time and in a search. In a CUDA graph, all but `fading` are int32 ().
 
     Attributes:
         stamp: the lower 22 bits (`AGES`) of the batch's number: one more than of the batch before.
@@ -189,21 +188,14 @@ def last_begun(begins, count, place, STRIDE: tl.constexpr):
 
 
 @inlined
-def span_of(entries, tables, key, here):
-    """Return the first and the last table of keys."""
-    first, last = tl.min(tl.where(here, key, _NOBODY), axis=0), tl.max(tl.where(here, key, -1), axis=0)
-    # The keys of a table begin one before its first row.
-    return last_begun(entries, tables, first + 1, _WORDS), last_begun(entries, tables, last + 1, _WORDS)
-
-
-@inlined
-def homes_of(entry, KIND: tl.constexpr):
-    """Return the record addresses of a table, see `find`."""
-    where = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
-    dirty = where
-    if KIND.is_cached:
-        dirty = tl.load(entry + 15).to(tl.pointer_type(tl.uint8))
-    return where, dirty, tl.load(entry + 1), tl.load(entry + 3), tl.load(entry + 4)
+def span_of(entries, tables, key, here, ALONE=False):
+    """Return the first and the last table of keys; `ALONE`: there is one table."""
+    first, last = tables * 0, tables * 0
+    if not ALONE:
+        first, last = tl.min(tl.where(here, key, _NOBODY), axis=0), tl.max(tl.where(here, key, -1), axis=0)
+        # The keys of a table begin one before its first row.
+        first, last = last_begun(entries, tables, first + 1, _WORDS), last_begun(entries, tables, last + 1, _WORDS)
+    return first, last
 
 
 @inlined
@@ -220,31 +212,20 @@ def slots_of(entry):
 
 
 @inlined
-def drawn_of(entry):
-    """Return the seed and the numbers of a table's initial values."""
-    a = tl.load(entry + 8).to(tl.int32).to(tl.float32, bitcast=True)
-    b = tl.load(entry + 9).to(tl.int32).to(tl.float32, bitcast=True)
-    c = tl.load(entry + 10).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.load(entry + 5).to(tl.uint64), a, b, c
+def number_of(entry, PLACE: tl.constexpr):
+    """Return one of the numbers of a table's generator of initial values."""
+    return tl.load(entry + 8 + PLACE).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 # ---------------------------------------------------------------- keys of a batch with caches
 
 
 @inlined
-def time_of(table, shares, times, time):
-    """Return the `BatchTime` of a table's batch, as numbers; `time`: of one table alone.
-
-    `shares`, `times`: of several, see `cache.VictimSearch`.
-    """
-    stamp, span, fading, hand = time
-    if shares is None:
-        stamp, span, hand = loaded(stamp), loaded(span), loaded(hand)
-    else:
-        own = times + table * _TIME
-        stamp, span, hand = tl.load(own), tl.load(own + 4), tl.load(own + 8)
-        fading = tl.load(shares + table * _SHARE).to(tl.int32).to(tl.float32, bitcast=True)
-    return stamp, span, fading, hand
+def time_of(table, shares, times):
+    """Return the `BatchTime` of a table's batch, see `cache.VictimSearch`."""
+    own = times + table * _TIME
+    fading = tl.load(shares + table * _SHARE).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.load(own), tl.load(own + 4), fading, tl.load(own + 8)
 
 
 @inlined
@@ -269,11 +250,11 @@ def used_on_host(word, known, time):
 
 
 @inlined
-def touch_keys(key, heads, entries, tables, shares, times, time):
+def touch_keys(key, heads, entries, tables, shares, times):
     """Mark the rows of a program's keys as used by a batch: see `cache.touch`."""
     table, last = span_of(entries, tables, key, heads)
     while table <= last:
-        entry, own = entries + table * _WORDS, time_of(table, shares, times, time)
+        entry, own = entries + table * _WORDS, time_of(table, shares, times)
         stamp, _, fading, _ = own
         where, _, worth, used, _, tallies = slots_of(entry)
         row, known = rows_of(key, heads, entry)
@@ -297,15 +278,15 @@ def touch_keys(key, heads, entries, tables, shares, times, time):
 
 
 @inlined
-def find(key, here, homes, KIND: tl.constexpr, BYTES: tl.constexpr):
-    """Return the addresses of records, masks of valid keys and of existing records, and the words.
+def find(key, here, entry, KIND: tl.constexpr, BYTES: tl.constexpr):
+    """Return the addresses of a table's records, masks of valid keys and of existing records, and the words.
 
-    A row without a record has an invalid address. `homes` is the result of `homes_of`.
+    A row without a record has an invalid address.
     """
-    where, _, limit, near, far = homes
-    known = here & (key >= 0) & (key < limit)
-    place, has, word = far + key * BYTES, known, (key * 0).to(tl.int32)
+    known = here & (key >= 0) & (key < tl.load(entry + 1))
+    place, has, word = tl.load(entry + 4) + key * BYTES, known, (key * 0).to(tl.int32)
     if KIND.is_mapped:
+        near, where = tl.load(entry + 3), tl.load(entry + 2).to(tl.pointer_type(tl.int32))
         word = tl.load(where + key, mask=known, other=0)
         has = known & ((word >= 0) | (((-1 - word) & 1) == 0))
         if KIND.is_identity:  # needs no word
@@ -316,14 +297,15 @@ def find(key, here, homes, KIND: tl.constexpr, BYTES: tl.constexpr):
 
 
 @inlined
-def settle(key, known, has, word, homes, KIND: tl.constexpr):
+def settle(key, known, has, word, entry, KIND: tl.constexpr):
     """Mark rows as having records, and device records as dirty, before a step at the addresses of `find`."""
-    where, dirty, _, _, _ = homes
     if KIND.is_mapped:
         moves, record = known & (has == 0), word + 1  # the old word without the bit
         if KIND.is_identity:
             moves, record = known, key.to(tl.int32) | _CHANGED
         if KIND.is_cached:
+            dirty = tl.load(entry + 15).to(tl.pointer_type(tl.uint8))
             tl.store(dirty + word, tl.full(word.shape, 1, tl.uint8), mask=known & (word >= 0))
+        where = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
         tl.debug_barrier()  # the stores overwrite the words read above
         tl.store(where + key, record, mask=moves)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
 
@@ -59,17 +59,9 @@ def as_tensor(array: Any) -> Any:
 
 
 @functools.cache
-def binder(types: tuple[type, ...]) -> Binder:
-    """Return the binder for the arguments of a tuple: it returns their specialization, and the arguments for kernels.
-
-    Of ``(values: Tensor, count: int)``, as the fifth sequence of types, it is::
-
-        def bind(a0, a1):
-            pa0 = a0.data_ptr()
-            return (5, a0.dtype, 1 if ..., (a1) >> 31 and ..., (pa0) & 15 and (pa0 & 15 == 0,)), (pa0, a1)
-    """
-    look = _look(types)
-    return _made("bind", look.names, [*look.first, f"return ({look.kinds}), ({look.values})"])
+def binder(types: tuple[type, ...]) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Return a function of arguments of these types: their specialization, and the arguments for kernels."""
+    return _made("", types, ["return ({kinds}), ({values})"])
 
 
 def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> Callable[..., None]:
@@ -83,7 +75,7 @@ def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> 
 
     Of ``(values: Tensor, count: int)``, where `count` varies, it is::
 
-        def launch(grid, a0, a1):
+        def made(grid, a0, a1):
             pa0 = a0.data_ptr()
             device = a0.get_device()
             key = (device, 5, a0.dtype, (a1) >> 31 and types_of(a1), (pa0) & 15 and (pa0 & 15 == 0,))
@@ -93,42 +85,33 @@ def launcher(types: tuple[type, ...], varying: Sequence[bool], **known: Any) -> 
             run, stream, handles, constants = known
             run(grid, 1, 1, stream(device), *handles, pa0, a1, *constants)
     """
-    look = _look(types, varying)
-    assert look.tensor  # the stream is that of a tensor's device
     lines = [
-        *look.first,
-        f"device = {look.tensor}.get_device()",
-        f"key = (device, {look.kinds})",
+        "device = {tensor}.get_device()",
+        "key = (device, {kinds})",
         "known, watched = compiled.get(key), hooks.launch_enter_hook",
         'if known is None or getattr(watched, "calls", watched):',
-        f"    return anew(key, grid, ({look.names}))",
+        "    return anew(key, grid, ({names}))",
         "run, stream, handles, constants = known",
-        f"run(grid, 1, 1, stream(device), *handles, {look.values}*constants)",
+        "run(grid, 1, 1, stream(device), *handles, {values}*constants)",
     ]
-    return _made("launch", f"grid, {look.names}", lines, **known)
+    return _made("grid, ", types, lines, varying, **known)
 
 
-class _Specializer(NamedTuple):
-    """Generated Python that inspects arguments of some types. Lists end with a comma.
+def _made(
+    first: str, types: tuple[type, ...], lines: Sequence[str], varying: Sequence[bool] = (), **known: Any
+) -> Callable[..., Any]:
+    """Return a function that inspects arguments of some types.
 
-    Attributes:
-        names: of the arguments.
-        first: lines that come first.
-        kinds: specialization of the arguments.
-        values: the arguments for kernels.
-        tensor: the name of the first tensor; empty without one.
+    Args:
+        first: the parameters before the arguments.
+        types: of the arguments.
+        lines: of the function. In them, {names} are the arguments, {kinds} the specialization of these, and {values}
+            the arguments for kernels. Such lists end with a comma. {tensor} is the first tensor.
+        varying: see `launcher`.
+        known: globals of the function.
     """
-
-    names: str
-    first: list[str]
-    kinds: str
-    values: str
-    tensor: str
-
-
-def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Specializer:
     names = [f"a{k}" for k in range(len(types))]
-    first, values, tensors = list[str](), list[str](), list[str]()
+    looks, values, tensors = list[str](), list[str](), list[str]()
     addresses, integers = list[str](), list[str]()
     kinds = [str(next(_numbers))]  # number of these types
     for arg, kind, varies in zip(names, types, varying or itertools.repeat(False), strict=False):
@@ -138,12 +121,12 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Specializer
             if not varies:
                 kinds.append(_KIND_OF_INTEGER.format(arg))
         elif issubclass(kind, tuple):
-            first.append(f"k{arg}, v{arg} = binder((*map(type, {arg}),))(*{arg})")
+            looks.append(f"k{arg}, v{arg} = binder((*map(type, {arg}),))(*{arg})")
             kinds.append(f"k{arg}")
             value = f"v{arg}"
         elif kind not in (float, NoneType):
             value = f"p{arg}"
-            first.append(f"{value} = {arg}.{'address' if kind is TensorPart else 'data_ptr()'}")
+            looks.append(f"{value} = {arg}.{'address' if kind is TensorPart else 'data_ptr()'}")
             addresses.append(value)
             kinds.append(f"{arg}.dtype")
             if kind is not TensorPart:
@@ -154,18 +137,15 @@ def _look(types: tuple[type, ...], varying: Sequence[bool] = ()) -> _Specializer
         kinds.append(f"({' | '.join(integers)}) >> 31 and types_of({_listed(integers)})")
     if addresses:
         kinds.append(f"({' | '.join(addresses)}) & 15 and ({_listed(f'{one} & 15 == 0' for one in addresses)})")
-    return _Specializer(_listed(names), first, _listed(kinds), _listed(values), tensors[0] if tensors else "")
+    lists = {"names": _listed(names), "kinds": _listed(kinds), "values": _listed(values)}
+    body = [*looks, *(line.format(**lists, tensor=next(iter(tensors), "")) for line in lines)]
+    made: dict[str, Any] = {"binder": binder, "types_of": _types_of, **known}
+    exec("\n    ".join([f"def made({first}{lists['names']}):", *body]), made)
+    return made["made"]
 
 
 def _listed(parts: Iterable[str]) -> str:
     return "".join(f"{part}, " for part in parts)
-
-
-def _made(name: str, parameters: str, lines: Sequence[str], **known: Any) -> Callable[..., Any]:
-    """Return a function with these lines and the globals `known`."""
-    made: dict[str, Any] = {"binder": binder, "types_of": _types_of, **known}
-    exec("\n    ".join([f"def {name}({parameters}):", *lines]), made)
-    return made[name]
 
 
 def _types_of(*numbers: int) -> tuple[int, ...] | int:

@@ -19,7 +19,6 @@ from embedrock.kernels.gpu.addresses import (
     SHARE_WORDS,
     TOUCHING_WARPS,
     WORDS,
-    BatchTime,
     fade,
     far_word,
     last_begun,
@@ -29,9 +28,8 @@ from embedrock.kernels.gpu.addresses import (
     touch_keys,
     used_on_host,
 )
-from embedrock.kernels.gpu.numbers import loaded
 from embedrock.kernels.gpu.plan import BLOCK, blocks, load_heads
-from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch, loaded
 
 WINDOW = 2  # device slots that are searched for victims, for each position of a batch
 GROUP = 8  # neighbours that a program is dealt at once: 32 bytes of int32
@@ -49,49 +47,31 @@ _TO_BIN = tl.constexpr(20)  # leaves 8 bins to a doubling of the score
 _MIDDLE = tl.constexpr(33)  # the bin of score 1
 
 
-class VictimShare(NamedTuple):
-    """A table's share of a search for victims.
-
-    Attributes:
-        fading: the bits of a float32: see `addresses.BatchTime`.
-        size: its number of positions.
-        program: index of its first program, among those of all tables.
-        position: index of its first position, among those of all tables.
-    """
-
-    fading: int
-    size: int
-    program: int
-    position: int
-
-
 class VictimSearch(NamedTuple):
     """One batch's search for victims, of k tables. The next batch on the same stream may use its memory at once.
 
     Attributes:
         moves: int64 (n, 3), memory for `insert`.
         programs: of `insert`.
-        time: of the batch, of one table.
-        shares: int64 (k, SHARE_WORDS), see `VictimShare`. None: one table has all positions.
-        times: int32 (k, TIME_WORDS): stamp, span and first device slot of the window of each table, each at 16 bytes.
-            None: one table, see `time`.
+        shares: int64 (k * SHARE_WORDS,). Of each table: the bits of `fading`, float32, see `addresses.BatchTime`; its
+            number of positions; indices of its first program and position, among those of all tables.
+        times: int32 (k * TIME_WORDS,): stamp, span and first device slot of the window of each table, each at 16 bytes.
     """
 
     moves: Any
     programs: int
-    time: BatchTime = BatchTime(0, 0, 0.0)
-    shares: Any = None
-    times: Any = None
+    shares: Any
+    times: Any
 
 
 # ---------------------------------------------------------------- rows of a batch
 
 
-@kernel("count", "tables", "stamp", "span", "hand", anywhere=("shares", "times"))
-def _touch(keys, count, entries, tables, shares, times, stamp, span, fading, hand, LANES: tl.constexpr):
+@kernel("count", "tables", anywhere=("shares", "times"))
+def _touch(keys, count, entries, tables, shares, times, LANES: tl.constexpr):
     u = tl.program_id(0) * LANES + tl.arange(0, LANES)
     key, heads = load_heads(keys, u, loaded(count))
-    touch_keys(key, heads, entries, tables, shares, times, (stamp, span, fading, hand))
+    touch_keys(key, heads, entries, tables, shares, times)
 
 
 def touch(tables, search, keys, count):
@@ -107,7 +87,7 @@ def touch(tables, search, keys, count):
 
 
 def _of(tables, search):
-    return tables.entries, tables.entries.shape[0], search.shares, search.times, *search.time
+    return tables.entries, tables.entries.shape[0], search.shares, search.times
 
 
 # ---------------------------------------------------------------- insertion
@@ -179,7 +159,7 @@ def _replace(entry, slot, comes, row, missing, stamp, now, move, record_bytes):
     tl.atomic_add(tallies + 5, tl.sum(back.to(tl.int64), axis=0), sem="relaxed")
 
 
-@kernel("count", "tables", "stamp", "span", "hand", "size", "record_bytes", anywhere=("shares", "times"))
+@kernel("count", "tables", "record_bytes", anywhere=("shares", "times"))
 def _insert(
     keys,
     count,
@@ -187,22 +167,15 @@ def _insert(
     tables,
     shares,
     times,
-    stamp,
-    span,
-    fading,
-    hand,
     moves,
-    size,
     record_bytes,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    part, table, begin = tl.program_id(0), 0, 0
-    if shares is not None:
-        table = last_begun(shares + 2, tables, part, _SHARE)
-        share = shares + table * _SHARE
-        size, part, begin = tl.load(share + 1).to(tl.int32), part - tl.load(share + 2).to(tl.int32), tl.load(share + 3)
-    entry, time = entries + table * _WORDS, time_of(table, shares, times, (stamp, span, fading, hand))
+    table = last_begun(shares + 2, tables, tl.program_id(0), _SHARE)
+    entry, share, time = entries + table * _WORDS, shares + table * _SHARE, time_of(table, shares, times)
+    size, part = tl.load(share + 1).to(tl.int32), tl.program_id(0) - tl.load(share + 2).to(tl.int32)
+    begin = tl.load(share + 3)
     parts, lane, moves = tl.cdiv(size, LANES), tl.arange(0, LANES), moves + begin * 3
     place = _dealt(lane, part, parts, GROUP)
     key, heads = load_heads(keys, begin + place, loaded(count))  # rows of other tables are not known
@@ -234,7 +207,7 @@ def insert(tables, search, keys, count):
     Args:
         tables, search, keys, count: as in `touch`.
     """
-    args = *_of(tables, search), search.moves, keys.shape[0], tables.form.record_bytes
+    args = *_of(tables, search), search.moves, tables.form.record_bytes
     launch(_insert, search.programs, keys, count, *args, num_warps=_WARPS, LANES=BLOCK, GROUP=GROUP)
 
 

@@ -9,38 +9,39 @@ from embedrock.kernels.gpu.runtime import inlined
 
 
 @inlined
-def decode(word, FORM: tl.constexpr):
+def decode(word, FORM):
     """Return the float32 values of words."""
+    value = word
     if FORM.dtype_name == "bfloat16":
         value = (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif FORM.dtype_name == "float16":
+    if FORM.dtype_name == "float16":
         value = _decode_float16(word.to(tl.uint32))
-    else:
-        value = word
     return value
 
 
 @inlined
-def encode_nearest(value, FORM: tl.constexpr):
+def encode_nearest(value, FORM):
     """Return the words nearest to float32 values, ties to even."""
+    word = value
     if FORM.dtype_name == "bfloat16":
-        word = _nearest_bfloat16(value.to(tl.uint32, bitcast=True))
-    elif FORM.dtype_name == "float16":
-        word = _nearest_float16(value.to(tl.uint32, bitcast=True))
-    else:
-        word = value
+        bits, magnitude = _bits(value)
+        odd = (magnitude >> 16) & 1
+        word = _join(bits, (magnitude + 0x7FFF + odd) >> 16, 0x7FC0)
+    if FORM.dtype_name == "float16":
+        word = _nearest_float16(value)
     return word
 
 
 @inlined
-def encode_stochastic(value, random, FORM: tl.constexpr):
+def encode_stochastic(value, random, FORM):
     """Return words of float32 values, rounded away from zero or not by the uint32 words `random`."""
+    word = value
     if FORM.dtype_name == "bfloat16":
-        word = _stochastic_bfloat16(value.to(tl.uint32, bitcast=True), random)
-    elif FORM.dtype_name == "float16":
-        word = _stochastic_float16(value.to(tl.uint32, bitcast=True), random)
-    else:
-        word = value
+        bits, magnitude = _bits(value)
+        kept = (magnitude >> 16) + (random < (magnitude << 16)).to(tl.uint32)
+        word = _join(bits, tl.where(magnitude == 0x7F800000, kept, tl.minimum(kept, 0x7F7F)), 0x7FC0)
+    if FORM.dtype_name == "float16":
+        word = _stochastic_float16(value, random)
     return word
 
 
@@ -55,6 +56,12 @@ def _decode_float16(word):
 
 
 @inlined
+def _bits(value):
+    bits = value.to(tl.uint32, bitcast=True)
+    return bits, bits & 0x7FFFFFFF
+
+
+@inlined
 def _join(bits, kept, NAN: tl.constexpr):
     # The 16-bit word with the sign of `bits` and the magnitude `kept`, or the single NaN.
     kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, NAN, kept)
@@ -62,15 +69,8 @@ def _join(bits, kept, NAN: tl.constexpr):
 
 
 @inlined
-def _nearest_bfloat16(bits):
-    magnitude = bits & 0x7FFFFFFF
-    odd = (magnitude >> 16) & 1
-    return _join(bits, (magnitude + 0x7FFF + odd) >> 16, 0x7FC0)
-
-
-@inlined
-def _nearest_float16(bits):
-    magnitude = bits & 0x7FFFFFFF
+def _nearest_float16(value):
+    bits, magnitude = _bits(value)
     # Subnormal: at 0.5 the last place of float32 is 2**-24, as in float16, so the addition rounds.
     shifted = magnitude.to(tl.float32, bitcast=True) + 0.5
     subnormal = shifted.to(tl.uint32, bitcast=True) - 0x3F000000
@@ -80,16 +80,8 @@ def _nearest_float16(bits):
 
 
 @inlined
-def _stochastic_bfloat16(bits, random):
-    magnitude = bits & 0x7FFFFFFF
-    kept = (magnitude >> 16) + (random < (magnitude << 16)).to(tl.uint32)
-    kept = tl.where(magnitude == 0x7F800000, kept, tl.minimum(kept, 0x7F7F))
-    return _join(bits, kept, 0x7FC0)
-
-
-@inlined
-def _stochastic_float16(bits, random):
-    magnitude = bits & 0x7FFFFFFF
+def _stochastic_float16(value, random):
+    bits, magnitude = _bits(value)
     small = magnitude < 0x38800000
     # Subnormal: in units of 2**-24, whole and fraction. Every step is exact.
     scaled = tl.where(small, magnitude, 0).to(tl.float32, bitcast=True) * 2.0**24

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import WORDS
-from embedrock.kernels.gpu.numbers import loaded
-from embedrock.kernels.gpu.runtime import inlined, kernel, launch
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch, loaded
 from embedrock.kernels.gpu.sums import is_last
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)

@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.random import philox_impl
 
 from embedrock.kernels import constants
+from embedrock.kernels.gpu.addresses import number_of
 from embedrock.kernels.gpu.runtime import inlined
 
 FIRST_VALUES = tl.constexpr(constants.FIRST_VALUES)
@@ -19,38 +20,25 @@ DENOMINATOR = tl.constexpr(tuple(map(float, constants.DENOMINATOR)))
 
 
 @inlined
-def row_words(ids, seed, step, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the words of all columns of rows `ids` (rows,) int64, as a tile of uint32."""
+def row_words(ids, entry, step, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the words of all columns of a table's rows `ids` (rows,) int64, as a tile of uint32."""
     blocks = tl.arange(0, BLOCK // 4).to(tl.uint32) | (PURPOSE << 30)
-    key = seed.to(tl.uint64)
+    seed = tl.load(entry + 5).to(tl.uint64)
     w0, w1, w2, w3 = philox_impl(
         ids.to(tl.uint32)[:, None],
         (ids >> 32).to(tl.uint32)[:, None],
         blocks[None, :],
         step.to(tl.uint32),
-        key.to(tl.uint32),
-        (key >> 32).to(tl.uint32),
+        seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
     )
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
 @inlined
-def first_words(ids, seed, BLOCK: tl.constexpr):
+def first_words(ids, entry, BLOCK: tl.constexpr):
     """Return the words for the initial values of rows `ids`."""
-    return row_words(ids, seed, tl.zeros([1, 1], tl.uint32), FIRST_VALUES, BLOCK)
-
-
-@inlined
-def rounding_words(ids, seed, step, BLOCK: tl.constexpr):
-    """Return the words for the rounding of rows `ids` at `step`."""
-    return row_words(ids, seed, step, ROUNDING, BLOCK)
-
-
-@inlined
-def standard_normal(word):
-    """Return the standard normal values of words."""
-    p, x = _tail(word)
-    return _quantile(word, p, x)
+    return row_words(ids, entry, tl.zeros([1, 1], tl.uint32), FIRST_VALUES, BLOCK)
 
 
 @inlined
@@ -85,27 +73,23 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @inlined
-def constant(ids, seed, value, unused, unused_too, BLOCK: tl.constexpr):
-    return tl.full([ids.shape[0], BLOCK], value, tl.float32)
+def constant(ids, entry, BLOCK: tl.constexpr):
+    return tl.full([ids.shape[0], BLOCK], number_of(entry, 0), tl.float32)
 
 
 @inlined
-def uniform(ids, seed, low, high, unused, BLOCK: tl.constexpr):
-    word = first_words(ids, seed, BLOCK)
-    return low + (high - low) * ((word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24)
+def uniform(ids, entry, BLOCK: tl.constexpr):
+    word, low = first_words(ids, entry, BLOCK), number_of(entry, 0)
+    return low + (number_of(entry, 1) - low) * ((word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24)
 
 
 @inlined
-def normal(ids, seed, mean, std, unused, BLOCK: tl.constexpr):
-    return mean + std * standard_normal(first_words(ids, seed, BLOCK))
-
-
-@inlined
-def truncated_normal(ids, seed, mean, std, beyond, BLOCK: tl.constexpr):
-    word = first_words(ids, seed, BLOCK)
+def normal(ids, entry, BLOCK: tl.constexpr):
+    word, beyond = first_words(ids, entry, BLOCK), number_of(entry, 2)  # the probability cut off at each end
     p, x = _tail(word)
     inside = 1.0 - 2.0 * beyond
-    return mean + std * _quantile(word, beyond + inside * p, inside * x)
+    return number_of(entry, 0) + number_of(entry, 1) * _quantile(word, beyond + inside * p, inside * x)
 
 
-DRAWS = {"constant": constant, "uniform": uniform, "normal": normal, "truncated_normal": truncated_normal}
+# The third number of a normal distribution is 0: nothing is cut off.
+DRAWS = {"constant": constant, "uniform": uniform, "normal": normal, "truncated_normal": normal}

@@ -156,7 +156,7 @@ def lanes_of(k):
     return max(2, 1 << (k - 1).bit_length())
 
 
-@kernel("n", "size", "limit", "tables", "stamp", "span", "hand", anywhere=("shares", "times"))
+@kernel("n", "size", "limit", "tables", anywhere=("shares", "times"))
 def _collect(
     keys,
     nobody,
@@ -180,10 +180,6 @@ def _collect(
     tables,
     shares,
     times,
-    stamp,
-    span,
-    fading,
-    hand,
     LANES: tl.constexpr,
     TABLES: tl.constexpr,
 ):
@@ -212,8 +208,8 @@ def _collect(
     if fault is not None:  # noqa: SIM102
         if program == 0:  # (Triton would evaluate both sides of `and`)
             _check_range(keys, limit, fault, n)
-    if fading is not None:
-        touch_keys(key, heads, entries, tables, shares, times, (stamp, span, fading, hand))
+    if times is not None:
+        touch_keys(key, heads, entries, tables, shares, times)
     if is_last(scan, programs - 1):
         clear(scan + 1, programs, 0, 1, LANES)
         if bounds is not None:
@@ -259,16 +255,9 @@ def collect(
     n = keys.shape[0]
     arrays = keys, nobody, order, scan, unique, starts, inverse, count, tickets, tickets.shape[0], n
     args = *arrays, *(of or (None, None, None)), *(checked or (0, None)), *(found or (None, None))
-    if tables is None:
-        _to_collect(1, 4).launch(blocks(n) or 1, *args, None, 0, *_NO_SEARCH)
-        return
-    k, warps, touched = tables.entries.shape[0], 4, _NO_SEARCH
-    if search is not None:
-        touched, warps = (search.shares, search.times, *search.time), TOUCHING_WARPS
-    _to_collect(lanes_of(k), warps).launch(blocks(n) or 1, *args, tables.entries, k, *touched)
-
-
-_NO_SEARCH = None, None, 0, 0, None, 0
+    entries, k = (None, 0) if tables is None else (tables.entries, tables.entries.shape[0])
+    shares, times, warps = (None, None, 4) if search is None else (search.shares, search.times, TOUCHING_WARPS)
+    _to_collect(lanes_of(k), warps).launch(blocks(n) or 1, *args, entries, k, shares, times)
 
 
 @functools.cache

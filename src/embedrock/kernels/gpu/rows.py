@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 
 from embedrock.kernels.gpu import gate, rules
-from embedrock.kernels.gpu.addresses import WORDS, drawn_of, find, homes_of, settle, span_of
+from embedrock.kernels.gpu.addresses import WORDS, find, settle, span_of
 from embedrock.kernels.gpu.codec import decode, encode_nearest, encode_stochastic
-from embedrock.kernels.gpu.generator import DRAWS, rounding_words
-from embedrock.kernels.gpu.numbers import apart, loaded, of_step
-from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel
+from embedrock.kernels.gpu.generator import DRAWS, ROUNDING, row_words
+from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, loaded
 
 _WORDS = tl.constexpr(WORDS)
 
@@ -24,9 +23,7 @@ _WORDS = tl.constexpr(WORDS)
 def rows_of_program(count, FORM: tl.constexpr):
     """Return the lines that a program handles, and a mask of existing ones."""
     u = tl.program_id(0).to(tl.int64) * FORM.rows + tl.arange(0, FORM.rows)
-    if count.dtype.is_ptr():
-        count = tl.load(count)
-    return u, u < count
+    return u, u < loaded(count)
 
 
 @inlined
@@ -53,19 +50,19 @@ def _state(place, FORM: tl.constexpr):
 
 
 @inlined
-def read_rows(lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr):
-    """Copy the weights of records to lines of `out`.
+def _ids(lines, ids, here):
+    """Return the ids of lines, see `step`."""
+    u, _, row = lines
+    if ids is not None:
+        row = tl.load(ids + u, mask=here, other=0)
+    return row
 
-    Args:
-        lines: their indices, a mask of existing ones, and their keys.
-        homes: see `homes_of`.
-        origin: of rows without a record: ids of the lines, None: the keys; seed, a, b, c, see `drawn_of`.
-        fresh: line k is of key ``-1 - k``, if nothing is drawn.
-        out: float32 (n, dim).
-    """
+
+@inlined
+def _read_rows(lines, entry, ids, fresh, out, stale, DRAW, REFRESH, KIND, FORM):
+    """Copy the weights of records to lines of `out`; `lines`: their indices, a mask, and their keys in the table."""
     u, here, key = lines
-    ids, seed, a, b, c = origin
-    place, known, has, _ = find(key, here, homes, KIND, FORM.record_bytes)
+    place, known, has, _ = find(key, here, entry, KIND, FORM.record_bytes)
     may_read = known if KIND.is_identity else has  # device memory exists even without a record
     _, inside = _elements(u, may_read, FORM)
     values = decode(tl.load(_weights(place, FORM), mask=inside, other=0), FORM)
@@ -75,16 +72,16 @@ def read_rows(lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.con
     else:
         absent = here & (has == 0)
         if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
-            row = key
-            if ids is not None:
-                row = tl.load(ids + u, mask=absent, other=0)
-            drawn = DRAW(row, seed, a, b, c, FORM.block)
+            drawn = DRAW(_ids(lines, ids, absent), entry, FORM.block)
             values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
+    if REFRESH is not None:
+        numbers, steps = stale
+        values = REFRESH(values, _state(place, FORM), has, numbers, steps, FORM)[0]
     at, inside = _elements(u, here, FORM)
     tl.store(out + at, values, mask=inside)
 
 
-@kernel("count", "tables")
+@kernel("count", "tables", "steps")
 def _read(
     keys,
     ids,
@@ -93,78 +90,65 @@ def _read(
     entries,
     tables,
     out,
+    numbers,
+    steps,
     ALONE: tl.constexpr,
     DRAW: tl.constexpr,
+    REFRESH: tl.constexpr,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
 ):
     u, here = rows_of_program(count, FORM)
     key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
-    if ALONE:
-        seed, a, b, c = drawn_of(entries)
-        lines = u, here, key - tl.load(entries)
-        read_rows(lines, homes_of(entries, KIND), (ids, seed, a, b, c), fresh, out, DRAW, KIND, FORM)
-    else:
-        table, last = span_of(entries, tables, key, here)
-        while table <= last:
-            entry = entries + table * _WORDS
-            own = key - tl.load(entry)
-            lines = u, here & (own >= -1) & (own <= tl.load(entry + 1)), own
-            seed, a, b, c = drawn_of(entry)
-            read_rows(lines, homes_of(entry, KIND), (ids, seed, a, b, c), fresh, out, DRAW, KIND, FORM)
-            table += 1
+    table, last = span_of(entries, tables, key, here, ALONE)
+    while table <= last:
+        entry = entries + table * _WORDS
+        own = key - tl.load(entry)
+        mine = here
+        if not ALONE:
+            mine &= (own >= -1) & (own <= tl.load(entry + 1))
+        _read_rows((u, mine, own), entry, ids, fresh, out, (numbers, steps), DRAW, REFRESH, KIND, FORM)
+        table += 1
 
 
 @inlined
-def _begin(u, place, new, origin, DRAW: tl.constexpr, FORM: tl.constexpr):
+def _begin(ids, place, new, entry, DRAW, FORM):
     """Write the records of new rows: their initial values, and their initial state."""
-    ids, shift, seed, a, b, c, first_state = origin
     words: tl.constexpr = FORM.dim if FORM.dtype_name == "float32" else FORM.state_start * 2
     tail: tl.constexpr = FORM.record_bytes // 4 - FORM.state_start
     columns = tl.arange(0, FORM.block)[None, :]
-    drawn = DRAW(tl.load(ids + u, mask=new, other=0) - shift, seed, a, b, c, FORM.block)
-    bits = encode_nearest(tl.where(columns < FORM.dim, drawn, 0.0), FORM)
+    bits = encode_nearest(tl.where(columns < FORM.dim, DRAW(ids, entry, FORM.block), 0.0), FORM)
     tl.store(_weights(place, FORM), bits, mask=new[:, None] & (columns < words))  # up to the state
     if tail > 0:
         columns = tl.arange(0, triton.next_power_of_2(tail))
-        first = tl.load(first_state + columns, mask=columns < FORM.state_width, other=0.0)
+        initial = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+        first = tl.load(initial + columns, mask=columns < FORM.state_width, other=0.0)
         first = tl.broadcast_to(first[None, :], [FORM.rows, columns.shape[0]])
         at = _state(place, FORM)[:, None] + columns[None, :]
         tl.store(at, first, mask=new[:, None] & (columns < tail)[None, :])
 
 
 @inlined
-def step_rows(
-    lines,
-    homes,
-    gradients,
-    origin,
-    numbers,
-    DRAW: tl.constexpr,
-    UPDATE: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Step records by lines of gradients.
+def _step_rows(lines, entry, ids, gradients, numbers, DRAW, UPDATE, KIND, FORM):
+    """Step records of a table by lines of gradients.
 
     Args:
-        lines: their indices, a mask of stepped ones, and their keys.
-        homes: see `homes_of`.
+        lines: their indices, a mask of stepped ones, and their keys in the table.
+        entry: of the table.
+        ids: see `step`.
         gradients: float32 (n, dim); the current weights of the rows, or None; a factor; a clip, or None.
-        origin: of the rows: ids of the lines, their offset; seed, a, b, c; initial state.
-        numbers: the number of the step, and the results of `apart`.
+        numbers: the number of the step, and the results of `_apart`.
     """
     u, here, key = lines
     values, were, factor, clip = gradients
-    ids, shift, seed, _, _, _, _ = origin
     step, of_rule, steps = numbers
-    place, here, has, word = find(key, here, homes, KIND, FORM.record_bytes)
-    settle(key, here, has, word, homes, KIND)
+    place, here, has, word = find(key, here, entry, KIND, FORM.record_bytes)
+    settle(key, here, has, word, entry, KIND)
     if tl.max(here.to(tl.int32), 0) > 0:
         if DRAW is not None:
             new = here & (has == 0)
             if tl.max(new.to(tl.int32), 0) > 0:  # most rows have records
-                _begin(u, place, new, origin, DRAW, FORM)
+                _begin(_ids(lines, ids, new), place, new, entry, DRAW, FORM)
                 tl.debug_barrier()  # the new records are read below
         at, inside = _elements(u, here, FORM)
         g = tl.load(values + at, mask=inside, other=0.0) * factor
@@ -177,33 +161,9 @@ def step_rows(
             w = decode(tl.load(weights, mask=inside, other=0), FORM)
         w = UPDATE(w, g, _state(place, FORM), here, of_rule, steps, FORM)
         if FORM.dtype_name != "float32":
-            random = rounding_words(tl.load(ids + u, mask=here, other=0) - shift, seed, loaded(step), FORM.block)
+            random = row_words(_ids(lines, ids, here), entry, loaded(step), ROUNDING, FORM.block)
             w = encode_stochastic(w, random, FORM)
         tl.store(weights, w, mask=inside)
-
-
-@inlined
-def _step_table(
-    lines,
-    entry,
-    gradients,
-    ids,
-    numbers,
-    DRAW: tl.constexpr,
-    UPDATE: tl.constexpr,
-    KIND: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Step the records of a table among lines of several: see `step_rows`.
-
-    `ids`: of the lines, and the share of the table's first key in their offset.
-    """
-    u, here, key = lines
-    first = tl.load(entry)
-    seed, a, b, c = drawn_of(entry)
-    origin = ids[0], first * ids[1], seed, a, b, c, tl.load(entry + 6).to(tl.pointer_type(tl.float32))
-    homes = homes_of(entry, KIND)
-    step_rows((u, here, key - first), homes, gradients, origin, numbers, DRAW, UPDATE, KIND, FORM)
 
 
 @kernel("tables", "begin", "end", "step", "steps", "first", "stop", "judged", anywhere=("verdicts", "shown"))
@@ -236,39 +196,19 @@ def _step(
 ):
     u, here = rows_of_program(count, FORM)
     key, made = tl.load(keys + u, mask=here, other=-1).to(tl.int64), (step, numbers, steps)
-    own_ids = keys, 1
-    if ids is not None:
-        own_ids = ids, 0
     every, factors = gate.verdicts_of(verdicts, shown, first, stop, ticket, judged, entries, TABLES)
-    if TABLES == 1:
-        if bounds is not None:
-            here &= u != tl.load(bounds + 2)
-        live, factor = gate.verdict_of(0, every, factors, TABLES)
-        _step_table(
-            (u, here & live, key), entries, (values, were, factor, clip), own_ids, made, DRAW, UPDATE, KIND, FORM
-        )
-    else:
-        table, last = span_of(entries, tables, key, here)
-        table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
-        while table <= last:
-            live, factor = gate.verdict_of(table - first, every, factors, TABLES)
-            mine, gradients = here & live & (u != tl.load(bounds + tables + 1 + table)), (values, were, factor, clip)
-            _step_table((u, mine, key), entries + table * _WORDS, gradients, own_ids, made, DRAW, UPDATE, KIND, FORM)
-            table += 1
+    table, last = span_of(entries, tables, key, here, TABLES == 1)
+    table, last = tl.maximum(table, begin), tl.minimum(last, end - 1)
+    while table <= last:
+        entry = entries + table * _WORDS
+        live, factor = gate.verdict_of(table - first, every, factors, TABLES)
+        mine = here & live & (u != tl.load(bounds + tables + 1 + table))
+        gradients = values, were, factor, clip
+        _step_rows((u, mine, key - tl.load(entry)), entry, ids, gradients, made, DRAW, UPDATE, KIND, FORM)
+        table += 1
 
 
-@kernel("steps")
-def _refresh(rows, keys, count, entries, numbers, steps, REFRESH: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr):
-    u, here = rows_of_program(count, FORM)
-    key = tl.load(keys + u, mask=here, other=0) - tl.load(entries)
-    place, _, has, _ = find(key, here, homes_of(entries, KIND), KIND, FORM.record_bytes)
-    at, inside = _elements(u, here, FORM)
-    w = tl.load(rows + at, mask=inside, other=0.0)
-    w = REFRESH(w, _state(place, FORM), has, numbers, steps, FORM)
-    tl.store(rows + at, w, mask=inside)
-
-
-def read(keys, count, tables, out, ids=None, fresh=None):
+def read(keys, count, tables, out, ids=None, fresh=None, stale=None):
     """Copy the weights of records to `out` float32 (n, dim).
 
     A row without a record gets its initial value, rounded to nearest as in its future record.
@@ -280,10 +220,12 @@ def read(keys, count, tables, out, ids=None, fresh=None):
         out: see above.
         ids: int64 (n,), which determine initial values, with the table's seed; None: the keys do.
         fresh: float32; if the host creates the records of a table, key ``-1 - k`` is of ``fresh[k]``.
+        stale: step constants of a dense rule, by which the copies catch up, see `step`; None: they are not stale. Rows
+            without a record were never stepped: their state is 0.
     """
-    count_of_tables = tables.entries.shape[0]
-    rows, ready = _to_read(tables.form, tables.kind, tables.draw, count_of_tables == 1)
-    ready.launch(-(-keys.shape[0] // rows), keys, ids, fresh, count, tables.entries, count_of_tables, out)
+    k = tables.entries.shape[0]
+    rows, ready = _to_read(tables.form, tables.kind, tables.draw, type(stale), k == 1)
+    ready.launch(-(-keys.shape[0] // rows), keys, ids, fresh, count, tables.entries, k, out, *_apart(stale))
 
 
 class InitialRecord(NamedTuple):
@@ -309,7 +251,7 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
         ids: int64 (n,), which determine initial values, and the rounding with `step`; both with the table's seed. None:
             the keys do.
         count: int32 (1,).
-        bounds: see `joint.bounds`. Padding rows are left out. None: there are none.
+        bounds: see `plan.bounds`. Padding rows are left out.
         tables: see above.
         which: the first of the stepped tables, and the one after the last.
         values: float32 (n, dim): the gradients.
@@ -326,45 +268,42 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
     case = verdicts if type(verdicts) is gate.VerdictCase else gate.case_of(verdicts, which)
     gradients = values, were, *case, clip
     of_rows = keys, ids, bounds, count, tables.entries, count_of_tables, *which
-    ready.launch(-(-keys.shape[0] // rows), *of_rows, *gradients, *of_step(step, numbers))
+    number = step % 2**32 if type(step) is int else step
+    ready.launch(-(-keys.shape[0] // rows), *of_rows, *gradients, number, *_apart(numbers))
 
 
-def refresh(rows, keys, count, tables, numbers):
-    """Catch up stale copies `rows` float32 (n, dim), of one table. The records stay unchanged.
-
-    Rows without a record were never stepped: their state is 0.
-    """
-    rule = type(numbers)
-    constexprs = {"REFRESH": rules.REFRESHES[rule], "KIND": tables.kind}
-    of_program, ready = prepared(_refresh, tables.form, most_rows(rule), **constexprs)
-    ready.launch(-(-keys.shape[0] // of_program), rows, keys, count, tables.entries, *apart(numbers))
+_FLOATS = frozenset({float})
 
 
-@functools.cache  # faster than the cache of `prepared`, as a lookup there would take longer than a launch
-def _to_read(form, kind, draw, is_alone):
-    return prepared(_read, form, ALONE=is_alone, DRAW=DRAWS.get(draw), KIND=kind)
+def _apart(numbers):
+    """Return a rule's step constants as floats and tensors, and the only integer, which varies from step to step."""
+    if numbers is None or _FLOATS.issuperset(map(type, numbers)):
+        return numbers, 0
+    steps = getattr(numbers, "steps", 0)
+    apart = [value if type(value) is float or hasattr(value, "data_ptr") else float(value) for value in numbers]
+    return type(numbers)(*apart), steps
+
+
+@functools.cache  # a lookup among the kernels of `launch` would take longer than a launch
+def _to_read(form, kind, draw, rule, is_alone):
+    refresh = rules.REFRESHES.get(rule)
+    return prepared(_read, form, rule, ALONE=is_alone, DRAW=DRAWS.get(draw), REFRESH=refresh, KIND=kind)
 
 
 @functools.cache
 def _to_step(form, kind, draw, rule, tables):
     lanes, update = 1 << (tables - 1).bit_length(), rules.UPDATES[rule]
-    return prepared(_step, form, most_rows(rule), TABLES=lanes, DRAW=DRAWS.get(draw), UPDATE=update, KIND=kind)
+    return prepared(_step, form, rule, TABLES=lanes, DRAW=DRAWS.get(draw), UPDATE=update, KIND=kind)
 
 
-@functools.cache
-def prepared(kernel, form, rows=None, **constexprs):
+def prepared(kernel, form, rule=None, **constexprs):
     """Return the number of rows of a program, and a kernel ready to launch.
 
     Args:
         kernel: of records, that takes a `FORM`.
         form: layout of the records.
-        rows: maximum number of rows of a program; None: no limit.
+        rule: type of the step constants.
         constexprs: the other constexprs of the kernel.
     """
-    form = form.tiled(rows)
+    form = form.tiled(1 if rule in rules.ONE_ROW else None)
     return form.rows, ReadyKernel(kernel, FORM=form, num_warps=form.warps, **constexprs)
-
-
-def most_rows(rule):
-    """Return the maximum number of rows of a program for a type of step constants; None: no limit."""
-    return 1 if rule in rules.ONE_ROW else None

@@ -3,7 +3,8 @@
 Each function takes the rows' weights ``w`` and summed gradients ``g``. They are float32 tiles (rows, BLOCK) with zeros
 in the columns beyond dim. It changes the optimizer state at the addresses ``s`` (rows,) in memory. ``rows`` masks
 existing rows, ``a`` are the step constants, apart from the integer ``steps``, and `FORM` is the `RecordForm`. It
-returns the new weights.
+returns the new weights. The functions ``catch_up_...`` take stale rows to step ``until``, and return their weights and
+state.
 
 The arithmetic is that of ``kernels/cpu/rules.py`` in the same order, with every operation rounded once. So the bits are
 the same, except for exponential functions and sums of squares, which are rounded from float64.
@@ -12,15 +13,12 @@ the same, except for exponential functions and sums of squares, which are rounde
 import triton.language as tl
 
 from embedrock.kernels import arguments
-from embedrock.kernels.gpu.numbers import loaded
-from embedrock.kernels.gpu.runtime import inlined
+from embedrock.kernels.gpu.runtime import inlined, loaded
 
 STILL = tl.constexpr(2.0**-26)
-
-# Columns of a history.
-MOMENTUM, RMSPROP = tl.constexpr(arguments.MOMENTUM_COLUMN), tl.constexpr(arguments.RMSPROP_COLUMN)
-ADAM, ADAM_FADE = tl.constexpr(arguments.ADAM_COLUMN), tl.constexpr(arguments.ADAM_FADE)
-FTRL = tl.constexpr(arguments.FTRL_COLUMN)
+DenseAdamNumbers, DenseFtrlNumbers = arguments.DenseAdamNumbers, arguments.DenseFtrlNumbers
+MomentumStep, RMSpropStep = arguments.MomentumStep, arguments.RMSpropStep
+FADE = tl.constexpr(arguments.ADAM_FADE)
 
 
 @inlined
@@ -62,14 +60,10 @@ def _set_last_steps(s, rows, steps, FORM: tl.constexpr):
 
 
 @inlined
-def _row(history, t, COLUMNS: tl.constexpr):
-    # The address of a step's constants, in the given columns.
-    return history + t.to(tl.int64) * len(COLUMNS.value)
-
-
-@inlined
-def _fade(start, end):
-    # The decay from one step to another, from the addresses of their logarithms.
+def _fade(log_fade, start, end, COLUMN: tl.constexpr = 0, COLUMNS: tl.constexpr = 1):
+    # The decay from one step to another, from its logarithms.
+    log_fade += COLUMN
+    start, end = log_fade + start.to(tl.int64) * COLUMNS, log_fade + end.to(tl.int64) * COLUMNS
     return tl.exp(tl.load(end) - tl.load(start)).to(tl.float32)
 
 
@@ -79,19 +73,23 @@ def sgd(w, g, s, rows, a, steps, FORM: tl.constexpr):
 
 
 @inlined
-def _momentum_step(w, b, g, gradient_rate, keep, buffer_rate, nesterov):
+def _momentum_step(w, g, b, s, rows, a, FORM: tl.constexpr):
+    gradient_rate, keep = loaded(a.gradient_rate), loaded(a.momentum)
     b = b * keep + gradient_rate * g
-    return w - buffer_rate * tl.where(nesterov != 0.0, gradient_rate * g + keep * b, b), b
+    _store(s, rows, b, 0, FORM)
+    return w - loaded(a.buffer_rate) * tl.where(loaded(a.nesterov) != 0.0, gradient_rate * g + keep * b, b)
 
 
 @inlined
 def momentum(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    b = _load(s, rows, w, 0, FORM)
-    w, b = _momentum_step(
-        w, b, g, loaded(a.gradient_rate), loaded(a.momentum), loaded(a.buffer_rate), loaded(a.nesterov)
-    )
-    _store(s, rows, b, 0, FORM)
-    return w
+    return _momentum_step(w, g, _load(s, rows, w, 0, FORM), s, rows, a, FORM)
+
+
+@inlined
+def _momentum_numbers(history, t):
+    # The addresses of a step's constants, as in all functions like this.
+    now = history + t.to(tl.int64) * 4
+    return MomentumStep(now, now + 1, now + 2, now + 3)
 
 
 @inlined
@@ -100,40 +98,29 @@ def _any(condition):
 
 
 @inlined
-def _catch_up_momentum(w, s, rows, a, until, FORM: tl.constexpr):
+def catch_up_dense_momentum(w, s, rows, a, until, FORM: tl.constexpr):
     b = _load(s, rows, w, 0, FORM)
     t = tl.max(_last_steps(s, rows, FORM), 0)
     while t < until:
         moving = t >= 0
-        if t % 8 == 0:  # a later step is at most largest_rate * |b|, and b fades: see _catch_up_adam
+        if t % 8 == 0:  # a later step is at most largest_rate * |b|, and b fades: see catch_up_dense_adam
             moving = _any(a.largest_rate * tl.abs(b) > tl.abs(w) * STILL)
         if moving:
-            now = _row(a.history, t, MOMENTUM)
-            keep, nesterov = tl.load(now + MOMENTUM.value.momentum), tl.load(now + MOMENTUM.value.nesterov)
+            now = _momentum_numbers(a.history, t)
+            keep = loaded(now.momentum)
             b *= keep
-            w -= tl.load(now + MOMENTUM.value.buffer_rate) * (tl.where(nesterov != 0.0, keep, 1.0) * b)
+            w -= loaded(now.buffer_rate) * (tl.where(loaded(now.nesterov) != 0.0, keep, 1.0) * b)
             t += 1
         else:
-            b *= _fade(a.log_fade + t, a.log_fade + until)
+            b *= _fade(a.log_fade, t, until)
             t = until
     return w, b
 
 
 @inlined
-def refresh_dense_momentum(w, s, rows, a, steps, FORM: tl.constexpr):
-    w, _ = _catch_up_momentum(w, s, rows, a, steps, FORM)
-    return w
-
-
-@inlined
 def dense_momentum(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    t = steps - 1
-    w, b = _catch_up_momentum(w, s, rows, a, t, FORM)
-    now = _row(a.history, t, MOMENTUM)
-    gradient_rate, keep = tl.load(now + MOMENTUM.value.gradient_rate), tl.load(now + MOMENTUM.value.momentum)
-    buffer_rate, nesterov = tl.load(now + MOMENTUM.value.buffer_rate), tl.load(now + MOMENTUM.value.nesterov)
-    w, b = _momentum_step(w, b, g, gradient_rate, keep, buffer_rate, nesterov)
-    _store(s, rows, b, 0, FORM)
+    w, b = catch_up_dense_momentum(w, s, rows, a, steps - 1, FORM)
+    w = _momentum_step(w, g, b, s, rows, _momentum_numbers(a.history, steps - 1), FORM)
     _set_last_steps(s, rows, steps, FORM)
     return w
 
@@ -160,22 +147,24 @@ def rowwise_adagrad(w, g, s, rows, a, steps, FORM: tl.constexpr):
 
 
 @inlined
-def rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    v = _load(s, rows, w, 0, FORM) * loaded(a.alpha) + (g * g) * loaded(a.one_minus_alpha)
+def _rmsprop_step(w, g, s, rows, a, fade, FORM: tl.constexpr):
+    v = (_load(s, rows, w, 0, FORM) * fade) * loaded(a.alpha) + (g * g) * loaded(a.one_minus_alpha)
     _store(s, rows, v, 0, FORM)
     return _moved(w, g, v, loaded(a.lr), loaded(a.eps_inside), loaded(a.eps))
 
 
 @inlined
+def rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
+    return _rmsprop_step(w, g, s, rows, a, 1.0, FORM)
+
+
+@inlined
 def dense_rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    now = _row(a.history, steps - 1, RMSPROP)
-    alpha, rest = tl.load(now + RMSPROP.value.alpha), tl.load(now + RMSPROP.value.one_minus_alpha)
-    inside, eps = tl.load(now + RMSPROP.value.eps_inside), tl.load(now + RMSPROP.value.eps)
-    fade = _fade(a.log_fade + _last_steps(s, rows, FORM), a.log_fade + (steps - 1))
-    v = (_load(s, rows, w, 0, FORM) * fade[:, None]) * alpha + (g * g) * rest
-    _store(s, rows, v, 0, FORM)
+    fade = _fade(a.log_fade, _last_steps(s, rows, FORM), steps - 1)
+    now = a.history + (steps - 1).to(tl.int64) * 5
+    w = _rmsprop_step(w, g, s, rows, RMSpropStep(now, now + 1, now + 2, now + 3, now + 4), fade[:, None], FORM)
     _set_last_steps(s, rows, steps, FORM)
-    return _moved(w, g, v, tl.load(now + RMSPROP.value.lr), inside, eps)
+    return w
 
 
 @inlined
@@ -189,21 +178,30 @@ def adam(w, g, s, rows, a, steps, FORM: tl.constexpr):
 
 
 @inlined
-def _adamw_weights(w, m, v, step_size, correction, eps, shrink, decay):
-    root = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + correction)
-    return w * shrink - (w * decay + step_size * tl.div_rn(m, root + eps))
+def _adamw_weights(w, m, v, a):
+    root = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + loaded(a.bias_correction2_sqrt))
+    change = loaded(a.step_size) * tl.div_rn(m, root + loaded(a.eps))
+    return w * loaded(a.shrink) - (w * loaded(a.decay) + change)
 
 
 @inlined
-def adamw(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
+def _adamw_step(w, g, m, v, s, rows, a, FORM: tl.constexpr):
     m += (g - m) * loaded(a.one_minus_beta1)
     v = v * loaded(a.beta2) + (g * g) * loaded(a.one_minus_beta2)
     _store(s, rows, m, 0, FORM)
     _store(s, rows, v, 1, FORM)
-    return _adamw_weights(
-        w, m, v, loaded(a.step_size), loaded(a.bias_correction2_sqrt), loaded(a.eps), loaded(a.shrink), loaded(a.decay)
-    )
+    return _adamw_weights(w, m, v, a)
+
+
+@inlined
+def adamw(w, g, s, rows, a, steps, FORM: tl.constexpr):
+    return _adamw_step(w, g, _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM), s, rows, a, FORM)
+
+
+@inlined
+def _adam_numbers(history, t):
+    now = history + t.to(tl.int64) * 9
+    return DenseAdamNumbers(now, now + 1, now + 2, now + 3, now + 4, now + 5, now + 6, now + 7, now + 8)
 
 
 @inlined
@@ -215,118 +213,85 @@ def _still_moving(w, m, v, largest):
 
 
 @inlined
-def _dense_adam_weights(w, m, v, now):
-    step_size, correction = tl.load(now + ADAM.value.step_size), tl.load(now + ADAM.value.bias_correction2_sqrt)
-    eps, shrink, decay = (
-        tl.load(now + ADAM.value.eps),
-        tl.load(now + ADAM.value.shrink),
-        tl.load(now + ADAM.value.decay),
-    )
-    return _adamw_weights(w, m, v, step_size, correction, eps, shrink, decay)
-
-
-@inlined
-def _adam_decay(w, m, v, now):
-    m *= tl.load(now + ADAM.value.beta1)
-    v *= tl.load(now + ADAM.value.beta2)
-    return _dense_adam_weights(w, m, v, now), m, v
-
-
-@inlined
-def _catch_up_adam(w, s, rows, a, until, FORM: tl.constexpr):
+def catch_up_dense_adam(w, s, rows, a, until, FORM: tl.constexpr):
     m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
     t = tl.max(_last_steps(s, rows, FORM), 0)
     if t == 0:  # never stepped: the moments are 0
-        w *= tl.exp(tl.load(_row(a.log_fade, until, ADAM_FADE) + ADAM_FADE.value.weights)).to(tl.float32)
+        w *= _fade(a.log_fade, t, until, FADE.value.weights, 3)
         t = until
     while t < until:
         moving = t >= 0
         if (a.fading != 0.0) & (t % 8 == 0):
             moving = _still_moving(w, m, v, a.largest_step_size)
         if moving:
-            w, m, v = _adam_decay(w, m, v, _row(a.history, t, ADAM))
+            now = _adam_numbers(a.history, t)
+            m *= loaded(now.beta1)
+            v *= loaded(now.beta2)
+            w = _adamw_weights(w, m, v, now)
             t += 1
         else:  # only their own decay moves the weights in the remaining steps
-            start, end = _row(a.log_fade, t, ADAM_FADE), _row(a.log_fade, until, ADAM_FADE)
-            m *= _fade(start + ADAM_FADE.value.first_moment, end + ADAM_FADE.value.first_moment)
-            v *= _fade(start + ADAM_FADE.value.second_moment, end + ADAM_FADE.value.second_moment)
-            w *= _fade(start + ADAM_FADE.value.weights, end + ADAM_FADE.value.weights)
+            m *= _fade(a.log_fade, t, until, FADE.value.first_moment, 3)
+            v *= _fade(a.log_fade, t, until, FADE.value.second_moment, 3)
+            w *= _fade(a.log_fade, t, until, FADE.value.weights, 3)
             t = until
     return w, m, v
 
 
 @inlined
-def refresh_dense_adam(w, s, rows, a, steps, FORM: tl.constexpr):
-    w, _, _ = _catch_up_adam(w, s, rows, a, steps, FORM)
+def dense_adam(w, g, s, rows, a, steps, FORM: tl.constexpr):
+    w, m, v = catch_up_dense_adam(w, s, rows, a, steps - 1, FORM)
+    w = _adamw_step(w, g, m, v, s, rows, _adam_numbers(a.history, steps - 1), FORM)
+    _set_last_steps(s, rows, steps, FORM)
     return w
 
 
 @inlined
-def dense_adam(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    t = steps - 1
-    w, m, v = _catch_up_adam(w, s, rows, a, t, FORM)
-    now = _row(a.history, t, ADAM)
-    m += (g - m) * tl.load(now + ADAM.value.one_minus_beta1)
-    v = v * tl.load(now + ADAM.value.beta2) + (g * g) * tl.load(now + ADAM.value.one_minus_beta2)
-    _store(s, rows, m, 0, FORM)
-    _store(s, rows, v, 1, FORM)
-    _set_last_steps(s, rows, steps, FORM)
-    return _dense_adam_weights(w, m, v, now)
-
-
-@inlined
-def _ftrl_weights(w, n, z, lr, l1, l2, beta):
-    lr += tl.zeros_like(n)
+def _ftrl_weights(w, n, z, lr, a):
+    l1, lr = loaded(a.l1), lr + tl.zeros_like(n)
     shrunk = tl.where(z > 0.0, l1, -l1) - z
-    moved = tl.div_rn(shrunk, tl.div_rn(beta + tl.sqrt_rn(n), lr) + 2.0 * l2)
+    moved = tl.div_rn(shrunk, tl.div_rn(loaded(a.beta) + tl.sqrt_rn(n), lr) + 2.0 * loaded(a.l2))
     return tl.where(lr > 0.0, tl.where(tl.abs(z) > l1, moved, 0.0), w)
 
 
 @inlined
-def _ftrl_step(w, g, s, rows, lr, l1, l2, beta, shrinkage, FORM: tl.constexpr):
+def _ftrl_step(w, g, s, rows, a, shrinkage, FORM: tl.constexpr):
     before, z = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
-    moves = lr + tl.zeros_like(w) > 0.0  # else a division by 0
+    lr = loaded(a.lr) + tl.zeros_like(w)
+    moves = lr > 0.0  # else a division by 0
     n = tl.where(moves, before + g * g, before)
-    added = (g + shrinkage * w) - tl.div_rn(tl.sqrt_rn(n) - tl.sqrt_rn(before), lr + tl.zeros_like(n)) * w
+    added = (g + shrinkage * w) - tl.div_rn(tl.sqrt_rn(n) - tl.sqrt_rn(before), lr) * w
     z = tl.where(moves, z + added, z)
     _store(s, rows, n, 0, FORM)
     _store(s, rows, z, 1, FORM)
-    return _ftrl_weights(w, n, z, lr, l1, l2, beta)
+    return _ftrl_weights(w, n, z, lr, a)
 
 
 @inlined
 def ftrl(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    return _ftrl_step(
-        w, g, s, rows, loaded(a.lr), loaded(a.l1), loaded(a.l2), loaded(a.beta), 2.0 * loaded(a.l2_shrinkage), FORM
-    )
+    return _ftrl_step(w, g, s, rows, a, 2.0 * loaded(a.l2_shrinkage), FORM)
 
 
 @inlined
 def _ftrl_numbers(history, t):
-    now = _row(history, t, FTRL)
-    lr, l1 = tl.load(now + FTRL.value.lr), tl.load(now + FTRL.value.l1)
-    return lr, l1, tl.load(now + FTRL.value.l2), tl.load(now + FTRL.value.beta)
+    now = history + t.to(tl.int64) * 4
+    return DenseFtrlNumbers(now, now + 1, now + 2, now + 3)
 
 
 @inlined
-def refresh_dense_ftrl(w, s, rows, a, steps, FORM: tl.constexpr):
-    """Catch up rows to step `steps`, which recomputed the weights of every row from its state."""
-    if steps > 0:
-        n, z = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
-        lr, l1, l2, beta = _ftrl_numbers(a.history, steps - 1)
-        w = _ftrl_weights(w, n, z, tl.abs(lr), l1, l2, beta)
-    return w
+def catch_up_dense_ftrl(w, s, rows, a, until, FORM: tl.constexpr):
+    if until > 0:  # that step recomputed the weights of every row from its state
+        now = _ftrl_numbers(a.history, until - 1)
+        w = _ftrl_weights(w, _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM), tl.abs(loaded(now.lr)), now)
+    return (w,)
 
 
 @inlined
 def dense_ftrl(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    t = steps - 1
-    w = refresh_dense_ftrl(w, s, rows, a, t, FORM)
-    lr, l1, l2, beta = _ftrl_numbers(a.history, t)
-    return _ftrl_step(w, g, s, rows, lr, l1, l2, beta, 0.0, FORM)
+    w = catch_up_dense_ftrl(w, s, rows, a, steps - 1, FORM)[0]
+    return _ftrl_step(w, g, s, rows, _ftrl_numbers(a.history, steps - 1), 0.0, FORM)
 
 
 UPDATES = arguments.functions_of_steps(globals())
-REFRESHES = arguments.functions_of_steps(globals(), "refresh_")
+REFRESHES = arguments.functions_of_steps(globals(), "catch_up_")
 
 ONE_ROW = {arguments.DenseMomentumStep, arguments.DenseAdamStep}  # their loops are as long as a row was not stepped

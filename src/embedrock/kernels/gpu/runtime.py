@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.language import random
 from triton.runtime import driver
@@ -67,6 +68,14 @@ KERNELS: list[Any] = []  # all launchable kernels: tests compile each of them
 
 # For parts of kernels, which Triton inlines.
 inlined: Any = triton.jit
+
+
+@inlined
+def loaded(number):
+    """Return a number that is an argument of the launch or, for replays of a CUDA graph, the address of one."""
+    if not isinstance(number, float) and number.dtype.is_ptr():  # in the interpreter, numbers in tuples are Python's
+        number = tl.load(number)
+    return number
 
 
 def kernel(*varying: str, anywhere: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -14,7 +14,7 @@ norm have the bits that they would have alone.
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
 
@@ -40,10 +40,18 @@ def partial_rows(n, tables=1):
     return -(-n // CHUNK) + tables - 1
 
 
+class Tile(NamedTuple):
+    """Shape of a program's tile, a constexpr: of columns `width` at a time of `rows` rows with `dim` columns."""
+
+    dim: int
+    rows: int
+    width: int
+
+
 def tile(dim):
-    """Return the shape of a program's tile: rows and columns, constexprs of kernels."""
+    """Return the shape of a program's tile for rows of some columns."""
     width = min(COLUMNS, 1 << (dim - 1).bit_length())
-    return {"DIM": dim, "ROWS": TILE // width, "WIDTH": width}
+    return Tile(dim, TILE // width, width)
 
 
 @inlined
@@ -55,37 +63,34 @@ def square_sum(values):
 @inlined
 def _share(given, position, here, column, WHAT, WEIGHTED, DIM):
     """Load the summands of positions, (rows, 1): their gradients, or shares of their bags' gradients."""
-    grads, stride, bags, weights, scale, argmax = given
+    grads, stride, bags, weights, trace = given
     mask, source = here & (column < DIM), position
     if WHAT != _PLAIN:
         source = tl.load(bags + position, mask=here, other=0).to(tl.int64)
     values = tl.load(grads + source * stride + column, mask=mask, other=0.0).to(tl.float32)
     if WHAT == _POOLED:
-        factor = tl.load(scale + source, mask=here, other=0.0)
+        factor = tl.load(trace + source, mask=here, other=0.0)
         if WEIGHTED:
             factor = tl.load(weights + position, mask=here, other=0.0) * factor
         values = factor * values
     if WHAT == _MAXIMA:
-        chosen = tl.load(argmax + source * DIM + column, mask=mask, other=-1)
+        chosen = tl.load(trace + source * DIM + column, mask=mask, other=-1)
         values = tl.where(chosen == position, values, 0.0)
     return values
 
 
 @inlined
-def _own_table(layout, tables, ends, n):
+def _own_table(layout, tables, ends):
     """Return the table of this program: its number, first program and programs, its positions, and its first row.
 
     Positions are the first one and their number.
     """
-    if layout is None:
-        table, first, programs, begin, row = 0, 0, tl.num_programs(0), 0, 0
-    else:
-        begins = layout + tables + 1
-        table = last_begun(begins, tables, tl.program_id(0), 1)
-        first, begin = tl.load(begins + table).to(tl.int32), tl.load(layout + table).to(tl.int32)
-        programs = tl.load(begins + table + 1).to(tl.int32) - first
-        n = tl.load(layout + table + 1).to(tl.int32) - begin
-        row = tl.load(ends + table - 1, mask=table > 0, other=0)
+    begins = layout + tables + 1
+    table = last_begun(begins, tables, tl.program_id(0), 1)
+    first, begin = tl.load(begins + table).to(tl.int32), tl.load(layout + table).to(tl.int32)
+    programs = tl.load(begins + table + 1).to(tl.int32) - first
+    n = tl.load(layout + table + 1).to(tl.int32) - begin
+    row = tl.load(ends + table - 1, mask=table > 0, other=0)
     return table, first, programs, begin, n, row
 
 
@@ -135,20 +140,20 @@ def is_last(ticket, others):
 
 
 @inlined
-def _add_chunks(row, chunks, second, partial, values, DIM, LINES: tl.constexpr, WIDTH: tl.constexpr):
+def _add_chunks(row, chunks, second, partial, values, TILE):
     """Add the sums of a row's later chunks to that of the first; return the sum of squares."""
     squares = tl.zeros([1], tl.float64)
-    for start in range(0, DIM, WIDTH):
-        column = start + tl.arange(0, WIDTH)[None, :]
-        inside = column < DIM
-        place = values + row.to(tl.int64) * DIM + column
+    for start in range(0, TILE.dim, TILE.width):
+        column = start + tl.arange(0, TILE.width)[None, :]
+        inside = column < TILE.dim
+        place = values + row.to(tl.int64) * TILE.dim + column
         total = tl.load(place, mask=inside, other=0.0)
         j = 0
         while j < chunks - 1:
-            line = j + tl.arange(0, LINES)[:, None]
-            source = partial + (second + line).to(tl.int64) * DIM + column
+            line = j + tl.arange(0, 4 * TILE.rows)[:, None]
+            source = partial + (second + line).to(tl.int64) * TILE.dim + column
             total += tl.sum(tl.load(source, mask=(line < chunks - 1) & inside, other=0.0), axis=0)[None, :]
-            j += LINES
+            j += 4 * TILE.rows
         squares += square_sum(total)
         tl.debug_barrier()  # the store overwrites the values read above
         tl.store(place, total, mask=inside)
@@ -173,13 +178,13 @@ def _norm_by_the_last(squares, size, ticket, others, norms, tables):
 
 
 @inlined
-def _sum_of(given, order, spans, column, WHAT, WEIGHTED, DIM, ROWS, WIDTH):
+def _sum_of(given, order, spans, column, WHAT, WEIGHTED, TILE):
     """Return the sums of some columns: (rows, columns).
 
     `spans`: begin and end of the positions of each line, (rows, 1), and the largest number of them.
     """
     begin, end, longest = spans
-    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.full([TILE.rows, TILE.width], 0.0, tl.float32)
     if WHAT == _PLAIN:
         total = total * -1.0  # -0.0 leaves the first gradient's bits unchanged
     j = 0
@@ -187,7 +192,7 @@ def _sum_of(given, order, spans, column, WHAT, WEIGHTED, DIM, ROWS, WIDTH):
         for ahead in tl.static_range(_AHEAD):
             here = begin + j + ahead < end
             position = tl.load(order + begin + j + ahead, mask=here, other=0)
-            share = _share(given, position, here, column, WHAT, WEIGHTED, DIM)
+            share = _share(given, position, here, column, WHAT, WEIGHTED, TILE.dim)
             total = tl.where(here, total + share, total)
         j += _AHEAD
     return tl.where(begin < end, total, 0.0)
@@ -208,30 +213,29 @@ def _leave_squares(squares, own, program, piece, blocks, later, ROWS):
 
 
 @inlined
-def _join_chunks(row, chunks, second, scratch, values, blocks, DIM, ROWS, WIDTH):
+def _join_chunks(row, chunks, second, scratch, values, blocks, TILE):
     """Add up the chunks of each row of which this program was the last to sum a chunk."""
     partial, squares, tickets = scratch
     line = 0
-    while line < ROWS:
-        mine = tl.arange(0, ROWS) == line
+    while line < TILE.rows:
+        mine = tl.arange(0, TILE.rows) == line
         pieces = tl.sum(tl.where(mine, chunks, 0), axis=0)
         if pieces > 1:
             window = tl.sum(tl.where(mine, second, 0), axis=0)
             if is_last(tickets + window, pieces - 1):
                 whose = tl.sum(tl.where(mine, row, 0), axis=0)
-                of_row = _add_chunks(whose, pieces, window, partial, values, DIM, 4 * ROWS, WIDTH)
+                of_row = _add_chunks(whose, pieces, window, partial, values, TILE)
                 tl.store(squares + blocks + window + tl.arange(0, 1), of_row)
         line += 1
 
 
-@kernel("n", "tables", anywhere=("layout", "ends", "skips"))
+@kernel("tables", anywhere=("layout", "ends", "skips"))
 def _sum(
     grads,
     stride,
     bags,
     weights,
-    scale,
-    argmax,
+    trace,
     starts,
     order,
     inverse,
@@ -243,51 +247,34 @@ def _sum(
     tickets,
     values,
     norms,
-    n,
     tables,
     WHAT: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    table, first, programs, start, n, first_row = _own_table(layout, tables, ends, n)
+    table, first, programs, start, n, first_row = _own_table(layout, tables, ends)
     program, first_window = tl.program_id(0) - first, start // _CHUNK + table
-    blocks, later = tl.cdiv(n, ROWS), tl.where(n > _CHUNK, tl.cdiv(n, _CHUNK), 0)
-    given, squares = (grads, stride, bags, weights, scale, argmax), squares + first + first_window
+    blocks, later = tl.cdiv(n, TILE.rows), tl.where(n > _CHUNK, tl.cdiv(n, _CHUNK), 0)
+    given, squares = (grads, stride, bags, weights, trace), squares + first + first_window
     end_row = tl.load(ends + table)
     plan = starts, order, inverse, start, first_row, end_row, tl.load(skips + table)
-    window, begin, end, row, chunks, second = _piece(program, plan, later, blocks, ROWS)
+    window, begin, end, row, chunks, second = _piece(program, plan, later, blocks, TILE.rows)
     longest, is_row = tl.max(end - begin, axis=0), program < blocks
     of_row = (is_row & (row < end_row))[:, None]
     begin, end = begin[:, None], end[:, None]
-    own = tl.zeros([ROWS], tl.float64)
-    for column_start in range(0, DIM, WIDTH):
-        column = column_start + tl.arange(0, WIDTH)[None, :]
-        total = _sum_of(given, order, (begin, end, longest), column, WHAT, WEIGHTED, DIM, ROWS, WIDTH)
+    own = tl.full([TILE.rows], 0.0, tl.float64)
+    for column_start in range(0, TILE.dim, TILE.width):
+        column = column_start + tl.arange(0, TILE.width)[None, :]
+        total = _sum_of(given, order, (begin, end, longest), column, WHAT, WEIGHTED, TILE)
         own += square_sum(total)
-        tl.store(values + row.to(tl.int64)[:, None] * DIM + column, total, mask=(column < DIM) & of_row)
-        place = (window + first_window).to(tl.int64)[:, None] * DIM + column
-        tl.store(partial + place, total, mask=(column < DIM) & (is_row == 0) & (begin < end))
-    _leave_squares(squares, own, program, (window, chunks, second), blocks, later, ROWS)
+        tl.store(values + row.to(tl.int64)[:, None] * TILE.dim + column, total, mask=(column < TILE.dim) & of_row)
+        place = (window + first_window).to(tl.int64)[:, None] * TILE.dim + column
+        tl.store(partial + place, total, mask=(column < TILE.dim) & (is_row == 0) & (begin < end))
+    _leave_squares(squares, own, program, (window, chunks, second), blocks, later, TILE.rows)
     if tl.max(chunks, axis=0) > 1:
         scratch = partial, squares - first_window, tickets + tables
-        _join_chunks(row, chunks, second + first_window, scratch, values, blocks, DIM, ROWS, WIDTH)
+        _join_chunks(row, chunks, second + first_window, scratch, values, blocks, TILE)
     _norm_by_the_last(squares, blocks + later, tickets + table, programs - 1, norms + table, tables)
-
-
-class SumScratch(NamedTuple):
-    """Scratch of sums over n positions of k tables.
-
-    Attributes:
-        partial: float32 (partial_rows(n, k), dim).
-        squares: float64 (square_sums(n, dim, k),).
-        tickets: int32 (k + partial_rows(n, k),), zeroed counters, zero again afterwards.
-    """
-
-    partial: Any
-    squares: Any
-    tickets: Any
 
 
 def square_sums(n, dim, tables=1):
@@ -305,52 +292,52 @@ def layout_of(cuts, dim):
 @functools.lru_cache(maxsize=256)
 def _programs(n, dim):
     """Return the number of programs for first chunks of rows, and for later ones."""
-    rows, later = tile(dim)["ROWS"], partial_rows(n) if n > CHUNK else 0
+    rows, later = tile(dim).rows, partial_rows(n) if n > CHUNK else 0
     return -(-n // rows) - (-later // rows)
 
 
 @functools.cache
 def _to_sum(what, weighted, dim):
-    return ReadyKernel(_sum, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, **tile(dim))
+    return ReadyKernel(_sum, num_warps=WARPS, WHAT=what, WEIGHTED=weighted, TILE=tile(dim))
 
 
-_NO_SHARE = None, None, None, None
+NO_SHARE = None, None, None
 
 
-def sum_shares(what, grads, share, plan, skip, scratch, values, norms, layout=None, programs=0):
+def sum_shares(what, grads, share, plan, skip, scratch, values, norms, layout, programs):
     """Sum the summands of each row's positions, and compute each table's norm of the sums.
 
     Args:
         what: `PLAIN`, `POOLED` or `MAXIMA`.
         grads: of positions, or of bags: float32, bfloat16 or float16 (m, dim); any row stride, contiguous columns.
-        share: bags, weights, scale and argmax, each None if not needed; None: none is.
+        share: the bag and the weight of each position, and the trace of `pooling.pool`, each None if not needed.
         plan: starts, order, inverse, and int32 (k,), the end of each table's rows. One table's is the count.
         skip: int32 (k,), a row of each table with the sum zero, -1: none.
-        scratch: see `SumScratch`.
+        scratch: float32 (partial_rows(n, k), dim); float64 (square_sums(n, dim, k),) for sums of squares; and int32
+            (k + partial_rows(n, k),), zeroed counters, zero again afterwards.
         values: float32 (n, dim) receives the sums; unchanged beyond the rows.
         norms: float32 (3, k) receives the norm of all sums (Inf where not finite), 0, and the norm again. The last two
             are for handles to keep.
-        layout: int64 (2 * (k + 1),), the words of `layout_of`; None: of one table.
+        layout: int64 (2 * (k + 1),), the words of `layout_of`.
         programs: the last of these words.
     """
-    n, dim = plan[1].shape[0], values.shape[1]
-    if n == 0:
+    if plan[1].shape[0] == 0:
         norms.zero_()
         return
-    weighted = share is not None and share[1] is not None and share[1].shape[0] > 0
-    k = 1 if layout is None else layout.shape[0] // 2 - 1
-    args = grads, grads.stride(0), *(share or _NO_SHARE), *plan, skip, layout, *scratch, values, norms, n, k
-    _to_sum(what, weighted, dim).launch(programs or _programs(n, dim), *args)
+    weighted = share[1] is not None and share[1].shape[0] > 0
+    k = layout.shape[0] // 2 - 1
+    args = grads, grads.stride(0), *share, *plan, skip, layout, *scratch, values, norms, k
+    _to_sum(what, weighted, values.shape[1]).launch(programs, *args)
 
 
 @kernel("size")
-def _norm(values, counts, squares, tickets, norms, size, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    row, count = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.load(counts)
-    total = tl.zeros([ROWS], tl.float64)
-    for start in range(0, DIM, WIDTH):
-        column = start + tl.arange(0, WIDTH)[None, :]
-        place = values + row.to(tl.int64)[:, None] * DIM + column
-        total += square_sum(tl.load(place, mask=(row < count)[:, None] & (column < DIM), other=0.0))
+def _norm(values, counts, squares, tickets, norms, size, TILE: tl.constexpr):
+    row, count = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows), tl.load(counts)
+    total = tl.full([TILE.rows], 0.0, tl.float64)
+    for start in range(0, TILE.dim, TILE.width):
+        column = start + tl.arange(0, TILE.width)[None, :]
+        place = values + row.to(tl.int64)[:, None] * TILE.dim + column
+        total += square_sum(tl.load(place, mask=(row < count)[:, None] & (column < TILE.dim), other=0.0))
     tl.store(squares + tl.program_id(0), tl.sum(total, axis=0))
     _norm_by_the_last(squares, size, tickets, tl.num_programs(0) - 1, norms, 1)
 
@@ -361,6 +348,5 @@ def norm(values, count, squares, tickets, norms):
     if n == 0:
         norms.zero_()
         return
-    blocks = -(-n // form["ROWS"])
-    args = values, count, squares, tickets, norms, blocks
-    launch(_norm, blocks, *args, num_warps=WARPS, **form)
+    blocks = -(-n // form.rows)
+    launch(_norm, blocks, values, count, squares, tickets, norms, blocks, num_warps=WARPS, TILE=form)
