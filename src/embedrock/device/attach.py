@@ -95,7 +95,9 @@ def _made(table: Table, device: torch.device) -> GpuExecutor:
         for mirror in _mirrors(table):  # of other members
             if mirror.backend is pool and mirror.device == device:
                 return HostPlannedExecutor(rows, mirror)
-        executor = HostPlannedExecutor(rows, _mirror(table, device, _budget_of_pool(table, budget, device)))
+        budget, most = _budget_of_pool(table, budget, device), _most_rows(table)
+        with rows.table_lock.lock:
+            executor = HostPlannedExecutor(rows, DeviceMirror(pool, device, form_of(spec), budget, most))
     if given and not executor.cache.placement.near_rows:
         _warn_of_no_room(table, given)
     return executor
@@ -124,19 +126,6 @@ def _laid_out(rows: TableState, index: str) -> RamBackend | None:
     with rows.table_lock.alone():
         rows.check()
         return rows.lay_out_in_ram(index)
-
-
-def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
-    spec, most, is_on_disk = table.spec, _most_rows(table), table.is_on_disk
-
-    def place(slots: int) -> DeviceLayout:
-        if is_on_disk:
-            return device_placing.over(spec, slots, budget)
-        # The number of future rows is unknown. So the cache has the size that `budget` allows.
-        return device_placing.cached(spec, min(budget // slot_bytes(spec), most))
-
-    with rows_of(table).table_lock.lock:
-        return DeviceMirror(_pool_of(table), device, place, form_of(spec))
 
 
 def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
