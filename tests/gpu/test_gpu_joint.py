@@ -567,3 +567,15 @@ def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -
         assert of_positions.max() < count
         assert faults[:, 0].tolist() == [4, 0, 0]
         faults.zero_()
+
+
+@pytest.mark.parametrize("groups", [["f2", "f0", "f1"], ["f1", "f2", "f0"]], ids=str)
+def test_param_groups_may_have_tables_in_any_order(groups: list[str]) -> None:
+    models = [Model(where) for where in (EVERYTHING, None)]
+    for model in models:
+        handles = [[model.layers[name].handle] for name in groups]
+        others = [layer.handle for name, layer in model.layers.items() if name not in [*groups, "again"]]
+        params = [*handles, others] if others else handles
+        model.step = ert.Adam([{"params": own, "lr": 0.1 * (k + 1)} for k, own in enumerate(params)])
+        model.train(2)
+    assert_same(*models)

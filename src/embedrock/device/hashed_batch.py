@@ -65,7 +65,8 @@ class HashedBatch(DeviceBatch):
     def make(self, given: Tensor, is_ahead: bool = False) -> Self:
         self.given, n, k = given, self.sizes.n, len(self.executors)
         is_cached = bool(self._search)
-        self._space = self.layout.take((n, k, is_cached), 80 * n, _space, self.family.device, n, k, is_cached)
+        form = n, k, is_cached, is_ahead  # prefetched batches are made on a stream of their own
+        self._space = self.layout.take(form, 80 * n, _space, self.family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.ids, self.order, self.inverse, self.count, counts, self._moves, *parts = arrays
         self.starts, self.tickets, scan, news = parts

@@ -62,7 +62,7 @@ _table_step = functools.partial(tuple.__new__, TableStep)  # a call of Python le
 
 
 def steps_of(requests: Sequence[StepRequest]) -> list[TableStep]:
-    """Return the step of each table of requests, for the executors that have the rows."""
+    """Return the step of each table of requests, for the executors that have the rows. Sums have theirs in order."""
     found: list[TableStep] = []
     for tables, rule, grads, _, executor in requests:
         if type(grads) is RowSums:
@@ -71,6 +71,9 @@ def steps_of(requests: Sequence[StepRequest]) -> list[TableStep]:
         else:
             now = grads.for_executor(executor)
             found.append(TableStep(tables[0], rule, executor, now.sums, now.table, now))
+    if len(requests) > 1:  # as of param groups, in any order
+        places = {id(part.sums): place for place, part in enumerate(found)}
+        found.sort(key=lambda part: (places[id(part.sums)], part.table))
     return found
 
 
