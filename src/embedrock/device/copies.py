@@ -69,25 +69,3 @@ class DeviceEvent:
         if self._event is not None:
             with cuda_runtime().beside_captures():
                 self._event.synchronize()
-
-
-class HostCopy(DeviceEvent):
-    """Host copy of device numbers, which have arrived when the event comes.
-
-    Args:
-        shape: of the numbers, int64.
-        device: they come from it.
-
-    Attributes:
-        lines: the numbers.
-    """
-
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        super().__init__(device)
-        self._seen = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self.lines = self._seen.numpy()  # a view, so reading is free
-
-    def come(self, numbers: Tensor) -> None:
-        """Copy as many numbers, ordered after all work launched so far. Allocates no memory."""
-        self._seen.copy_(numbers, non_blocking=True)
-        self.record(torch.cuda.current_stream(numbers.device) if self._event is not None else None)

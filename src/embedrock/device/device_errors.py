@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from embedrock.batch.wrong_ids import OPEN_IDS
 from embedrock.device.copies import DeviceEvent
@@ -30,38 +31,23 @@ def in_use() -> list[TableState]:
     return [rows for rows in (faults._rows_of() for faults in list(_all)) if rows is not None]
 
 
-class ErrorLines:
-    """Errors of some tables on a device, and flags in RAM that kernels raise with them.
+LINES = 64
+_free: dict[torch.device, list[tuple[Tensor, np.ndarray]]] = {}
+_events: dict[Any, DeviceEvent] = {}  # of each stream
+
+
+def _line_of(device: torch.device) -> tuple[Tensor, np.ndarray]:
+    """Return memory for the error of one more table on a device, and its flag in RAM, which kernels raise with it.
 
     So the host learns of errors without a copy, once a `DeviceEvent` after the kernels has come.
-
-    Args:
-        device: of the tables.
-
-    Attributes:
-        tensor: int64 (LINES, 4), see `DeviceErrors`.
-        flags: int64 (LINES,), not 0 if the table has an error.
-        used: number of lines that tables have taken.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        flags = torch.zeros(LINES, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self.tensor, self.flags = torch.zeros(LINES, 4, dtype=torch.int64, device=device), flags.numpy()
-        self.device, self.used = device, 0
-        self.tensor[:, 1] = flags.data_ptr() + flags.itemsize * torch.arange(LINES, device=device)
-
-    @staticmethod
-    def of(device: torch.device) -> ErrorLines:
-        """Return lines of which some are free."""
-        lines = _lines.get(device)
-        if lines is None or lines.used == LINES:
-            lines = _lines[device] = ErrorLines(device)
-        return lines
-
-
-LINES = 64
-_lines: dict[torch.device, ErrorLines] = {}  # with free lines
-_events: dict[Any, DeviceEvent] = {}  # of each stream
+    free = _free.setdefault(device, [])
+    if not free:
+        flags = torch.zeros(LINES, 1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        lines = torch.zeros(LINES, 4, dtype=torch.int64, device=device)
+        lines[:, 1] = flags.data_ptr() + flags.itemsize * torch.arange(LINES, device=device)
+        free += zip(lines.unbind(), flags.numpy(), strict=True)
+    return free.pop()
 
 
 class DeviceErrors:
@@ -77,15 +63,14 @@ class DeviceErrors:
     Attributes:
         tensor: int64 (4,) on the device: code, address of the flag, value, first refused step.
         address: of the tensor.
-        lines: of which it is one.
+        device: see above.
         launched: numbers of steps that may turn out to be refused.
     """
 
     def __init__(self, rows: TableState, device: torch.device) -> None:
         # A weak reference, as the rows own the executor, and the executor owns these errors.
-        self._rows_of, self.lines = weakref.ref(rows), ErrorLines.of(device)
-        self._line, self.lines.used = self.lines.used, self.lines.used + 1
-        self.tensor = self.lines.tensor[self._line]
+        self._rows_of, self.device = weakref.ref(rows), device
+        self.tensor, self._flag = _line_of(device)
         self.address = self.tensor.data_ptr()
         self._answer: DeviceEvent | None = None  # of the last request, until it is checked
         self.launched: deque[int] = deque()
@@ -125,7 +110,7 @@ class DeviceErrors:
     def _clear(self) -> None:
         self.tensor[:1].zero_()
         self.tensor[2:].zero_()
-        self.lines.flags[self._line] = 0
+        self._flag[0] = 0
 
     def _take(self) -> None:
         code, value, first, refused = self._take_back()
@@ -189,7 +174,7 @@ def check(faults: Sequence[DeviceErrors]) -> None:
         if answer is None or each._answer is None or not has_come:
             continue
         each._answer = None
-        if each.lines.flags[each._line]:
+        if each._flag[0]:
             each._take()
         launched, last = each.launched, each._asked_at
         while launched and launched[0] <= last:
@@ -201,7 +186,7 @@ def ask(faults: Sequence[DeviceErrors]) -> None:
     asked = [each for each in faults if each._answer is None]
     if not asked:
         return
-    device = asked[0].lines.device
+    device = asked[0].device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     event = _events.get(stream)
     if event is None:

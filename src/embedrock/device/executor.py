@@ -258,10 +258,6 @@ class GpuExecutor(ABC):
         """
         self.expected = None if self.plans and not self.cache.is_cache else ids
 
-    def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> DeviceBatch:
-        """Plan a batch of the table alone on the host, and load its rows."""
-        raise NotImplementedError
-
     def on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device. The host does not wait for the copy.
 
@@ -305,9 +301,6 @@ class GpuExecutor(ABC):
         Raises:
             ClosedTableError: the table is closed.
         """
-
-    def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
-        """Do the host's part of a counted step; `numbers` are the rule's step constants."""
 
     def mark_changed(self) -> None:
         """Make later reads of the backend's records wait for `finish`."""

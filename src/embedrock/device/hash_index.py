@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embedrock.device.copies import HostCopy
+from embedrock.device.copies import DeviceEvent
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.storage.device_layout import OPEN_ENTRIES
@@ -41,7 +41,8 @@ class DeviceHashIndex:
         self._limit = limit
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros((), dtype=torch.int64, device=device)
-        self._answer, self._asked_at = HostCopy((), device), NEVER
+        self._told = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=timeline.is_cuda)
+        self._answer, self._asked_at = DeviceEvent(device), NEVER
         self._entries = self._empty(slots)
 
     def _empty(self, slots: int) -> kernels.HashIndexTensors:
@@ -106,13 +107,14 @@ class DeviceHashIndex:
     def poll(self) -> None:
         """Lower `most` if the device has answered with the number of slots given."""
         if self._asked_at != NEVER and self._answer.has_come():
-            self.most = min(self.most, int(self._answer.lines) + self._positions - self._asked_at)
+            self.most = min(self.most, int(self._told.numpy()) + self._positions - self._asked_at)
             self._asked_at = NEVER
 
     def ask(self) -> None:
         """Request the number of slots given from the device, unless a request is under way."""
         if self._asked_at == NEVER:
-            self._answer.come(self._used)
+            self._told.copy_(self._used, non_blocking=True)
+            self._answer.record(torch.cuda.current_stream(self._device) if self._timeline.is_cuda else None)
             self._asked_at = self._positions
 
     def record_inserts(self, most: int) -> None:

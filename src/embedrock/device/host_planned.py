@@ -100,6 +100,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     @spanned("plan")
     def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> HostBatch:
+        """Plan a batch of the table alone on the host, and load its rows."""
         self.check()
         ahead, self.ahead = self.ahead, None
         known = ahead if ahead is not None and trains and ahead.is_of([ids]) else None
@@ -287,6 +288,7 @@ class HostPlannedExecutor(GpuExecutor):
         return self.rows.shared.gradient(values.cpu().numpy(), np.arange(len(rows)))
 
     def step_beside(self, numbers: Any) -> None:
+        """Do the host's part of a counted step; `numbers` are the rule's step constants."""
         if not self.plans:
             self.mirror.mark_changed()
         gradient, self._of_shared = self._of_shared, None
