@@ -258,7 +258,7 @@ def _step(
         counted = count_all([(rows, own) for rows, _, own, *_ in steps], drafts, number)
     else:
         counted = [captured.begin_step(part.executor, part.rule) for part in steps]
-    if executor.room is not None:
+    if not executor.plans:
         executor.step_beside(counted[0][1])
     for (_, _, clip, is_known), places in itertools.groupby(range(len(steps)), key=alike.__getitem__):
         begin, *others = places
