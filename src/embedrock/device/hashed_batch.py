@@ -13,7 +13,7 @@ from torch import Tensor
 from embedrock.device.batch import DeviceBatch, SteppedTables, space_of, tickets_of
 from embedrock.device.cache import load_rows
 from embedrock.device.workspace import carved, layout
-from embedrock.kernels.gpu import cache
+from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu.binding import TensorPart
@@ -48,14 +48,13 @@ class HashedBatch(DeviceBatch):
         self._space = self.layout.take((n, k, is_cached), 80 * n, _space, self.family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.ids, self.order, self.inverse, self.count, counts, self._moves, *parts = arrays
-        self.starts, self.tickets, scan, news = parts
+        of_positions, self.starts, self.tickets, scan, news = parts
         ids = given.to(torch.int64)
         plan = self.ids, self.starts, self.inverse, self.count, self.tickets
         if k == 1:
             self._ordered, self.order = torch.sort(ids, stable=True)
             plan_kernels.collect(self._ordered, 0, self.order, scan, *plan, checked=None if is_ahead else self._range)
         else:
-            of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=ids.device)
             by_id, first = torch.sort(ids, stable=True)
             kernels.tables(first, self._begins, k, of_positions)
             self.of_positions, second = torch.sort(of_positions, stable=True)
@@ -72,8 +71,8 @@ class HashedBatch(DeviceBatch):
     def _range(self) -> tuple[int, Tensor, int] | None:
         """The limit of the ids of one table, its error, and the number of the batch; None: ids are open."""
         executor: Any = self.layout.first
-        rows = executor.spec.rows
-        return None if rows is None else (rows, executor.faults.tensor, self.stamps[0])
+        count = executor.spec.rows
+        return None if count is None else (count, executor.faults.tensor, self.stamps[0])
 
     def look_up(self) -> None:
         """Find the slots of rows that were planned ahead, and record an id that is outside of its table."""
@@ -130,6 +129,17 @@ class HashedBatch(DeviceBatch):
 
     # ------------------------------------------------------------ rows and steps
 
+    def read(self) -> Tensor:
+        executor: Any = self.layout.first
+        if executor.plans:
+            self._find_again()
+        if not (executor.plans and self.family.kind.is_identity) or executor.lags:
+            return self.read_rows().index_select(0, self.inverse)
+        self.layout.begin_read()
+        out = self.out()
+        rows.read(self.keys, self.sizes.n, self.tables, out, self.ids, of=self.inverse)
+        return out
+
     def read_rows(self) -> Tensor:
         executor: Any = self.layout.first
         if not executor.plans:
@@ -172,8 +182,9 @@ def _spare(executors: Sequence[Any]) -> int:
 
 
 def _space(device: torch.device, n: int, k: int, is_cached: bool) -> Any:
-    """Return keys, ids, order, inverse, count, counts and moves of rows into a cache, and news; see `space_of`."""
-    narrow = n, 1, kernels.blocks(n + 1), 6 * n if is_cached else 0
-    arrays, *bounds = space_of(device, 3, n, k, narrow, tickets_of(n, k) + k)
-    *_, tickets, _ = arrays
-    return [*arrays, tickets[-2 * k - 1 : -k - 1]], *bounds
+    """Return keys, ids, order, inverse, count, counts, moves into a cache, and tables; last news; see `space_of`."""
+    narrow = n, 1, kernels.blocks(n + 1), 6 * n if is_cached else 0, n if k > 1 else 0
+    (*arrays, tables, starts, tickets, scan), *bounds = space_of(device, 3, n, k, narrow, tickets_of(n, k) + k)
+    if k <= NARROW:
+        tables = tables.view(torch.uint8)[:n]
+    return [*arrays, tables, starts, tickets, scan, tickets[-2 * k - 1 : -k - 1]], *bounds

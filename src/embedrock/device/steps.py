@@ -126,8 +126,8 @@ class DeviceStep(CheckedStep):
 
     def _begin(self) -> list[Callable[[], None]]:
         if self._rooms and self._runs is None:
-            for room in _by_room(self._rooms):
-                room[0].executor.cover_all([(part.executor, part.grads) for part in room])
+            for parts in _by_room(self._rooms):
+                parts[0][0].cover_all(parts)
         begun, k, runs = [], 0, self._runs or runs_of(self.steps)
         if (
             self.verdicts is None and self._runs is None and not _are_checked_in_step(runs)
@@ -316,11 +316,11 @@ def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         return [made for step, finite in known if (made := _without_skipped(step, finite)).steps]
 
 
-def _by_room(due: Sequence[TableStep]) -> list[list[TableStep]]:
-    """Return the tables of a step that need room, grouped by shared room."""
-    rooms = dict[Any, list[TableStep]]()
+def _by_room(due: Sequence[TableStep]) -> list[list[tuple[Any, DeviceRowGradients]]]:
+    """Return the executors and gradients of tables that need room, grouped by shared room."""
+    rooms = dict[Any, list[tuple[Any, DeviceRowGradients]]]()
     for part in due:
-        rooms.setdefault(part.executor.room, []).append(part)
+        rooms.setdefault(part.executor.room, []).append((part.executor, part.grads))
     return [*rooms.values()]
 
 
@@ -333,7 +333,7 @@ def _are_checked_in_step(runs: Sequence[Sequence[TableStep]]) -> bool:
 def prepare(due: Sequence[TableStep]) -> None:
     """Find the rows of a step, and make room for new ones. Takes the table locks itself."""
     for parts in _by_room(due):
-        parts[0].executor.prepare_all([(part.executor, part.grads) for part in parts])
+        parts[0][0].prepare_all(parts)
 
 
 def _next_number(timeline: StreamOrder) -> int | Tensor:

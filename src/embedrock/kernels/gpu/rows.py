@@ -57,13 +57,13 @@ def read_rows(lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.con
     """Copy the weights of records to lines of `out`.
 
     Args:
-        lines: their indices, a mask of existing ones, and their keys.
+        lines: their indices, those of their rows, a mask of existing ones, and their keys.
         homes: see `homes_of`.
-        origin: of rows without a record: ids of the lines, None: the keys; seed, a, b, c, see `drawn_of`.
+        origin: of rows without a record: ids of the rows, None: the keys; seed, a, b, c, see `drawn_of`.
         fresh: line k is of key ``-1 - k``, if nothing is drawn.
         out: float32 (n, dim).
     """
-    u, here, key = lines
+    u, row, here, key = lines
     ids, seed, a, b, c = origin
     place, known, has, _ = find(key, here, homes, KIND, FORM.record_bytes)
     may_read = known if KIND.is_identity else has  # device memory exists even without a record
@@ -75,10 +75,10 @@ def read_rows(lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.con
     else:
         absent = here & (has == 0)
         if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
-            row = key
+            id = key  # noqa: A001
             if ids is not None:
-                row = tl.load(ids + u, mask=absent, other=0)
-            drawn = DRAW(row, seed, a, b, c, FORM.block)
+                id = tl.load(ids + row, mask=absent, other=0)  # noqa: A001
+            drawn = DRAW(id, seed, a, b, c, FORM.block)
             values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
     at, inside = _elements(u, here, FORM)
     tl.store(out + at, values, mask=inside)
@@ -87,6 +87,7 @@ def read_rows(lines, homes, origin, fresh, out, DRAW: tl.constexpr, KIND: tl.con
 @kernel("count", "tables")
 def _read(
     keys,
+    of,
     ids,
     fresh,
     count,
@@ -99,17 +100,20 @@ def _read(
     FORM: tl.constexpr,
 ):
     u, here = rows_of_program(count, FORM)
-    key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
+    row = u
+    if of is not None:
+        row = tl.load(of + u, mask=here, other=0)
+    key = tl.load(keys + row, mask=here, other=0).to(tl.int64)
     if ALONE:
         seed, a, b, c = drawn_of(entries)
-        lines = u, here, key - tl.load(entries)
+        lines = u, row, here, key - tl.load(entries)
         read_rows(lines, homes_of(entries, KIND), (ids, seed, a, b, c), fresh, out, DRAW, KIND, FORM)
     else:
         table, last = span_of(entries, tables, key, here)
         while table <= last:
             entry = entries + table * _WORDS
             own = key - tl.load(entry)
-            lines = u, here & (own >= -1) & (own <= tl.load(entry + 1)), own
+            lines = u, row, here & (own >= -1) & (own <= tl.load(entry + 1)), own
             seed, a, b, c = drawn_of(entry)
             read_rows(lines, homes_of(entry, KIND), (ids, seed, a, b, c), fresh, out, DRAW, KIND, FORM)
             table += 1
@@ -268,7 +272,7 @@ def _refresh(rows, keys, count, entries, numbers, steps, REFRESH: tl.constexpr, 
     tl.store(rows + at, w, mask=inside)
 
 
-def read(keys, count, tables, out, ids=None, fresh=None):
+def read(keys, count, tables, out, ids=None, fresh=None, of=None):
     """Copy the weights of records to `out` float32 (n, dim).
 
     A row without a record gets its initial value, rounded to nearest as in its future record.
@@ -280,10 +284,12 @@ def read(keys, count, tables, out, ids=None, fresh=None):
         out: see above.
         ids: int64 (n,), which determine initial values, with the table's seed; None: the keys do.
         fresh: float32; if the host creates the records of a table, key ``-1 - k`` is of ``fresh[k]``.
+        of: int32 (lines,), the row of each line of `out`; `count` is of the lines. None: a line for each row.
     """
+    lines = keys if of is None else of
     count_of_tables = tables.entries.shape[0]
     programs, ready = _to_read(tables.form, tables.kind, tables.draw, count_of_tables == 1)
-    ready.launch(programs(keys.shape[0]), keys, ids, fresh, count, tables.entries, count_of_tables, out)
+    ready.launch(programs(lines.shape[0]), keys, of, ids, fresh, count, tables.entries, count_of_tables, out)
 
 
 class InitialRecord(NamedTuple):
