@@ -62,6 +62,7 @@ def example_rows() -> None:
             rows.read(*given, tables, values)
         for tables in every:
             rows.read(KEYS, ONE, tables, values, KEYS)
+            rows.read(KEYS, 8, tables, values, KEYS, of=KEYS.int())
         for were, ids, tables in itertools.product((None, values), (None, KEYS), every):
             count = len(tables.entries)
             for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count), case_of(count, 1)):

@@ -273,9 +273,6 @@ class GpuExecutor(ABC):
             ClosedTableError: the table is closed.
         """
 
-    def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
-        """Do the host's part of a counted step; `numbers` are the rule's step constants."""
-
     def mark_changed(self) -> None:
         """Make later reads of the backend's records wait for `finish`."""
         table_lock = self._rows_of().table_lock
