@@ -57,9 +57,7 @@ class HostPlannedExecutor(GpuExecutor):
         with rows.table_lock.lock:
             mirror.join(self)
 
-    def _finish(self) -> None:
-        self.timeline.finish()
-        self.faults.look()
+    def _write_back(self) -> None:
         self.mirror.finish()
 
     def _free(self) -> None:
