@@ -198,14 +198,10 @@ class DeviceBatch:
         """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
         self.layout.begin_read()
         out = self.out()
-        rows.read(self.keys, self.count, self.tables, out, self.ids, stale=self.stale)
+        stale = self.layout.first.stale if len(self.executors) == 1 else None  # such a table is looked up alone
+        rows.read(self.keys, self.count, self.tables, out, self.ids, stale=stale)
         self.keep_weights(out)
         return out
-
-    @property
-    def stale(self) -> Any:
-        """Step constants by which copies of weights catch up, see `rows.read`. (Rows that lag are of one table.)"""
-        return self.layout.first.stale if len(self.executors) == 1 else None
 
     def out(self) -> Tensor:
         """Return memory for a line of each position: float32 (n, dim)."""
