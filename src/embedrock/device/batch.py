@@ -117,7 +117,7 @@ class DeviceBatch:
         self.tables, self.firsts = features.of_words(features.known(counts))
         self.placed = sizes.placed
         self.norms = features.norms(len(self.executors), self.family.device) if trains else None
-        if self.family.kind.is_cached:
+        if self.family.kind == "cached":
             self._begin_search(times, sizes.words)
         if features.first.timeline.captured is not None:
             features.first.timeline.keep(self.placed, self.tables.entries)
@@ -145,7 +145,7 @@ class DeviceBatch:
         search = None if self._search is None else self._victims()
         found = None if is_ahead else (given, self.bounds, self.stamps[0])
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
-        plan_kernels.collect(ordered, self.nobody, self.order, scan, *plan, self.tables, search, found)
+        plan_kernels.collect(ordered, self.nobody, self.order, scan, plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
@@ -187,7 +187,7 @@ class DeviceBatch:
 
     def read(self) -> Tensor:
         """Return the weights of the row of each position, float32 (n, dim). The caller holds `working`."""
-        if self.positions is None or not self.family.kind.is_identity or self.layout.first.lags:
+        if self.positions is None or self.family.kind != "device" or self.layout.first.lags:
             return self.read_rows().index_select(0, self.inverse)
         self.layout.begin_read()
         out = self.out()  # one kernel reads device rows into their final places

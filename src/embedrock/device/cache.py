@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
+from embedrock.kernels.gpu.addresses import AGES, BatchTime, CacheSlots, DeviceTables, RecordMemory
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
 
@@ -56,7 +56,7 @@ class DeviceCache:
         far: address of the first record in RAM.
 
     Attributes:
-        kind: of the record addresses. Without a map, all rows have a record in RAM.
+        kind: of the record addresses, see `DeviceTables`. Without a map, all rows have a record in RAM.
         limit: keys outside ``[0, limit)`` are of no row.
         generation: of the addresses of `records` and `slots`, unlike that of any other.
     """
@@ -89,8 +89,8 @@ class DeviceCache:
 
     def _use(self, where: Tensor, *state: Tensor) -> None:
         """Use `CacheSlots` from now on."""
-        self.slots, is_mapped = CacheSlots(where, *state), len(where) > 0
-        self.kind = AddressKind(is_mapped, is_mapped and self.is_identity, is_mapped and self.is_cache)
+        self.slots = CacheSlots(where, *state)
+        self.kind = self.placement.mode if len(where) else "recorded"
         self.limit = len(where) or EVERYWHERE
         self.generation = next(_generations)
 

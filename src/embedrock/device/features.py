@@ -18,7 +18,7 @@ from embedrock.device.copies import uploaded
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.device.workspace import Workspace, aligned
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.addresses import AddressKind, BatchTime, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.table_lock import together
 from embedrock.system import forks
@@ -84,14 +84,14 @@ class TableFamily(NamedTuple):
     Attributes:
         device: that uses the tables.
         form: layout of the records.
-        kind: of the record addresses.
+        kind: of the record addresses, see `DeviceTables`.
         draw: generator of initial values; None: the host creates records.
         is_open: hash indexes on the device have the slots.
     """
 
     device: torch.device
     form: RecordForm
-    kind: AddressKind
+    kind: str
     draw: str | None
     is_open: bool = False
 
@@ -279,7 +279,7 @@ class FeatureLayout:
     def begin_batch(self, positions: Sequence[int], trains: bool) -> tuple[Sequence[BatchTime], Sequence[int]]:
         """Begin a batch with positions of each table. Return its times in caches, and its number for each table."""
         times: Sequence[BatchTime] = ()
-        if self.first.family.kind.is_cached or self.first.timeline.captured is not None:
+        if self.first.family.kind == "cached" or self.first.timeline.captured is not None:
             pairs = zip(self.executors, positions, strict=True)
             times = [executor.begin_batch(n, trains) for executor, n in pairs]
         else:
@@ -289,7 +289,7 @@ class FeatureLayout:
 
     def known(self, counts: Sequence[bool] | None = None) -> tuple[TableEntryWords, ...]:
         """Return the words about the tables; `counts`: for each table, whether hits and misses are counted."""
-        if counts is None or False not in counts or not self.first.family.kind.is_cached:
+        if counts is None or False not in counts or self.first.family.kind != "cached":
             return tuple(map(_KNOWN, self.executors))
         pairs = zip(self.executors, counts, strict=True)
         return tuple([e.known if counted else e.known.uncounted(e.cache.not_counted) for e, counted in pairs])

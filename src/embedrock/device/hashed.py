@@ -205,9 +205,9 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     @property
     def family(self) -> TableFamily:
-        kind = self.cache.kind
-        if self._family is None or self._family_of is not kind:  # rows may have outgrown the placement
-            self._family, self._family_of = family_of(self, is_open=self._directory is not None), kind
+        kind, is_open = self.cache.kind, self._directory is not None
+        if self._family is None or self._family_of != (kind, is_open):  # rows may have outgrown the placement
+            self._family, self._family_of = family_of(self, is_open), (kind, is_open)
         return self._family
 
     @property

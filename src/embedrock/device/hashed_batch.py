@@ -64,13 +64,13 @@ class HashedBatch(DeviceBatch):
         plan = self.ids, self.starts, self.inverse, self.count, self.tickets
         if k == 1:
             self._ordered, self.order = torch.sort(ids, stable=True)
-            plan_kernels.collect(self._ordered, 0, self.order, scan, *plan, checked=None if is_ahead else self._range)
+            plan_kernels.collect(self._ordered, 0, self.order, scan, plan, checked=None if is_ahead else self._range)
         else:
             of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=ids.device)
             by_id, first = torch.sort(ids, stable=True)
             kernels.tables(first, self._begins, k, of_positions)
             self.of_positions, second = torch.sort(of_positions, stable=True)
-            plan_kernels.collect(by_id, 0, self.order, scan, *plan, of=(self.of_positions, second, first))
+            plan_kernels.collect(by_id, 0, self.order, scan, plan, of=(self.of_positions, second, first))
         self._new = new, self.tickets[-2 * k - 1 : -k - 1]
         if not is_ahead or self._search is not None:  # else the lookup finds the slots
             self._find(*self._new)
