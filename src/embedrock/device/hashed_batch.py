@@ -54,12 +54,12 @@ class HashedBatch(DeviceBatch):
         plan = self.ids, self.starts, self.inverse, self.count, self.tickets
         if k == 1:
             self._ordered, self.order = torch.sort(ids, stable=True)
-            plan_kernels.collect(self._ordered, 0, self.order, scan, *plan, checked=None if is_ahead else self._range)
+            plan_kernels.collect(self._ordered, 0, self.order, scan, plan, checked=None if is_ahead else self._range)
         else:
             by_id, first = torch.sort(ids, stable=True)
             kernels.tables(first, self._begins, k, of_positions)
             self.of_positions, second = torch.sort(of_positions, stable=True)
-            plan_kernels.collect(by_id, 0, self.order, scan, *plan, of=(self.of_positions, second, first))
+            plan_kernels.collect(by_id, 0, self.order, scan, plan, of=(self.of_positions, second, first))
         self._new = counts, news
         if not is_ahead or is_cached:  # else the lookup finds the slots
             self._find()

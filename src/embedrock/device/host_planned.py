@@ -169,7 +169,7 @@ class HostPlannedExecutor(GpuExecutor):
                 keys = uploaded(slots + FIRST_KEY, self.device)
             elif host is not batch.host:  # records were created or moved since
                 keys = uploaded(host.slots + FIRST_KEY, self.device)
-            rows.read(keys, batch.count, batch.tables, out, fresh=fresh, stale=batch.stale)
+            rows.read(keys, batch.count, batch.tables, out, fresh=fresh, stale=self.stale)
             batch.keep_weights(out)
             return out
 

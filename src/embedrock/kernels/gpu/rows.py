@@ -63,7 +63,7 @@ def _read_rows(lines, entry, ids, fresh, out, stale, DRAW, REFRESH, KIND, FORM):
     """Copy the weights of records to `out`; `lines`: their indices, those of their rows, a mask, and their keys."""
     u, row, here, key = lines
     place, known, has, _ = find(key, here, entry, KIND, FORM.record_bytes)
-    may_read = known if KIND.is_identity else has  # device memory exists even without a record
+    may_read = known if KIND == "device" else has  # device memory exists even without a record
     _, inside = _elements(u, may_read, FORM)
     values = decode(tl.load(_weights(place, FORM), mask=inside, other=0), FORM)
     if DRAW is None:
@@ -220,8 +220,6 @@ def read(keys, count, tables, out, ids=None, fresh=None, stale=None, of=None):
     Args:
         keys: int64 or int32 (n,); keys of no row have no record.
         count: int32 (1,), or a number.
-        tables: see above.
-        out: see above.
         ids: int64 (n,), which determine initial values, with the table's seed; None: the keys do.
         fresh: float32; if the host creates the records of a table, key ``-1 - k`` is of ``fresh[k]``.
         stale: step constants of a dense rule, by which the copies catch up, see `step`; None: they are not stale. Rows
@@ -257,7 +255,6 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
             the keys do.
         count: int32 (1,).
         bounds: see `plan.bounds`. Padding rows are left out.
-        tables: see above.
         which: the first of the stepped tables, and the one after the last.
         values: float32 (n, dim): the gradients.
         verdicts: int32 (stepped tables, LINE) of `gate.judge`: decisions, and factors of gradients. Or a
