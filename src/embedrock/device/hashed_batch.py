@@ -134,7 +134,7 @@ class HashedBatch(DeviceBatch):
         executor: Any = self.layout.first
         if executor.plans:
             self._find_again()
-        if not (executor.plans and self.family.kind.is_identity) or executor.lags:
+        if not (executor.plans and self.family.kind == "device") or executor.lags:
             return self.read_rows().index_select(0, self.inverse)
         self.layout.begin_read()
         out = self.out()
