@@ -20,11 +20,12 @@ def example_plan() -> None:
     scan, fault = torch.zeros(plan.scan_words(N), dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     order, count = torch.arange(N), torch.empty(1, dtype=torch.int32)
     unique, starts, inverse = torch.empty(N, dtype=torch.int64), torch.empty(N + 1, dtype=torch.int32), order.int()
+    made = unique, starts, inverse, count, starts[:2]
     limits = 1, 16, 17, 2**31, 2**62  # what Triton compiles kernels anew for
     for dtype, limit in itertools.product((torch.int32, torch.int64), limits):
         keys = torch.arange(N, dtype=dtype)
         plan.check(keys, limit, fault)
-        plan.collect(keys, FAR, order, scan, unique, starts, inverse, count, starts[:2], checked=(limit, fault))
+        plan.collect(keys, FAR, order, scan, made, checked=(limit, fault))
 
 
 def example_cache() -> None:
@@ -45,7 +46,7 @@ def example_cache() -> None:
         cache.touch(tables, search, some, number)
         cache.insert(tables, search, some, number)
         counts, starts = torch.empty(plan.blocks(N), dtype=torch.int32), torch.empty(N + 1, dtype=torch.int32)
-        plan.collect(some, FAR, keys, counts, keys, starts, counts, counts, starts[:2], tables, search)
+        plan.collect(some, FAR, keys, counts, (keys, starts, counts, counts, starts[:2]), tables, search)
         cache.forget(slots, some.long())
     places = torch.zeros(N, dtype=torch.int64)
     for record_bytes in (4, 8, 16, 96, 768, 12288):
@@ -57,14 +58,14 @@ def search_together(count: int, form: RecordForm, start: int) -> None:
     """Search the caches of several tables; `start`: where words begin."""
     words, some = torch.zeros(99, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
     entries = torch.zeros(count, homes.WORDS, dtype=torch.int64)
-    tables = homes.DeviceTables(entries, homes.AddressKind(True, False, True), "normal", form)
+    tables = homes.DeviceTables(entries, "cached", "normal", form)
     moves = torch.zeros((len(KEYS), 3), dtype=torch.int64)
     search = cache.VictimSearch(moves, count, words[start:], some[start:])
     cache.touch(tables, search, KEYS, ONE)
-    arrays = KEYS, some, KEYS, some, some, some, some
+    arrays = KEYS, some, (KEYS, some, some, some, some)
     plan.collect(KEYS.int(), 0, *arrays, tables, search)
     for ids in (KEYS, KEYS.int()):
-        plan.collect(KEYS.int(), 0, *arrays, tables, search, (ids, some[start:], 7))
+        plan.collect(KEYS.int(), 0, *arrays, tables, search, (ids, some[start:]))
     for keys in (KEYS, KEYS.int()):
         cache.insert(tables, search, keys, len(keys))
 

@@ -9,7 +9,7 @@ from examples_rows import KEYS, ONE, forms, in_memory, numbers
 from examples_sums import COUNT, INVERSE, NORMS, ORDER, STARTS, N, scratch
 
 from embedrock.kernels.gpu import directory, gate, joint, plan, rows, sums
-from embedrock.kernels.gpu.addresses import WORDS, AddressKind, DeviceTables
+from embedrock.kernels.gpu.addresses import WORDS, DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.optimizers import SGD, Adam
 
@@ -18,7 +18,7 @@ CUTS = torch.zeros(7, dtype=torch.int64)
 
 
 def tables_of(form: RecordForm, count: int, is_near: bool, draw: str, is_cached: bool = False) -> DeviceTables:
-    kind = AddressKind(True, is_near, is_cached)
+    kind = "device" if is_near else "cached" if is_cached else "host"
     return DeviceTables(torch.zeros(count, WORDS, dtype=torch.int64), kind, draw, form)
 
 
@@ -33,7 +33,7 @@ def example_plan() -> None:
     for ids in (KEYS, KEYS.int()):
         joint.join(ids, CUTS, 3, tables, KEYS.int())
         plan.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE)
-        plan.collect(KEYS.int(), 9, KEYS, ONE, KEYS, ONE, ONE, ONE, ONE, tables, None, (ids, ONE, 1))
+        plan.collect(KEYS.int(), 9, KEYS, ONE, (KEYS, ONE, ONE, ONE, ONE), tables, None, (ids, ONE, 1))
     for starts in (KEYS, KEYS.int()):
         joint.bags(starts, CUTS, 3, tables, ONE, ONE, COUNT, INVERSE, INVERSE)
 
@@ -44,7 +44,7 @@ def example_open_ids() -> None:
     for count, start, dtype in itertools.product(TABLES, (0, 1), (torch.uint8, torch.int32)):  # wherever words begin
         tables, of = tables_of(forms(Adam())[0], count, True, "normal"), torch.zeros(len(KEYS), dtype=dtype)
         directory.tables(KEYS, words[start:], count, of)
-        plan.collect(KEYS, 0, KEYS, counts, KEYS, counts, counts, ONE, counts, of=(of, KEYS, KEYS))
+        plan.collect(KEYS, 0, KEYS, counts, (KEYS, counts, counts, ONE, counts), of=(of, KEYS, KEYS))
         arrays, found = (KEYS, counts, of, ONE, words[start:]), (KEYS, counts, some[start:])
         directory.search(arrays, tables.entries, *found, counts)
         for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count, start)):
@@ -62,6 +62,7 @@ def example_rows() -> None:
             rows.read(*given, tables, values)
         for tables in every:
             rows.read(KEYS, ONE, tables, values, KEYS)
+            rows.read(KEYS, 8, tables, values, KEYS, of=KEYS.int())
         for were, ids, tables in itertools.product((None, values), (None, KEYS), every):
             count = len(tables.entries)
             for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count), case_of(count, 1)):

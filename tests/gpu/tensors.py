@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embedrock.kernels.gpu import cache, gate, plan, runtime
-from embedrock.kernels.gpu.addresses import TIME_WORDS, AddressKind, BatchTime, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import TIME_WORDS, BatchTime, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.rows import InitialRecord
 
 DEVICE = "cuda" if torch.cuda.is_available() and not runtime.is_interpreted() else "cpu"
@@ -59,7 +59,7 @@ def table(
     slots = (*(part.data_ptr() for part in cache), len(cache[0])) if cache else (0,) * 6
     entry = TableEntryWords(0, 2**62 if where is None else len(where), *places, state, 0, (a, b, c), -2, slots)
     entries = torch.tensor([entry.words], dtype=torch.int64, device=DEVICE)
-    kind = AddressKind(where is not None, is_identity, len(cache) > 0)
+    kind = "recorded" if where is None else "device" if is_identity else "cached" if cache else "host"
     return DeviceTables(entries, kind, None if first is None else first.drawn[0], form)
 
 

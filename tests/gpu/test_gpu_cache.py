@@ -56,8 +56,8 @@ class Side:
     def address(self, array: Any) -> int:
         return array.ctypes.data if self.kernels is device else array.data_ptr()
 
-    def memory(self) -> homes.RecordMemory:
-        return homes.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
+    def memory(self) -> device.RecordMemory:
+        return device.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
 
     def homes(self) -> Any:
         where, memory = self.slots.where, self.memory()
@@ -103,7 +103,7 @@ class Side:
         scan, starts, inverse = (self.scratch((size,), torch.int32) for size in (plan.scan_words(n), n + 1, n))
         scan.zero_()
         order, unique = torch.arange(n, device=DEVICE), self.scratch((n,), torch.int64)
-        plan.collect(keys, -1, order, scan, unique, starts, inverse, one(0), one(0), place, search)
+        plan.collect(keys, -1, order, scan, (unique, starts, inverse, one(0), one(0)), place, search)
         np.testing.assert_array_equal(unique[: int(inverse[-1]) + 1].cpu(), np.unique(keys.cpu()))
 
     def locate(self, keys: np.ndarray, count: int) -> np.ndarray:

@@ -20,7 +20,7 @@ import embedrock as er
 import embedrock.torch as ert
 from embedrock.device import features
 from embedrock.kernels.gpu import joint, plan, runtime
-from embedrock.kernels.gpu.addresses import AddressKind, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import need_of, share
 from reference import device
@@ -473,9 +473,7 @@ def made_tables(rows: list[int], paddings: list[int]) -> tuple[DeviceTables, np.
         for first, count, fault, padding in zip(firsts, rows, faults, paddings, strict=False)
     ]
     return (
-        DeviceTables(
-            tensor(np.array(words)), AddressKind(True, True, False), "constant", RecordForm(4, "float32", 16, 4, 0)
-        ),
+        DeviceTables(tensor(np.array(words)), "device", "constant", RecordForm(4, "float32", 16, 4, 0)),
         firsts,
         faults,
     )
@@ -509,7 +507,7 @@ def test_join_and_bounds(dtype: type) -> None:
     again, sorted_keys = Poisoned((9,), torch.int32), tensor(expected[order])
     made = [Poisoned((size,), dtype).inside for size, dtype in (*sizes, (n, torch.int32), (1, torch.int32))]
     keys_of_plan = sorted_keys, int(firsts[-1]) - 1, tensor(order), scan
-    plan.collect(*keys_of_plan, *made, tickets=tickets, tables=tables, found=(tensor(ids), again.inside))
+    plan.collect(*keys_of_plan, [*made, tickets], tables, found=(tensor(ids), again.inside))
     same(again.check(9), wanted)
     same(faults, found)
     assert not tickets.any()

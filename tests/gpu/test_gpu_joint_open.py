@@ -411,8 +411,8 @@ class Directories:
         device.collect(ordered, 0, order, unique, starts, inverse, count, of[second])
         sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32)
         made = [Poisoned((size,), dtype) for size, dtype in sizes]
-        args = tensor(ids[first]), 0, got.inside, scan, *(each.inside for each in made)
-        plan.collect(*args, tickets=tickets.inside, of=(of_positions, tensor(second), tensor(first)))
+        args = tensor(ids[first]), 0, got.inside, scan, [*(each.inside for each in made), tickets.inside]
+        plan.collect(*args, of=(of_positions, tensor(second), tensor(first)))
         same(got.check(n), order)
         assert int(tickets.check(1)[0]) == 0
         assert not scan.any()

@@ -42,7 +42,7 @@ def test_collect(rows: int, n: int, dtype: type) -> None:
     sorted_keys = tensor(keys[order])
     drawn = Poisoned((len(tickets),), torch.int32)
     parts = found.inside, bounds.inside, back.inside, total.inside, drawn.inside
-    plan.collect(sorted_keys, rows, tensor(order), scan.inside, *parts)
+    plan.collect(sorted_keys, rows, tensor(order), scan.inside, parts)
     same(drawn.check(len(tickets)), tickets)
     assert not scan.check(plan.scan_words(n)).any()  # it may be made again
     same(total.check(1), count)
@@ -54,8 +54,8 @@ def test_collect(rows: int, n: int, dtype: type) -> None:
 def test_no_positions() -> None:
     nothing, count, starts = tensor(np.empty(0, np.int64)), one(-7), one(-7)
     tickets, fault, scan = one(-7), one(0, torch.int64), scan_of(0)
-    args = scan.inside, nothing, starts, nothing, count, tickets
-    plan.collect(nothing, 9, nothing, *args, checked=(5, fault))
+    made = nothing, starts, nothing, count, tickets
+    plan.collect(nothing, 9, nothing, scan.inside, made, checked=(5, fault))
     assert count.item() == starts.item() == tickets.item() == fault.item() == 0
     assert not scan.check(2).any()
 
@@ -128,5 +128,5 @@ def test_a_key_out_of_range(keys: list[int], bad: int | None) -> None:
     sizes = (n, torch.int64), (n + 1, torch.int32), (n, torch.int32), (1, torch.int32), (1, torch.int32)
     made = [Poisoned((size,), dtype).inside for size, dtype in sizes]
     arrays = tensor(np.array(keys)), 10, tensor(np.arange(n)), scan_of(n).inside
-    plan.collect(*arrays, *made, checked=(10, again.inside))
+    plan.collect(*arrays, made, checked=(10, again.inside))
     same(again.check(4), expected)

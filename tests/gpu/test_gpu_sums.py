@@ -170,7 +170,7 @@ def of_tables(plans: list[Plan], skips: list[int], grads: np.ndarray) -> tuple[n
     skip = [row + bound if row >= 0 else -1 for row, bound in zip(skips, bounds, strict=False)]
     room, ends = Room(len(grads), dim, k), tensor(np.append(bounds[1:], skip).astype(np.int32))
     plan = *whole.tensors[:3], ends[:k]
-    given = ends[k:], *room.arguments, *layout_of(*cuts[1:].tolist(), dim=dim)
+    given: Any = ends[k:], *room.arguments, *layout_of(*cuts[1:].tolist(), dim=dim)
     sums.sum_shares(sums.PLAIN, tensor(grads), NO_SHARE, plan, *given)
     values, norms = room.check(whole.rows)
     return values, norms.reshape(3, k)
@@ -187,7 +187,7 @@ def check_tables(tables: list[list[int]], dim: int, seed: int = 0) -> None:
     for plan, skip, found in zip(plans, skips, norms.T, strict=True):
         end, own = begin + plan.rows, grads[position : position + len(plan.order)]
         alone = Room(len(own), dim)
-        args = plan.tensors, one(skip), *alone.arguments, *layout_of(len(own), dim=dim)
+        args: Any = plan.tensors, one(skip), *alone.arguments, *layout_of(len(own), dim=dim)
         sums.sum_shares(sums.PLAIN, tensor(own), NO_SHARE, *args)
         expected, norm = alone.check(plan.rows)
         same(values[begin:end], expected)

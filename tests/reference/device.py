@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from embedrock.kernels.gpu.addresses import BatchTime, CacheSlots, RecordMemory
+    from embedrock.kernels.gpu.addresses import BatchTime, CacheSlots
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -31,6 +31,15 @@ AGES = (1 << 22) - 1
 OUT_OF_RANGE, BAD_OFFSETS = 1, 4  # codes of faults
 CHANGED = 1 << 30  # of a word of `where`: see `settle_rows`
 NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a row that is not stepped
+
+
+class RecordMemory(NamedTuple):
+    """Addresses of slot 0 on device and on host, and the bytes of a record."""
+
+    near: int
+    far: int
+    record_bytes: int
+
 
 # ---------------------------------------------------------------- the plan
 

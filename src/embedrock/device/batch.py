@@ -112,7 +112,7 @@ class DeviceBatch:
         self.layout, self.sizes, self.executors = features, sizes, features.executors
         self.family: TableFamily = features.first.family
         times, self.stamps = features.begin_batch(sizes.positions, trains)
-        is_cached = self.family.kind.is_cached
+        is_cached = self.family.kind == "cached"
         known = None if not is_cached or counts is None or False not in counts else features.uncounted(counts)
         self.tables, self.firsts = features.of_words(known)
         self.placed = sizes.placed
@@ -139,7 +139,7 @@ class DeviceBatch:
         search = self._victims() if is_cached else None
         found = None if is_ahead else (given, self.bounds)
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
-        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, *plan, self.tables, search, found)
+        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
@@ -172,7 +172,7 @@ class DeviceBatch:
 
     def read(self) -> Tensor:
         """Return the weights of the row of each position, float32 (n, dim). The caller holds `working`."""
-        if self.positions is None or not self.family.kind.is_identity or self.layout.first.lags:
+        if self.positions is None or self.family.kind != "device" or self.layout.first.lags:
             return self.read_rows().index_select(0, self.inverse)
         self.layout.begin_read()
         out = self.out()  # one kernel reads device rows into their final places
@@ -198,8 +198,7 @@ class DeviceBatch:
 
     def keep_weights(self, out: Tensor) -> None:
         """Keep weights that were read, float32 (n, dim), for a step if it can use them."""
-        kind = self.family.kind
-        if not (kind.is_identity or kind.is_cached) and all(map(_KEEPS, self.executors)):
+        if self.family.kind not in ("device", "cached") and all(map(_KEEPS, self.executors)):
             self.found = FoundWeights(out, tuple([executor.rows.version.of_rows for executor in self.executors]))
 
     def is_of_family(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from embedrock.device.copies import uploaded
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import AGES, AddressKind, BatchTime, CacheSlots, DeviceTables, RecordMemory
+from embedrock.kernels.gpu.addresses import AGES, BatchTime, CacheSlots, DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
 
@@ -52,8 +52,9 @@ class DeviceCache:
         far: address of the first record in RAM.
 
     Attributes:
-        kind: of the record addresses. Without a map, all rows have a record in RAM.
+        kind: of the record addresses, see `DeviceTables`. Without a map, all rows have a record in RAM.
         limit: keys outside ``[0, limit)`` are of no row.
+        near, far: addresses of the first records in GPU memory and in RAM.
         slot_count: number of records that a cache has room for.
     """
 
@@ -62,7 +63,7 @@ class DeviceCache:
         self.placement = placement
         self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
-        self.memory = RecordMemory(self.records.data_ptr(), far, form.record_bytes)
+        self.near, self.far = self.records.data_ptr(), far
         slots = count if self.is_cache else 0
         dtypes = torch.int64, torch.float32, torch.int32, torch.uint8
         state = [torch.empty(slots, dtype=dtype, device=device) for dtype in dtypes]
@@ -80,8 +81,8 @@ class DeviceCache:
 
     def _use(self, where: Tensor, *state: Tensor) -> None:
         """Use `CacheSlots` from now on."""
-        self.slots, is_mapped = CacheSlots(where, *state), len(where) > 0
-        self.kind = AddressKind(is_mapped, is_mapped and self.is_identity, is_mapped and self.is_cache)
+        self.slots = CacheSlots(where, *state)
+        self.kind = self.placement.mode if len(where) else "recorded"
         self.limit = len(where) or EVERYWHERE
 
     @property
@@ -135,8 +136,8 @@ class DeviceCache:
     def _write_back(self, slots: Tensor) -> None:
         if len(slots):
             owners, order = self.slots.owner[slots].sort()
-            size = self.memory.record_bytes
-            sources, targets = self.memory.near + slots[order] * size, self.memory.far + owners * size
+            size = self.records.shape[1]
+            sources, targets = self.near + slots[order] * size, self.far + owners * size
             cache.copy_records(sources, targets, size)
             self.slots.dirty[slots] = 0
 

@@ -96,7 +96,7 @@ class DenseGpuExecutor(GpuExecutor):
             if through is None:
                 through = staging(min(self._rows_at_a_time, self._count) * size, self.device)
             targets = through.data_ptr() + torch.arange(len(ids), device=self.device) * size
-            cache.copy_records(self.cache.memory.near + ids * size, targets, size)
+            cache.copy_records(self.cache.near + ids * size, targets, size)
             self.timeline.finish()
             self._memory.records.bytes[ids.cpu().numpy()] = through[: len(ids) * size].view(-1, size).numpy()
             self.where[ids] = ids.to(torch.int32)

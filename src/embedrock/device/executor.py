@@ -25,7 +25,7 @@ from embedrock.errors import UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.addresses import BatchTime, TableEntryWords
-from embedrock.kernels.gpu.runtime import RecordForm, single
+from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.table.rows import TableState
@@ -178,8 +178,8 @@ class GpuExecutor(ABC):
         cache, (state, numbers) = self.cache, (0, ())
         if self.first is not None:
             state, numbers = self.first.state.data_ptr(), self.first.drawn[1:]
-        words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32)
-        places = cache.slots.where.data_ptr(), *cache.memory[:2]
+        words = np.array((*numbers, 0.0, 0.0, 0.0)[:3], np.float32).view(np.int32)
+        places = cache.slots.where.data_ptr(), cache.near, cache.far
         of_row = int(self.spec.key) % 2**64, state, self.faults.tensor.data_ptr(), tuple(words.tolist())
         slots = tuple(part.data_ptr() if cache.is_cache else 0 for part in cache.slots[1:])
         return TableEntryWords(0, cache.limit, *places, *of_row, NO_PADDING, (*slots, len(cache.slots.owner)))

@@ -18,7 +18,7 @@ from embedrock.device.copies import uploaded
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.device.workspace import Workspace, aligned
 from embedrock.kernels.gpu import sums
-from embedrock.kernels.gpu.addresses import AddressKind, BatchTime, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.table_lock import together
@@ -87,14 +87,14 @@ class TableFamily(NamedTuple):
     Attributes:
         device: that uses the tables.
         form: layout of the records.
-        kind: of the record addresses.
+        kind: of the record addresses, see `DeviceTables`.
         draw: generator of initial values; None: the host creates records.
         is_open: hash indexes on the device have the slots.
     """
 
     device: torch.device
     form: RecordForm
-    kind: AddressKind
+    kind: str
     draw: str | None
     is_open: bool = False
 
@@ -303,7 +303,7 @@ class FeatureLayout:
         else:
             for clock in self._clocks:
                 clock.stamp += 1
-            if self.first.family.kind.is_cached:
+            if self.first.family.kind == "cached":
                 of_tables = zip(self.executors, positions, self._clocks, strict=True)
                 times = [executor.cache.begin_batch(n, clock, trains) for executor, n, clock in of_tables]
         return times, list(map(_STAMP, self._clocks))
@@ -339,7 +339,7 @@ class FeatureLayout:
         family, k = self.first.family, len(self.executors)
         if k == 1:
             return True
-        outgrown = family.is_open and (family.kind.is_cached or list(map(_FAMILY, self.executors)).count(family) < k)
+        outgrown = family.is_open and (family.kind == "cached" or list(map(_FAMILY, self.executors)).count(family) < k)
         return not outgrown and not any(map(_HISTORY, self.rows()))
 
     def end(self, trains: bool) -> None:

@@ -68,7 +68,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
             mirror = DeviceMirror(backend, device, form_of(rows.spec))
         super().__init__(rows, mirror)
         self._memory, self.budget = backend, budget
-        self._far, self._epoch = mirror.cache.memory.far, backend.epoch
+        self._far, self._epoch = mirror.cache.far, backend.epoch
         self._draw_on_device()
         placement = self._placed(backend.count)
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
@@ -137,7 +137,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
             return self.cache.write_back()
         size = self.spec.record_bytes
         for slots in self._slots_where(lambda words: words >= CHANGED, count):
-            cache.copy_records(self.cache.memory.near + slots * size, self.cache.memory.far + slots * size, size)
+            cache.copy_records(self.cache.near + slots * size, self.cache.far + slots * size, size)
             self.cache.slots.where[slots] = slots.to(torch.int32)
         return None
 
@@ -191,7 +191,7 @@ class HashedGpuExecutor(HostPlannedExecutor):
     @property
     def joins(self) -> TableFamily | None:
         is_plain = self.spec.rows is None and self.rows.history is None
-        return self.family if is_plain and self.plans and not self.family.kind.is_cached else None
+        return self.family if is_plain and self.plans and self.family.kind != "cached" else None
 
     def entry_words(self) -> TableEntryWords:
         words = super().entry_words()

@@ -58,7 +58,7 @@ class HostBatch(DeviceBatch):
         executor = layout.first
         self.layout, self.executors, self.family, self.host = layout, layout.executors, executor.family, host
         self.sizes, self.stamps = layout.sizes((len(host.order),)), [executor.clock.stamp]
-        is_cached = self.family.kind.is_cached and time is not NO_TIME
+        is_cached = self.family.kind == "cached" and time is not NO_TIME
         self.tables, self.firsts = layout.of_words(layout.uncounted((counts,)) if is_cached and not counts else None)
         (padding,) = layout.paddings
         found = np.flatnonzero(host.ids == padding) if padding is not None else np.empty(0, np.int64)

@@ -170,7 +170,7 @@ class HostPlannedExecutor(GpuExecutor):
                 keys = uploaded(slots + FIRST_KEY, self.device)
             elif host is not batch.host:  # records were created or moved since
                 keys = uploaded(host.slots + FIRST_KEY, self.device)
-            rows.read(keys, batch.count, batch.tables, out, fresh=fresh, stale=batch.stale)
+            rows.read(keys, batch.count, batch.tables, out, fresh=fresh, stale=self.stale)
             batch.keep_weights(out)
             return out
 
@@ -289,8 +289,7 @@ class HostPlannedExecutor(GpuExecutor):
 
     def step_beside(self, numbers: Any) -> None:
         """Do the host's part of a counted step; `numbers` are the rule's step constants."""
-        if not self.plans:
-            self.mirror.mark_changed()
+        self.mirror.mark_changed()
         gradient, self._of_shared = self._of_shared, None
         if gradient is not None and (shared := self.rows.shared) is not None:
             shared.step(gradient, numbers, self.rows.steps)

@@ -70,14 +70,6 @@ class BatchTime(NamedTuple):
     hand: Any = 0
 
 
-class RecordMemory(NamedTuple):
-    """Addresses of slot 0 on device and on host, and the bytes of a record."""
-
-    near: int
-    far: int
-    record_bytes: int
-
-
 # ---------------------------------------------------------------- words
 
 
@@ -101,20 +93,6 @@ def fade(worth, age, fading):
 
 
 # ---------------------------------------------------------------- tables
-
-
-class AddressKind(NamedTuple):
-    """Kind of a table's record addresses, a constexpr, so that kernels are compiled for each kind.
-
-    Attributes:
-        is_mapped: `CacheSlots.where` tells them; else each row has a record, in its host slot.
-        is_identity: all records are on device, in slot = key; steps set `CHANGED`.
-        is_cached: some records are in a device cache.
-    """
-
-    is_mapped: bool
-    is_identity: bool
-    is_cached: bool
 
 
 class TableEntryWords(NamedTuple):
@@ -164,7 +142,9 @@ class DeviceTables(NamedTuple):
 
     Attributes:
         entries: int64 (k, WORDS).
-        kind: of the record addresses.
+        kind: of the record addresses, a constexpr. "recorded": each row has a record, in its host slot. Otherwise
+            `CacheSlots.where` tells the addresses, and the kind is the mode of a `DeviceLayout`: "device" (all records
+            are in slot = key; steps set `CHANGED`), "cached" (some are in a device cache), "host".
         draw: name of the generator of initial values, see `generator.DRAWS`; None: the host creates records.
         form: layout of the records.
     """
@@ -285,11 +265,11 @@ def find(key, here, entry, KIND: tl.constexpr, BYTES: tl.constexpr):
     """
     known = here & (key >= 0) & (key < tl.load(entry + 1))
     place, has, word = tl.load(entry + 4) + key * BYTES, known, (key * 0).to(tl.int32)
-    if KIND.is_mapped:
+    if KIND != "recorded":
         near, where = tl.load(entry + 3), tl.load(entry + 2).to(tl.pointer_type(tl.int32))
         word = tl.load(where + key, mask=known, other=0)
         has = known & ((word >= 0) | (((-1 - word) & 1) == 0))
-        if KIND.is_identity:  # needs no word
+        if KIND == "device":  # needs no word
             place = near + key * BYTES
         else:
             place = tl.where(word >= 0, near + (word & _SLOTS).to(tl.int64) * BYTES, place)
@@ -299,11 +279,11 @@ def find(key, here, entry, KIND: tl.constexpr, BYTES: tl.constexpr):
 @inlined
 def settle(key, known, has, word, entry, KIND: tl.constexpr):
     """Mark rows as having records, and device records as dirty, before a step at the addresses of `find`."""
-    if KIND.is_mapped:
+    if KIND != "recorded":
         moves, record = known & (has == 0), word + 1  # the old word without the bit
-        if KIND.is_identity:
+        if KIND == "device":
             moves, record = known, key.to(tl.int32) | _CHANGED
-        if KIND.is_cached:
+        if KIND == "cached":
             dirty = tl.load(entry + 15).to(tl.pointer_type(tl.uint8))
             tl.store(dirty + word, tl.full(word.shape, 1, tl.uint8), mask=known & (word >= 0))
         where = tl.load(entry + 2).to(tl.pointer_type(tl.int32))

@@ -160,18 +160,7 @@ def _replace(entry, slot, comes, row, missing, stamp, now, move, record_bytes):
 
 
 @kernel("count", "tables", "record_bytes", anywhere=("shares", "times"))
-def _insert(
-    keys,
-    count,
-    entries,
-    tables,
-    shares,
-    times,
-    moves,
-    record_bytes,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def _insert(keys, count, entries, tables, shares, times, moves, record_bytes, LANES: tl.constexpr, GROUP: tl.constexpr):
     table = last_begun(shares + 2, tables, tl.program_id(0), _SHARE)
     entry, share, time = entries + table * _WORDS, shares + table * _SHARE, time_of(table, shares, times)
     size, part = tl.load(share + 1).to(tl.int32), tl.program_id(0) - tl.load(share + 2).to(tl.int32)

@@ -42,21 +42,6 @@ def first_words(ids, entry, BLOCK: tl.constexpr):
 
 
 @inlined
-def _tail(word):
-    # p is the probability beyond |z|, and x = 1 - 2 p, both computed from k to avoid cancellation.
-    k = (word >> 1).to(tl.int32)
-    p = (k.to(tl.float32) + 0.5) * 2.0**-32
-    return p, ((0x7FFFFFFF - k).to(tl.float32) + 0.5) * 2.0**-31
-
-
-@inlined
-def _quantile(word, p, x):
-    w = _minus_log((4.0 * p) * (1.0 - p))
-    z = tl.div_rn(x * _polynomial(w, NUMERATOR, 7), _polynomial(w, DENOMINATOR, 6))
-    return (z.to(tl.uint32, bitcast=True) | (word << 31)).to(tl.float32, bitcast=True)
-
-
-@inlined
 def _minus_log(t):
     bits = t.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
@@ -86,9 +71,15 @@ def uniform(ids, entry, BLOCK: tl.constexpr):
 @inlined
 def normal(ids, entry, BLOCK: tl.constexpr):
     word, beyond = first_words(ids, entry, BLOCK), number_of(entry, 2)  # the probability cut off at each end
-    p, x = _tail(word)
     inside = 1.0 - 2.0 * beyond
-    return number_of(entry, 0) + number_of(entry, 1) * _quantile(word, beyond + inside * p, inside * x)
+    # p is the probability beyond |z|, and x = 1 - 2 p, both computed from k to avoid cancellation.
+    k = (word >> 1).to(tl.int32)
+    p = beyond + inside * ((k.to(tl.float32) + 0.5) * 2.0**-32)
+    x = inside * (((0x7FFFFFFF - k).to(tl.float32) + 0.5) * 2.0**-31)
+    w = _minus_log((4.0 * p) * (1.0 - p))
+    z = tl.div_rn(x * _polynomial(w, NUMERATOR, 7), _polynomial(w, DENOMINATOR, 6))
+    z = (z.to(tl.uint32, bitcast=True) | (word << 31)).to(tl.float32, bitcast=True)
+    return number_of(entry, 0) + number_of(entry, 1) * z
 
 
 # The third number of a normal distribution is 0: nothing is cut off.

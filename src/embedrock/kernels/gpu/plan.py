@@ -221,30 +221,15 @@ def scan_words(n):
     return 1 + (blocks(n) or 1)
 
 
-def collect(
-    keys,
-    nobody,
-    order,
-    scan,
-    unique,
-    starts,
-    inverse,
-    count,
-    tickets,
-    tables=None,
-    search=None,
-    found=None,
-    of=None,
-    checked=None,
-):
-    """Write the plan of sorted `keys` with positions `order`.
-
-    Beyond the unique keys, `unique` gets the key `nobody`.
+def collect(keys, nobody, order, scan, plan, tables=None, search=None, found=None, of=None, checked=None):
+    """Write the plan of sorted keys.
 
     Args:
-        keys, nobody, order, unique, starts, inverse, count: see above.
+        keys: int64 or int32 (n,).
+        nobody: the key that follows the unique keys.
+        order: int64 (n,), the positions of the keys.
         scan: int32 (scan_words(n),), zeros, and zeros again afterwards.
-        tickets: int32, are set to 0.
+        plan: receives unique keys, starts, inverse and count; and int32 tickets, which are set to 0.
         tables: see `addresses.DeviceTables`, if the kernel does more:
         search: the work of `cache.touch` for these tables and this search.
         found: the work of `bounds`, with these arguments of it: ids and bounds.
@@ -253,7 +238,7 @@ def collect(
         checked: the work of `check`, with these arguments of it: limit and fault.
     """
     n = keys.shape[0]
-    arrays = keys, nobody, order, scan, unique, starts, inverse, count, tickets, tickets.shape[0], n
+    arrays = keys, nobody, order, scan, *plan, plan[-1].shape[0], n
     args = *arrays, *(of or (None, None, None)), *(checked or (0, None)), *(found or (None, None))
     entries, k = (None, 0) if tables is None else (tables.entries, tables.entries.shape[0])
     shares, times, warps = (None, None, 4) if search is None else (search.shares, search.times, TOUCHING_WARPS)

@@ -22,45 +22,45 @@ FADE = tl.constexpr(arguments.ADAM_FADE)
 
 
 @inlined
-def _columns(s, rows, w, PART: tl.constexpr, FORM: tl.constexpr):
+def _columns(s, rows, w, PART, FORM):
     # Return the addresses of each weight's state, and a mask of existing ones.
     columns = tl.arange(0, w.shape[1])[None, :]
     return s[:, None] + PART * FORM.dim + columns, rows[:, None] & (columns < FORM.dim)
 
 
 @inlined
-def _load(s, rows, w, PART: tl.constexpr, FORM: tl.constexpr):
+def _load(s, rows, w, PART, FORM):
     at, there = _columns(s, rows, w, PART, FORM)
     return tl.load(at, mask=there, other=0.0)
 
 
 @inlined
-def _store(s, rows, value, PART: tl.constexpr, FORM: tl.constexpr):
+def _store(s, rows, value, PART, FORM):
     at, there = _columns(s, rows, value, PART, FORM)
     tl.store(at, value, mask=there)
 
 
 @inlined
-def _store_one(s, rows, value, COLUMN: tl.constexpr):
+def _store_one(s, rows, value, COLUMN):
     # One number of each row: all warps read it, and one writes it, after all have read it.
     tl.debug_barrier()
     tl.store(s + COLUMN, value, mask=rows)
 
 
 @inlined
-def _last_steps(s, rows, FORM: tl.constexpr):
+def _last_steps(s, rows, FORM):
     # The step at which each row was last stepped: an int32's bits in the last column.
     return tl.load(s + (FORM.state_width - 1), mask=rows, other=0.0).to(tl.int32, bitcast=True)
 
 
 @inlined
-def _set_last_steps(s, rows, steps, FORM: tl.constexpr):
+def _set_last_steps(s, rows, steps, FORM):
     value = tl.full(s.shape, steps, tl.int32).to(tl.float32, bitcast=True)
     _store_one(s, rows, value, FORM.state_width - 1)
 
 
 @inlined
-def _fade(log_fade, start, end, COLUMN: tl.constexpr = 0, COLUMNS: tl.constexpr = 1):
+def _fade(log_fade, start, end, COLUMN=0, COLUMNS=1):
     # The decay from one step to another, from its logarithms.
     log_fade += COLUMN
     start, end = log_fade + start.to(tl.int64) * COLUMNS, log_fade + end.to(tl.int64) * COLUMNS
@@ -68,21 +68,18 @@ def _fade(log_fade, start, end, COLUMN: tl.constexpr = 0, COLUMNS: tl.constexpr 
 
 
 @inlined
-def sgd(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def sgd(w, g, s, rows, a, steps, FORM):
     return w - loaded(a.lr) * g
 
 
 @inlined
-def _momentum_step(w, g, b, s, rows, a, FORM: tl.constexpr):
+def momentum(w, g, s, rows, a, steps, FORM, b=None):
+    if b is None:
+        b = _load(s, rows, w, 0, FORM)
     gradient_rate, keep = loaded(a.gradient_rate), loaded(a.momentum)
     b = b * keep + gradient_rate * g
     _store(s, rows, b, 0, FORM)
     return w - loaded(a.buffer_rate) * tl.where(loaded(a.nesterov) != 0.0, gradient_rate * g + keep * b, b)
-
-
-@inlined
-def momentum(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    return _momentum_step(w, g, _load(s, rows, w, 0, FORM), s, rows, a, FORM)
 
 
 @inlined
@@ -98,7 +95,7 @@ def _any(condition):
 
 
 @inlined
-def catch_up_dense_momentum(w, s, rows, a, until, FORM: tl.constexpr):
+def catch_up_dense_momentum(w, s, rows, a, until, FORM):
     b = _load(s, rows, w, 0, FORM)
     t = tl.max(_last_steps(s, rows, FORM), 0)
     while t < until:
@@ -118,9 +115,9 @@ def catch_up_dense_momentum(w, s, rows, a, until, FORM: tl.constexpr):
 
 
 @inlined
-def dense_momentum(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def dense_momentum(w, g, s, rows, a, steps, FORM):
     w, b = catch_up_dense_momentum(w, s, rows, a, steps - 1, FORM)
-    w = _momentum_step(w, g, b, s, rows, _momentum_numbers(a.history, steps - 1), FORM)
+    w = momentum(w, g, s, rows, _momentum_numbers(a.history, steps - 1), steps, FORM, b)
     _set_last_steps(s, rows, steps, FORM)
     return w
 
@@ -131,14 +128,14 @@ def _moved(w, g, v, lr, eps_inside, eps):
 
 
 @inlined
-def adagrad(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def adagrad(w, g, s, rows, a, steps, FORM):
     v = _load(s, rows, w, 0, FORM) + g * g
     _store(s, rows, v, 0, FORM)
     return _moved(w, g, v, loaded(a.lr), loaded(a.eps_inside), loaded(a.eps))
 
 
 @inlined
-def rowwise_adagrad(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def rowwise_adagrad(w, g, s, rows, a, steps, FORM):
     wide = g.to(tl.float64)
     v = tl.load(s, mask=rows, other=0.0) + (tl.sum(wide * wide, 1) / FORM.dim).to(tl.float32)
     _store_one(s, rows, v, 0)
@@ -147,28 +144,23 @@ def rowwise_adagrad(w, g, s, rows, a, steps, FORM: tl.constexpr):
 
 
 @inlined
-def _rmsprop_step(w, g, s, rows, a, fade, FORM: tl.constexpr):
+def rmsprop(w, g, s, rows, a, steps, FORM, fade=1.0):
     v = (_load(s, rows, w, 0, FORM) * fade) * loaded(a.alpha) + (g * g) * loaded(a.one_minus_alpha)
     _store(s, rows, v, 0, FORM)
     return _moved(w, g, v, loaded(a.lr), loaded(a.eps_inside), loaded(a.eps))
 
 
 @inlined
-def rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    return _rmsprop_step(w, g, s, rows, a, 1.0, FORM)
-
-
-@inlined
-def dense_rmsprop(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def dense_rmsprop(w, g, s, rows, a, steps, FORM):
     fade = _fade(a.log_fade, _last_steps(s, rows, FORM), steps - 1)
     now = a.history + (steps - 1).to(tl.int64) * 5
-    w = _rmsprop_step(w, g, s, rows, RMSpropStep(now, now + 1, now + 2, now + 3, now + 4), fade[:, None], FORM)
+    w = rmsprop(w, g, s, rows, RMSpropStep(now, now + 1, now + 2, now + 3, now + 4), steps, FORM, fade[:, None])
     _set_last_steps(s, rows, steps, FORM)
     return w
 
 
 @inlined
-def adam(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def adam(w, g, s, rows, a, steps, FORM):
     m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
     m += (g - m) * loaded(a.one_minus_beta1)
     v += (g * g - v) * loaded(a.one_minus_beta2)
@@ -185,17 +177,14 @@ def _adamw_weights(w, m, v, a):
 
 
 @inlined
-def _adamw_step(w, g, m, v, s, rows, a, FORM: tl.constexpr):
+def adamw(w, g, s, rows, a, steps, FORM, m=None, v=None):
+    if m is None:
+        m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
     m += (g - m) * loaded(a.one_minus_beta1)
     v = v * loaded(a.beta2) + (g * g) * loaded(a.one_minus_beta2)
     _store(s, rows, m, 0, FORM)
     _store(s, rows, v, 1, FORM)
     return _adamw_weights(w, m, v, a)
-
-
-@inlined
-def adamw(w, g, s, rows, a, steps, FORM: tl.constexpr):
-    return _adamw_step(w, g, _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM), s, rows, a, FORM)
 
 
 @inlined
@@ -205,15 +194,7 @@ def _adam_numbers(history, t):
 
 
 @inlined
-def _still_moving(w, m, v, largest):
-    # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps). It fades while beta1 < sqrt(beta2),
-    # also beside weights that shrink. Below a quarter of a unit in the last place of w, it and all later steps round to
-    # nothing.
-    return _any(largest * tl.abs(m) > tl.abs(w) * STILL * tl.sqrt_rn(v))
-
-
-@inlined
-def catch_up_dense_adam(w, s, rows, a, until, FORM: tl.constexpr):
+def catch_up_dense_adam(w, s, rows, a, until, FORM):
     m, v = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
     t = tl.max(_last_steps(s, rows, FORM), 0)
     if t == 0:  # never stepped: the moments are 0
@@ -221,8 +202,11 @@ def catch_up_dense_adam(w, s, rows, a, until, FORM: tl.constexpr):
         t = until
     while t < until:
         moving = t >= 0
+        # A later step of this row is at most largest_step_size * |m| / (sqrt(v) + eps). It fades while
+        # beta1 < sqrt(beta2), also beside weights that shrink. Below a quarter of a unit in the last place of w, it and
+        # all later steps round to nothing.
         if (a.fading != 0.0) & (t % 8 == 0):
-            moving = _still_moving(w, m, v, a.largest_step_size)
+            moving = _any(a.largest_step_size * tl.abs(m) > tl.abs(w) * STILL * tl.sqrt_rn(v))
         if moving:
             now = _adam_numbers(a.history, t)
             m *= loaded(now.beta1)
@@ -238,9 +222,9 @@ def catch_up_dense_adam(w, s, rows, a, until, FORM: tl.constexpr):
 
 
 @inlined
-def dense_adam(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def dense_adam(w, g, s, rows, a, steps, FORM):
     w, m, v = catch_up_dense_adam(w, s, rows, a, steps - 1, FORM)
-    w = _adamw_step(w, g, m, v, s, rows, _adam_numbers(a.history, steps - 1), FORM)
+    w = adamw(w, g, s, rows, _adam_numbers(a.history, steps - 1), steps, FORM, m, v)
     _set_last_steps(s, rows, steps, FORM)
     return w
 
@@ -254,7 +238,7 @@ def _ftrl_weights(w, n, z, lr, a):
 
 
 @inlined
-def _ftrl_step(w, g, s, rows, a, shrinkage, FORM: tl.constexpr):
+def _ftrl_step(w, g, s, rows, a, shrinkage, FORM):
     before, z = _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM)
     lr = loaded(a.lr) + tl.zeros_like(w)
     moves = lr > 0.0  # else a division by 0
@@ -267,7 +251,7 @@ def _ftrl_step(w, g, s, rows, a, shrinkage, FORM: tl.constexpr):
 
 
 @inlined
-def ftrl(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def ftrl(w, g, s, rows, a, steps, FORM):
     return _ftrl_step(w, g, s, rows, a, 2.0 * loaded(a.l2_shrinkage), FORM)
 
 
@@ -278,7 +262,7 @@ def _ftrl_numbers(history, t):
 
 
 @inlined
-def catch_up_dense_ftrl(w, s, rows, a, until, FORM: tl.constexpr):
+def catch_up_dense_ftrl(w, s, rows, a, until, FORM):
     if until > 0:  # that step recomputed the weights of every row from its state
         now = _ftrl_numbers(a.history, until - 1)
         w = _ftrl_weights(w, _load(s, rows, w, 0, FORM), _load(s, rows, w, 1, FORM), tl.abs(loaded(now.lr)), now)
@@ -286,7 +270,7 @@ def catch_up_dense_ftrl(w, s, rows, a, until, FORM: tl.constexpr):
 
 
 @inlined
-def dense_ftrl(w, g, s, rows, a, steps, FORM: tl.constexpr):
+def dense_ftrl(w, g, s, rows, a, steps, FORM):
     w = catch_up_dense_ftrl(w, s, rows, a, steps - 1, FORM)[0]
     return _ftrl_step(w, g, s, rows, _ftrl_numbers(a.history, steps - 1), 0.0, FORM)
 
