@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -174,20 +174,24 @@ class InStreamOrder:
         lock: of a table, or those of several `together`; None: no lock.
     """
 
-    __slots__ = ("_lock", "_timelines", "_undo")
+    __slots__ = ("_lock", "_others", "_timelines")
 
     def __init__(self, timelines: Sequence[StreamOrder], lock: AbstractContextManager[Any] | None) -> None:
         self._timelines, self._lock = timelines, lock
-        self._undo: list[ExitStack | None] = []  # one for each time it is entered
+        self._others: list[list[Any]] = []  # contexts that it entered, each time that it is entered
 
     def __enter__(self) -> None:
-        lock, first = self._lock, self._timelines[0]
+        lock, first, others = self._lock, self._timelines[0], list[Any]()
         if lock is not None:
             lock.__enter__()
-        self._undo.append(None)
+        self._others.append(others)
         try:
-            if first.is_cuda or torch.is_inference_mode_enabled():
-                self._undo[-1] = _undone_later(first)
+            if torch.is_inference_mode_enabled():  # whose tensors would not outlive it
+                others.append(torch.inference_mode(False))
+            if first.is_cuda and torch.cuda.current_device() != first.device.index:
+                others.append(torch.cuda.device(first.device))
+            for context in others:
+                context.__enter__()
             if first.is_cuda:
                 check_capture(self._timelines)
                 stream = torch.cuda.current_stream(first.device)
@@ -198,24 +202,9 @@ class InStreamOrder:
             raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        undo = self._undo.pop()
-        if undo is not None:
-            undo.close()
+        for context in self._others.pop():
+            context.__exit__(None, None, None)
         if self._lock is not None:
             self._lock.__exit__(None, None, None)
         if error is not None and isinstance(error, torch.OutOfMemoryError):
             raise _too_little(f"a batch of {self._timelines[0].subject}", error) from error
-
-
-def _undone_later(first: StreamOrder) -> ExitStack | None:
-    """Leave inference mode and other devices; return the undo. Tensors of inference mode would not outlive it."""
-    is_elsewhere = first.is_cuda and torch.cuda.current_device() != first.device.index
-    is_inference = torch.is_inference_mode_enabled()
-    if not (is_elsewhere or is_inference):
-        return None
-    undo = ExitStack()
-    if is_inference:
-        undo.enter_context(torch.inference_mode(False))
-    if is_elsewhere:
-        undo.enter_context(torch.cuda.device(first.device))
-    return undo
