@@ -78,7 +78,7 @@ def bag_words(all_bags: Sequence[FeatureBags], sizes: Sequence[int]) -> tuple[in
         firsts.append(firsts[-1] + count)
         begins.append(begins[-1] + (0 if bags.starts is None else count))
     means = [int(bags.mode == "mean") for bags in all_bags]
-    return *firsts, *(bags.size for bags in all_bags), *begins[:-1], *means
+    return *firsts, *[bags.size for bags in all_bags], *begins[:-1], *means
 
 
 class TableFamily(NamedTuple):

@@ -35,6 +35,7 @@ class DeviceLookup:
 
     trace: Any = None
     rows: Any = None
+    _words: tuple[int, ...] = ()  # about the bags, once the device has planned them
 
     def __init__(
         self,
@@ -85,8 +86,9 @@ class DeviceLookup:
             batch = taken_ahead(layout, self._given, aheads)
         if batch is None:
             counts = None if aheads is None else [ahead is None for ahead in aheads]
-            bags = () if self._all_bags is None else bag_words(self._all_bags, self._sizes)
-            sizes = layout.sizes(tuple(self._sizes), bags)
+            if self._all_bags is not None:
+                self._words = bag_words(self._all_bags, self._sizes)
+            sizes = layout.sizes(tuple(self._sizes), self._words)
             batch = layout.first.batch(layout, sizes, trains, counts).make(layout.joined(self._given))
         else:
             batch.look_up()
@@ -102,7 +104,7 @@ class DeviceLookup:
         if are_rows(self._all_bags, [layout.paddings[table] for table in layout.tables]):
             self._all_bags = None
             return
-        words = bag_words(self._all_bags, self._sizes)
+        words = self._words or bag_words(self._all_bags, self._sizes)
         self._bags = DeviceBags(self._all_bags, self._sizes, batch, layout.sizes(tuple(self._sizes), words).placed)
         self._outputs = self._bags.counts
 

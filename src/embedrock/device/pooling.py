@@ -75,7 +75,7 @@ class DeviceBags:
 
 def _joined_weights(all_bags: Sequence[FeatureBags], sizes: Sequence[int], some: Tensor) -> Tensor:
     """Return the weights of all positions for kernels; (0,), a view of `some`, if all are ones."""
-    if all(bags.weights is None for bags in all_bags):
+    if {None}.issuperset([bags.weights for bags in all_bags]):
         return some[:0].view(torch.float32)
     return torch.cat([
         torch.ones(n, dtype=torch.float32, device=some.device) if bags.weights is None else bags.weights
