@@ -33,7 +33,7 @@ def example_plan() -> None:
     for ids in (KEYS, KEYS.int()):
         joint.join(ids, CUTS, 3, tables, KEYS.int())
         plan.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE)
-        plan.collect(KEYS.int(), 9, KEYS, ONE, (KEYS, ONE, ONE, ONE, ONE), tables, None, (ids, ONE, 1))
+        plan.collect(KEYS.int(), 9, KEYS, ONE, (KEYS, ONE, ONE, ONE, ONE), tables, None, (ids, ONE))
     for starts in (KEYS, KEYS.int()):
         joint.bags(starts, CUTS, 3, tables, ONE, ONE, COUNT, INVERSE, INVERSE)
 

@@ -33,6 +33,7 @@ def in_use() -> list[TableState]:
 
 LINES = 64
 _free: dict[torch.device, list[tuple[Tensor, np.ndarray]]] = {}
+_kept: list[Any] = []  # all lines and flags, as work on a device may outlive its tables
 _events: dict[Any, DeviceEvent] = {}  # of each stream
 
 
@@ -47,6 +48,7 @@ def _line_of(device: torch.device) -> tuple[Tensor, np.ndarray]:
         lines = torch.zeros(LINES, 4, dtype=torch.int64, device=device)
         lines[:, 1] = flags.data_ptr() + flags.itemsize * torch.arange(LINES, device=device)
         free += zip(lines.unbind(), flags.numpy(), strict=True)
+        _kept.append((lines, flags))
     return free.pop()
 
 
