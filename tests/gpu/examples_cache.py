@@ -24,8 +24,8 @@ def example_plan() -> None:
     limits = 1, 16, 17, 2**31, 2**62  # what Triton compiles kernels anew for
     for dtype, limit in itertools.product((torch.int32, torch.int64), limits):
         keys = torch.arange(N, dtype=dtype)
-        plan.check(keys, limit, fault, 7)
-        plan.collect(keys, FAR, order, scan, made, checked=(limit, fault, 7))
+        plan.check(keys, limit, fault)
+        plan.collect(keys, FAR, order, scan, made, checked=(limit, fault))
 
 
 def example_cache() -> None:

@@ -32,7 +32,7 @@ def example_plan() -> None:
     tables = tables_of(forms(Adam())[0], 3, True, "normal")
     for ids in (KEYS, KEYS.int()):
         joint.join(ids, CUTS, 3, tables, KEYS.int())
-        plan.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE, 1)
+        plan.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE)
         plan.collect(KEYS.int(), 9, KEYS, ONE, (KEYS, ONE, ONE, ONE, ONE), tables, None, (ids, ONE, 1))
     for starts in (KEYS, KEYS.int()):
         joint.bags(starts, CUTS, 3, tables, ONE, ONE, COUNT, INVERSE, INVERSE)

@@ -58,5 +58,5 @@ def _scatter(keys, values, count, entry, KIND: tl.constexpr, FORM: tl.constexpr)
 
 def scatter(keys: Any, values: Any, count: Any, table: DeviceTables) -> None:
     """Overwrite weights by `values` float32 (n, dim), rounded to nearest. Rows without a record are left out."""
-    programs, ready = rows.prepared(_scatter, table.form, KIND=table.kind)
-    ready.launch(programs(len(keys)), keys, values, count, table.entries)
+    of_program, ready = rows.prepared(_scatter, table.form, KIND=table.kind)
+    ready.launch(-(-len(keys) // of_program), keys, values, count, table.entries)

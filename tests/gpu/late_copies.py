@@ -45,12 +45,18 @@ class LateCopies:
         run()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        self._is_aside = True
+    def aside(self, timeline: Any) -> Iterator[None]:
+        self._is_aside, timeline.copied = True, self  # in the place of an event
         try:
             yield
         finally:
             self._is_aside = False
+
+    def wait_for(self, timeline: Any) -> None:
+        """Do the same as `StreamOrder.wait_for_copies`."""
+        if timeline.copied is not None:
+            timeline.copied = None
+            self.wait()
 
     def wait(self) -> None:
         """Run all that waits."""
@@ -61,8 +67,8 @@ class LateCopies:
 def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> LateCopies:
     """Let copies be late from now on."""
     copies, launch = LateCopies(seed), interpreter.GridExecutor.__call__
-    monkeypatch.setattr(StreamOrder, "aside", lambda timeline, *tensors: copies.aside())
-    monkeypatch.setattr(StreamOrder, "wait_for_copies", lambda timeline: copies.wait())
+    monkeypatch.setattr(StreamOrder, "aside", lambda timeline, *tensors: copies.aside(timeline))
+    monkeypatch.setattr(StreamOrder, "wait_for_copies", lambda timeline: copies.wait_for(timeline))
     monkeypatch.setattr(StreamOrder, "finish", lambda timeline: copies.wait())
 
     def launched(executor: Any, *args: Any, **options: Any) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.backends.nvidia.driver import CudaLauncher
 
-from embedrock.kernels.gpu.binding import TensorPart, bound, launcher, plain
+from embedrock.kernels.gpu.binding import TensorPart, binder, launcher, plain
 from embedrock.kernels.gpu.runtime import straight
 
 
@@ -39,9 +41,14 @@ def as_triton_sees(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(native_specialize_impl(BaseBackend, arg, False, True, True) for arg in plain(args))
 
 
+def bound(*args: Any) -> Any:
+    """Return the specialization of arguments, and the arguments for kernels."""
+    return binder((*map(type, args),))(*args)
+
+
 def kind(*args: Any) -> Any:
     """Return what launches are told apart by."""
-    return bound(args)[0]
+    return bound(*args)[0]
 
 
 def test_a_kernel_is_shared_only_where_triton_would_share_it() -> None:
@@ -60,7 +67,7 @@ def test_each_address_counts() -> None:
 
 def test_kernels_get_addresses_and_numbers() -> None:
     tensor, part = tensors[1], parts[1]
-    assert bound((tensor, 3, None, part, Numbers(tensor, 2.0)))[1] == (
+    assert bound(tensor, 3, None, part, Numbers(tensor, 2.0))[1] == (
         *(tensor.data_ptr(), 3, None, whole.data_ptr() + 4),
         (tensor.data_ptr(), 2.0),
     )
@@ -106,6 +113,12 @@ def test_integers_that_vary_share_a_kernel_where_their_types_are_the_same() -> N
     assert [args[2] for _, args in made.anew[2:]] == [1, 16]
 
 
+# Since Triton 3.8 a launcher takes a kernel's arguments as one tuple, and is called itself.
+takes_arguments = pytest.mark.skipif(
+    "kernel_metadata" in inspect.signature(CudaLauncher.__call__).parameters, reason="Triton's launcher is another kind"
+)
+
+
 def launcher_of(scratch: int) -> Any:
     """Return a launcher of Triton's that launches nothing, of a kernel that wants so many bytes."""
     made: Any = object.__new__(CudaLauncher)
@@ -116,6 +129,7 @@ def launcher_of(scratch: int) -> Any:
     return made
 
 
+@takes_arguments
 def test_kernels_are_launched_below_what_triton_asks_at_each_launch() -> None:
     launcher, handles = launcher_of(0), ("function", "metadata", None, None, None)
     run, first = straight(launcher, handles)
@@ -126,11 +140,13 @@ def test_kernels_are_launched_below_what_triton_asks_at_each_launch() -> None:
     assert launcher.calls[0] == launcher.calls[1]
 
 
+@takes_arguments
 def test_a_kernel_that_wants_memory_is_launched_by_triton() -> None:
     launcher, handles = launcher_of(16), ("function", "metadata", None, None, None)
     assert straight(launcher, handles) == (launcher, handles)
 
 
+@takes_arguments
 def test_a_launcher_of_another_kind_is_called_itself() -> None:
     def launcher(*call: Any) -> None: ...
 

@@ -56,8 +56,8 @@ class Side:
     def address(self, array: Any) -> int:
         return array.ctypes.data if self.kernels is device else array.data_ptr()
 
-    def memory(self) -> homes.RecordMemory:
-        return homes.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
+    def memory(self) -> device.RecordMemory:
+        return device.RecordMemory(self.address(self.near), self.address(self.far), self._record_bytes)
 
     def homes(self) -> Any:
         where, memory = self.slots.where, self.memory()

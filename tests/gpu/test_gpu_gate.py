@@ -20,12 +20,19 @@ NUMBERS = st.sampled_from([0.0, 1.0, 0.5, 3e38, 1e-40, float("inf"), float("nan"
 TABLES = st.tuples(NUMBERS, NUMBERS, st.sampled_from([0, 0, 0, 0, 1, 2, 3]))
 
 
+def lines_of(tables: list[tuple[float, float, int]]) -> tuple[np.ndarray, torch.Tensor]:
+    """Return the errors of tables, and their flags."""
+    flags = tensor(np.zeros(len(tables), np.int64))
+    words = [[code, flags[k].data_ptr(), 6, 7 if code else 0] for k, (_, _, code) in enumerate(tables)]
+    return np.array(words, np.int64), flags
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(tables=st.lists(TABLES, min_size=1, max_size=5))
 def test_judge(tables: list[tuple[float, float, int]]):
     count = len(tables)
     numbers = np.array([[now for now, _, _ in tables], [shown for _, shown, _ in tables]], np.float32)
-    faults = np.array([[code, 5, 6, 7 if code else 0] for _, _, code in tables], np.int64)
+    faults, flags = lines_of(tables)
     expected = np.empty(count, np.float32), np.empty(count, np.int32), np.empty(count, np.int32)
     mine = tensor(faults)
     addresses = mine.data_ptr() + 32 * torch.arange(count)
@@ -37,6 +44,7 @@ def test_judge(tables: list[tuple[float, float, int]]):
     for part, wanted in zip((gate.LIVE, gate.FINITE), expected[1:], strict=True):
         np.testing.assert_array_equal(verdicts[:, part], wanted)
     same(mine, faults)
+    assert flags.tolist() == [code == 0 and fault[0] != 0 for (_, _, code), fault in zip(tables, faults, strict=True)]
 
 
 @jit
@@ -58,7 +66,7 @@ def test_programs_of_a_step_decide_as_judge_does(
 ) -> None:
     count, programs, lanes = len(tables), 3, 1 << (len(tables) + first - 1).bit_length()
     numbers = np.array([[now for now, _, _ in tables], [shown for _, shown, _ in tables]], np.float32)
-    faults = np.array([[code, 5, 6, 7 if code else 0] for _, _, code in tables], np.int64)
+    faults, flags = lines_of(tables)
     mine, found, ticket = tensor(faults), Poisoned((programs * lanes, 2), torch.int32), one(0)
     entries = torch.zeros(first + count, WORDS, dtype=torch.int64)
     entries[first:, 7] = mine.data_ptr() + 32 * torch.arange(count)  # other tables have no error that could be read
@@ -72,6 +80,7 @@ def test_programs_of_a_step_decide_as_judge_does(
         np.testing.assert_array_equal(lines[:count, 0], live)
         np.testing.assert_array_equal(lines[:count, 1].copy().view(np.float32), factors)  # any NaN is as good
     same(mine, expected if is_last else faults)
+    assert flags.tolist() == (mine.cpu().numpy() != faults)[:, 0].tolist()
     assert ticket.item() == 0  # they may be drawn again
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 import embedrock as er
 import embedrock.torch as ert
+from embedrock.device import cache, copies, features
+from embedrock.device.copies import DeviceEvent
 from embedrock.device.executor import GpuExecutor
 from embedrock.device.graph_capture import GraphCapture
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError, UnsupportedError
@@ -275,6 +277,32 @@ def test_a_cache_goes_on_as_it_would_by_launches(gpu: FakeGPU, graphs: FakeGraph
     assert gpu.races == []
 
 
+@pytest.mark.parametrize("near", [17, None], ids=["cached", "near"])
+def test_a_recording_copies_nothing_from_ram(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, near: int | None):
+    """Replays would copy what is in that memory by then. Lookups between warm-up and recording change streams."""
+    trained, ids, recordings = pair(near), batches(6), [False]
+    record = GraphCapture._set_recording
+
+    def note(self: GraphCapture, is_recording: bool) -> None:
+        recordings.append(is_recording)
+        record(self, is_recording)
+
+    def upload(array: np.ndarray, device: torch.device) -> Tensor:
+        assert not recordings[-1]
+        return copies.uploaded(array, device)
+
+    monkeypatch.setattr(GraphCapture, "_set_recording", note)
+    for module in (cache, features):
+        monkeypatch.setattr(module, "uploaded", upload)
+    for batch in ids:
+        trained.step(batch)
+        with torch.no_grad():
+            for model in trained.models:
+                model(batch[:3])
+    assert True in recordings
+    trained.check()
+
+
 @pytest.mark.slow
 def test_moments_of_batches_that_are_baked_in_are_found(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
     begin = GraphCapture.begin_batch
@@ -384,14 +412,17 @@ def test_ids_outside_of_the_table_refuse_replays(graphs: FakeGraphs):
     both.check()
 
 
-def test_gradients_that_are_not_finite_refuse_replays_of_all_tables(graphs: FakeGraphs):
+def test_gradients_that_are_not_finite_refuse_replays_of_all_tables(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+):
     both = Pair(lambda on_gpu: Scaled(layer(1, on_gpu), layer(2, on_gpu)), lambda model: [ert.Adam(model, lr=0.1)])
     ids, one = batches(6), torch.ones(())
     for k in range(4):
         both.step(ids[k], one)
-    both.graphed(ids[4], one * float("nan"))
-    both.graphed(ids[4], one)
-    both.models[0].layers[0].table.executor.faults.look()  # pyright: ignore
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceEvent, "has_come", lambda _: False)  # the GPU is behind
+        both.graphed(ids[4], one * float("nan"))
+        both.graphed(ids[4], one)
     with pytest.raises(NonFiniteGradientError, match=r"refused \(2 so far\)"):
         both.graphed(ids[5], one)
     both.check()

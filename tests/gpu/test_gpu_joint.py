@@ -496,10 +496,10 @@ def test_join_and_bounds(dtype: type) -> None:
     unique, starts = np.unique(expected[order].astype(np.int64), return_index=True)
     bounds, wanted = Poisoned((9,), torch.int32), np.empty(9, np.int32)
     found = np.zeros((4, 4), np.int64)
-    device.bounds(firsts, rows, unique, ids[order[starts]], paddings, wanted, found, 8)
+    device.bounds(firsts, rows, unique, ids[order[starts]], paddings, wanted, found)
     padded = tensor(np.append(unique, [firsts[-1]] * 3))
     of_plan = tensor(ids), tensor(order), tensor(starts.astype(np.int32))
-    plan.bounds(tables, padded, one(len(unique)), *of_plan, bounds.inside, 8)
+    plan.bounds(tables, padded, one(len(unique)), *of_plan, bounds.inside)
     same(bounds.check(9), wanted)
     same(faults, found)
     faults.zero_()  # the plan of the same keys writes the same
@@ -507,7 +507,7 @@ def test_join_and_bounds(dtype: type) -> None:
     again, sorted_keys = Poisoned((9,), torch.int32), tensor(expected[order])
     made = [Poisoned((size,), dtype).inside for size, dtype in (*sizes, (n, torch.int32), (1, torch.int32))]
     keys_of_plan = sorted_keys, int(firsts[-1]) - 1, tensor(order), scan
-    plan.collect(*keys_of_plan, [*made, tickets], tables, found=(tensor(ids), again.inside, 8))
+    plan.collect(*keys_of_plan, [*made, tickets], tables, found=(tensor(ids), again.inside))
     same(again.check(9), wanted)
     same(faults, found)
     assert not tickets.any()
@@ -565,3 +565,15 @@ def test_bags(dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch) -
         assert of_positions.max() < count
         assert faults[:, 0].tolist() == [4, 0, 0]
         faults.zero_()
+
+
+@pytest.mark.parametrize("groups", [["f2", "f0", "f1"], ["f1", "f2", "f0"]], ids=str)
+def test_param_groups_may_have_tables_in_any_order(groups: list[str]) -> None:
+    models = [Model(where) for where in (EVERYTHING, None)]
+    for model in models:
+        handles = [[model.layers[name].handle] for name in groups]
+        others = [layer.handle for name, layer in model.layers.items() if name not in [*groups, "again"]]
+        params = [*handles, others] if others else handles
+        model.step = ert.Adam([{"params": own, "lr": 0.1 * (k + 1)} for k, own in enumerate(params)])
+        model.train(2)
+    assert_same(*models)

@@ -285,6 +285,26 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
             np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_of_the_tables_outgrows_the_memory_in_a_step_with_known_ids(is_first: bool) -> None:
+    exports = []
+    for how in "together", "alone":
+        model, known = Model(how, 20), ert.Embedding(30, DIM, seed=9, device_memory="1MiB")
+        on_device(known)
+        layers = [known, *model.whole] if is_first else [*model.whole, known]
+        model.step = ert.Adam(torch.nn.ModuleList(layers), lr=0.1)
+        for count in 9, 18:
+            known(torch.arange(count)).square().sum().backward()
+            model.backward({name: torch.arange(count) for name in "abc"})
+            if count == 18:
+                model.tables[1].assign(np.arange(100, 130), np.zeros((30, DIM), np.float32))
+            model.advance()
+        exports.append([table.export() for table in (*model.tables, known.table)])
+    for a, b in zip(*exports, strict=True):
+        for got, expected in zip(a, b, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("near", [20, 0])
 def test_tables_that_leave_the_device_keep_none_of_its_memory(near: int) -> None:
     model = Model("together", near)

@@ -268,9 +268,9 @@ def test_ids_in_ram_wait_for_nobody_while_the_directory_grows(near: int):
         trained.train(torch.arange(700 if k % 2 else 30) * 10**15 + 300 * k)
     executor, stats = trained.executor, trained.table.stats()
     assert isinstance(executor, HashedGpuExecutor)
-    assert executor._directory is not None
-    assert len(executor._directory.ids) > FIRST_SLOTS
-    assert stats["device_bytes"] >= 28 * len(executor._directory.ids)
+    assert executor.plans
+    assert len(executor.index.ids) > FIRST_SLOTS
+    assert stats["device_bytes"] >= 28 * len(executor.index.ids)
     assert stats["device_host_waits"] == (near > 0)  # as the rows outgrew the memory
     trained.check()
 
@@ -279,7 +279,7 @@ def test_the_directory_does_not_grow_while_no_rows_are_new():
     trained = Trained(0, "SGD")
     for _ in range(25):
         trained.train(torch.arange(50))  # 1,250 positions
-    assert len(trained.executor._directory.ids) == FIRST_SLOTS
+    assert len(trained.executor.index.ids) == FIRST_SLOTS
     assert trained.table.stats()["device_host_waits"] == 0
     trained.check()
 
@@ -384,7 +384,7 @@ def test_batches_are_planned_ahead(depth: int):
     rng = np.random.default_rng(1)
     for ids in ert.prefetch([batch(rng) for _ in range(5)], {trained.layers[0]: lambda ids: ids}, depth=depth):
         trained.train(ids)
-    assert trained.executor._ahead is None or trained.executor._ahead.batch is not None
+    assert trained.executor.ahead is None
     trained.check()
 
 

@@ -81,6 +81,30 @@ def test_streams_may_change_from_step_to_step(gpu: FakeGPU, near: int | None):
     trained.check(gpu)
 
 
+@pytest.mark.parametrize("near", [None, 0, *slow(17)], ids=str)
+def test_memory_of_batches_of_one_size_may_change_streams(gpu: FakeGPU, near: int | None):
+    trained, streams = Trained(near, count=2), [gpu.new_stream() for _ in range(3)]
+    both = [*zip((trained.layers, trained.others), trained.optimizers, strict=True)]
+    wholes = [ert.EmbeddingCollection({str(k): layer for k, layer in enumerate(layers)}) for layers, _ in both]
+    for k in range(6):
+        stream = streams[k % 3]
+        with gpu.on(stream):
+            stream.wait_stream(streams[(k - 1) % 3])
+            ids = torch.arange(6) + 4 * k  # of sizes that recur
+            for whole, (_, optimizer) in zip(wholes, both, strict=True):
+                found = whole({"0": ids, "1": ids[:3]})
+                torch.stack([each.sum() for each in found.values()]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if k == 3:  # other batches, with memory of their own
+                trained.step(ids)
+    with gpu.on(streams[2]):
+        for _, optimizer in both:
+            del optimizer.param_groups[:]
+    del wholes, both
+    trained.check(gpu)
+
+
 @pytest.mark.parametrize("near", slow(100, 9, 0))
 def test_streams_may_change_where_the_directory_is_on_the_device(gpu: FakeGPU, near: int):
     trained, streams = Trained(near, rows=None), [gpu.new_stream() for _ in range(2)]
@@ -128,8 +152,9 @@ def test_tables_that_are_used_together_wait_for_what_each_has_done_alone(gpu: Fa
     trained.check(gpu)
 
 
-def test_copies_ahead_of_tables_together_are_waited_for_by_each(gpu: FakeGPU):
-    trained, other = Trained(17, count=2), gpu.new_stream()
+@pytest.mark.parametrize(("rows", "near"), [(ROWS, 17), (None, 100)])
+def test_copies_ahead_of_tables_together_are_waited_for_by_each(gpu: FakeGPU, rows: int | None, near: int):
+    trained, other = Trained(near, count=2, rows=rows), gpu.new_stream()
     first, second = trained.layers
     both = [*zip((trained.layers, trained.others), trained.optimizers, strict=True)]
     wholes = [ert.EmbeddingCollection({str(k): layer for k, layer in enumerate(layers)}) for layers, _ in both]
@@ -145,7 +170,7 @@ def test_copies_ahead_of_tables_together_are_waited_for_by_each(gpu: FakeGPU):
                 torch.stack([each.sum() for each in found.values()]).sum().backward()
                 optimizer.step()
             optimizer.zero_grad()
-    assert all(layer.table.stats()["device_fetched"] > 0 for layer in trained.layers)
+    assert all((layer.table.stats()["device_fetched"] > 0) == (rows is not None) for layer in trained.layers)
     trained.check(gpu)
 
 

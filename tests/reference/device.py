@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from embedrock.kernels.gpu.addresses import BatchTime, CacheSlots, RecordMemory
+    from embedrock.kernels.gpu.addresses import BatchTime, CacheSlots
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -32,17 +32,26 @@ OUT_OF_RANGE, BAD_OFFSETS = 1, 4  # codes of faults
 CHANGED = 1 << 30  # of a word of `where`: see `settle_rows`
 NEW, DROPPED = -1, -2  # in the place of slots: of an id that has none, and of a row that is not stepped
 
+
+class RecordMemory(NamedTuple):
+    """Addresses of slot 0 on device and on host, and the bytes of a record."""
+
+    near: int
+    far: int
+    record_bytes: int
+
+
 # ---------------------------------------------------------------- the plan
 
 
-def check(keys: Int64Array, limit: int, fault: Int64Array, number: int) -> None:
-    """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: code, ``number``, key.
+def check(keys: Int64Array, limit: int, fault: Int64Array) -> None:
+    """Note a key outside ``[0, limit)`` in `fault`, int64 (4,), unless one is there: a code, and as third word the key.
 
     The keys, (n,), are sorted; int32 or int64.
     """
     bad = keys[[0, -1]][[keys[0] < 0, keys[-1] >= limit]]
     if bad.size and not fault[0]:
-        fault[:3] = OUT_OF_RANGE, number, bad[0]
+        fault[[0, 2]] = OUT_OF_RANGE, bad[0]
 
 
 def collect(
@@ -313,8 +322,8 @@ def judge(
 
     Args:
         numbers: float32 (2, k): what stands for the gradients of each table now, and what was shown for them.
-        faults: int64 (k, 4): code (1: a bad id, 2: not finite, 3: another table's fault, 4: bad offsets), what it is
-            of, a value, and the number of the first step that was refused. Written where a step is refused.
+        faults: int64 (k, 4): code (1: a bad id, 2: not finite, 3: another table's fault, 4: bad offsets), address
+            of the flag, a value, and the number of the first refused step. Written where a step is refused.
         factors, live, finite: float32, int32, int32 (k,).
         number: of the step, >= 1.
     """
@@ -398,7 +407,6 @@ def bounds(
     paddings: Sequence[int],
     bounds: Int32Array,
     faults: Int64Array,
-    number: int,
 ) -> None:
     """Write which of unique keys are of each table, and note in its fault an id that is outside of it.
 
@@ -410,7 +418,6 @@ def bounds(
         bounds: int32 (2 * k + 1,) receives where the keys of each table begin, and the last ones end; and the place of
             the key of each one's padding, -1 for none.
         faults: int64 (k, 4): see `check`.
-        number: see `check`.
     """
     bounds[: len(firsts)] = np.searchsorted(unique, firsts - 1)
     for table, first in enumerate(firsts[:-1]):
@@ -419,7 +426,7 @@ def bounds(
         own = slice(bounds[table], bounds[table + 1])
         bad = ids[own][(unique[own] < first) | (unique[own] >= first + rows[table])]
         if bad.size and not faults[table, 0]:
-            faults[table, :3] = OUT_OF_RANGE, number, bad[0]
+            faults[table, [0, 2]] = OUT_OF_RANGE, bad[0]
 
 
 class BagsOf(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 
 import torch
@@ -13,7 +14,7 @@ from embedrock.device.executor import GpuExecutor, drawn_by, form_of
 from embedrock.device.hashed import HashedGpuExecutor
 from embedrock.device.host_planned import HostPlannedExecutor
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.pinned import PinningError, warn_of
+from embedrock.device.pinned import PinningError, PinningWarning
 from embedrock.device.stream_order import enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
@@ -52,30 +53,26 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
         executor = rows.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(device):
             return executor
-        return _attached(table, device)
-
-
-def _attached(table: Table, device: torch.device) -> GpuExecutor | None:
-    """Create an executor and attach it to the table. Caller holds the table lock."""
-    rows = rows_of(table)
-    rows.leave_side()
-    try:
-        with torch.inference_mode(False), enough_memory(f"{table.subject}, to keep its rows on {device},"):
-            made = _made(table, device)
-    except PinningError as error:
-        warn_of(error, table.subject)
-        return None
-    made.timeline.begin()
-    rows.attach(made)
-    return made
+        rows.leave_side()
+        try:
+            with torch.inference_mode(False), enough_memory(f"{table.subject}, to keep its rows on {device},"):
+                made = _made(table, device)
+        except PinningError as error:
+            told = f"rows of {table.subject} are read and stepped by the CPU, and copied: {error}"
+            warnings.warn(told, PinningWarning, stacklevel=4)
+            return None
+        made.timeline.begin()
+        rows.attach(made)
+        return made
 
 
 def _made(table: Table, device: torch.device) -> GpuExecutor:
-    given, rows = device_memory_of(table), rows_of(table)
+    """Create an executor: one whose slots are ids, one with a hash index on the device, or one that the host plans."""
+    given, rows, spec = device_memory_of(table), rows_of(table), table.spec
     budget = _budget(table, given, device)
-    backend = _laid_out(rows, "direct") if _may_be_planned_or_prefetched(table.spec, budget) else None
-    if backend is not None:
-        chosen = device_placing.choose(table.spec, budget)
+    chosen = _dense_layout(spec, budget)
+    backend = None if chosen is None else _laid_out(rows, "direct")
+    if chosen is not None and backend is not None:
         if chosen.mode == "device":
             _warn_of_little_ram(table)
         if chosen.mode == "host" and given and table.device_memory is None:
@@ -83,45 +80,41 @@ def _made(table: Table, device: torch.device) -> GpuExecutor:
                 f"{table.subject} gets none of device_memory={given!r} of its group, as other tables and what tells "
                 "where rows are take all of it: its rows stay in RAM, where the GPU reads and steps them. Make all "
                 "tables of a group before the first of them is used, or raise it.",
-                stacklevel=7,
+                stacklevel=6,
             )
         return DenseGpuExecutor(rows, backend, device, chosen)
-    if (memory := _open_backend(rows)) is not None:
-        executor = HashedGpuExecutor(rows, memory, device, 0 if given is None else budget)
-        if given and not executor.cache.placement.near_rows:
-            _warn_of_no_room(table, given, memory)
-        return executor
-    pool = _backend_beneath(table)  # another member may have created its mirror
-    mirror = next((mirror for mirror in _mirrors(table) if mirror.backend is pool and mirror.device == device), None)
-    if mirror is None:
-        mirror = _mirror(table, device, _budget_of_pool(table, 0 if given is None else budget, device))
-        if given and not mirror.cache.placement.near_rows:
-            _warn_of_no_room(table, given, mirror.backend)
-    return HostPlannedExecutor(rows, mirror)
-
-
-def is_for_cpu(table: Table) -> bool:
-    """Return whether a table is a group member with a row lifecycle, which no GPU supports with Keras."""
-    return table.group is not None and rows_of(table).lifecycle is not None
-
-
-def warn_of_member(table: Table, stacklevel: int) -> None:
-    """Warn that the CPU uses a member of a group: see `is_for_cpu`."""
-    warnings.warn(
-        f"{table.subject} is in a group, and its rows come and go: it is read and stepped by the CPU, and its rows "
-        "are copied to the GPU. For GPU speed, make it outside of the group.",
-        PlacementWarning,
-        stacklevel=stacklevel,
-    )
-
-
-def _open_backend(rows: TableState) -> RamBackend | None:
-    """Return the hashed backend whose slot index the GPU may hold; None where the host has to plan."""
-    if _is_planned_by_host(rows.spec):
-        return None
-    backend = _laid_out(rows, "hashed")
+    budget = 0 if given is None else budget
+    backend = None if _is_planned_by_host(spec) else _laid_out(rows, "hashed")
     # The GPU gives new ids the slots after the last one. It never reuses slots of deleted rows.
-    return backend if backend is not None and backend.count == backend.used_slots else None
+    if backend is not None and backend.count == backend.used_slots:
+        executor = HashedGpuExecutor(rows, backend, device, budget)
+    else:
+        pool = _pool_of(table)
+        for mirror in _mirrors(table):  # of other members
+            if mirror.backend is pool and mirror.device == device:
+                return HostPlannedExecutor(rows, mirror)
+        executor = HostPlannedExecutor(rows, _mirror(table, device, _budget_of_pool(table, budget, device)))
+    if given and not executor.cache.placement.near_rows:
+        _warn_of_no_room(table, given)
+    return executor
+
+
+def _dense_layout(spec: Spec, budget: int) -> DeviceLayout | None:
+    """Return the layout of a table whose slots are ids; None where they cannot be."""
+    if not _has_slots_of_ids(spec):
+        return None
+    chosen = device_placing.choose(spec, budget)
+    # RAM for all rows is pinned at once.
+    return chosen if chosen.mode == "device" or (spec.table_bytes or 0) <= available_bytes() else None
+
+
+def _has_slots_of_ids(spec: Spec) -> bool:
+    return spec.rows is not None and spec.rows <= MAX_ROWS and not _is_planned_by_host(spec)
+
+
+def _is_planned_by_host(spec: Spec) -> bool:
+    """Return whether the host has to plan a table's batches, wherever its slot index is."""
+    return drawn_by(spec.init) is None or spec.has_residents
 
 
 def _laid_out(rows: TableState, index: str) -> RamBackend | None:
@@ -131,68 +124,54 @@ def _laid_out(rows: TableState, index: str) -> RamBackend | None:
         return rows.lay_out_in_ram(index)
 
 
-def _is_planned_by_host(spec: Spec) -> bool:
-    """Return whether the host has to plan a table's batches, wherever its slot index is."""
-    return drawn_by(spec.init) is None or spec.has_residents
-
-
 def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
-    spec, is_on_disk = table.spec, table.is_on_disk
+    spec, most, is_on_disk = table.spec, _most_rows(table), table.is_on_disk
 
     def place(slots: int) -> DeviceLayout:
         if is_on_disk:
             return device_placing.over(spec, slots, budget)
         # The number of future rows is unknown. So the cache has the size that `budget` allows.
-        rows = budget // slot_bytes(spec)
-        return device_placing.cached(spec, min(rows, most or rows))
+        return device_placing.cached(spec, min(budget // slot_bytes(spec), most))
 
-    most = _most_rows(table)
     with rows_of(table).table_lock.lock:
-        return DeviceMirror(_backend_beneath(table), device, place, form_of(spec))
+        return DeviceMirror(_pool_of(table), device, place, form_of(spec))
 
 
 def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:
     """Return the GPU memory for host-planned rows; for a pool, the sum of its members' own sizes."""
     if table.group is None or table.group.device_memory is not None:
         return budget
-    backend = _backend_beneath(table)
-    given = [each.device_memory for each in table.group.open_tables() if _backend_beneath(each) is backend]
+    pool = _pool_of(table)
+    given = [each.device_memory for each in table.group.open_tables() if _pool_of(each) is pool]
     return sum(_bytes_of(size, device) for size in given if size is not None)
 
 
-def _most_rows(table: Table) -> int | None:
-    """Return the maximum number of rows in a table's backend, which may be a pool; None: no maximum."""
+def _most_rows(table: Table) -> int:
+    """Return the maximum number of rows in a table's backend, which may be a pool."""
     backend = rows_of(table).tier
     specs = [part.spec for part in backend.pool.parts.values()] if isinstance(backend, RecordRange) else [table.spec]
-    known = [rows for rows in map(_limit, specs) if rows is not None]
-    return sum(known) if len(known) == len(specs) else None
+    return sum(map(_limit, specs))
 
 
-def _limit(spec: Spec) -> int | None:
+def _limit(spec: Spec) -> int:
     most = None if spec.eviction is None else spec.eviction.most_rows(spec.record_bytes)
-    return min((rows for rows in (spec.rows, most) if rows is not None), default=None)
+    return min((rows for rows in (spec.rows, most) if rows is not None), default=sys.maxsize)
 
 
 def _mirrors(table: Table) -> list[DeviceMirror]:
     """Return the device mirrors of all pools of a table's group, without repeats."""
-    tables = [] if table.group is None else table.group.open_tables()
-    executors = [each.executor for each in tables]
-    return list(
-        dict.fromkeys(
-            executor.mirror
-            for executor in executors
-            if isinstance(executor, HostPlannedExecutor) and executor.is_current
-        )
-    )
+    executors = [] if table.group is None else [each.executor for each in table.group.open_tables()]
+    hosted = [one for one in executors if isinstance(one, HostPlannedExecutor) and one.is_current]
+    return list(dict.fromkeys(executor.mirror for executor in hosted))
 
 
-def _backend_beneath(table: Table) -> Backend:
+def _pool_of(table: Table) -> Backend:
     """Return the backend that holds the records: for a member, its pool's."""
     return rows_of(table).tier.pool
 
 
-def _warn_of_no_room(table: Table, given: int | str, backend: Backend) -> None:
-    least = device_placing.memory_for(table.spec, 1, backend.used_slots if table.is_on_disk else 1)
+def _warn_of_no_room(table: Table, given: int | str) -> None:
+    least = device_placing.memory_for(table.spec, 1, _pool_of(table).used_slots if table.is_on_disk else 1)
     whose = "" if table.device_memory is not None else " of its group, or what other pools leave of it,"
     _warn(
         f"device_memory={given!r} of {table.subject}{whose} has room for no row: its rows stay in RAM, where the GPU "
@@ -200,7 +179,7 @@ def _warn_of_no_room(table: Table, given: int | str, backend: Backend) -> None:
     )
 
 
-def _warn(text: str, stacklevel: int = 8) -> None:
+def _warn(text: str, stacklevel: int = 7) -> None:
     warnings.warn(text, PlacementWarning, stacklevel=stacklevel)
 
 
@@ -221,43 +200,38 @@ def _share(table: Table, budget: int) -> int:
         for each, taker in others.items()
         if isinstance(each.executor, GpuExecutor) and each.executor.is_current
     }
-    known, waiting = {_taker(table), *taken}, dict[Table | Backend, Table]()
-    for each, taker in others.items():
-        if each.device_memory is None and taker not in known:
-            waiting[taker] = each
-    budget -= sum(taken.values())
-    return device_placing.share(_need(table, budget), [_need(each, budget) for each in waiting.values()], budget)
+    known = {_taker(table), *taken}
+    waiting = {taker: each for each, taker in others.items() if each.device_memory is None and taker not in known}
+    needs = _need(table), [_need(each) for each in waiting.values()]
+    return device_placing.share(*needs, budget - sum(taken.values()))
 
 
 def _taken(executor: GpuExecutor) -> int:
     """Return the bytes of GPU memory that a member in RAM takes, or may take, with others of its pool."""
     if isinstance(executor, HashedGpuExecutor):
         return executor.budget
-    placement = executor.cache.placement
-    return (
-        placement.bytes if isinstance(executor, DenseGpuExecutor) else placement.near_rows * slot_bytes(executor.spec)
-    )
+    if isinstance(executor, HostPlannedExecutor):
+        return executor.mirror.cache.placement.near_rows * slot_bytes(executor.spec)
+    return executor.cache.placement.bytes
 
 
 def _taker(table: Table) -> Table | Backend:
     """Return the unit that shares GPU memory: the table itself or, where the host plans, its pool."""
-    return _backend_beneath(table) if _is_planned_by_host(table.spec) else table
+    return _pool_of(table) if _is_planned_by_host(table.spec) else table
 
 
-def _need(table: Table, budget: int) -> DeviceDemand:
+def _need(table: Table) -> DeviceDemand:
     spec = table.spec
     if _has_slots_of_ids(spec):
         return need_of(spec)
     if _is_planned_by_host(spec):
-        rows, nbytes = _most_rows(table), slot_bytes(spec)
-    else:
-        rows, nbytes = spec.rows, open_bytes(spec)
-    return DeviceDemand(0, budget if rows is None else rows * nbytes)
+        return DeviceDemand(0, _most_rows(table) * slot_bytes(spec))
+    return DeviceDemand(0, (spec.rows or sys.maxsize) * open_bytes(spec))
 
 
 def _share_of_pool(table: Table, budget: int) -> int:
     """Return the share of GPU memory of a pool on disk, after the pools that have theirs."""
-    mirrors, own = _mirrors(table), _backend_beneath(table)
+    mirrors, own = _mirrors(table), _pool_of(table)
     budget -= sum(mirror.cache.placement.bytes for mirror in mirrors)
     have = {id(backend) for backend in (own, *(mirror.backend for mirror in mirrors))}
     others = [backend for backend in table.group.pools.tiers if id(backend) not in have]
@@ -273,19 +247,6 @@ def _warn_of_little_ram(table: Table) -> None:
             f"save or read all of its rows, {format_bytes(there)} free. Training goes on; saving it will be refused "
             "once more rows are in use than RAM has room for."
         )
-
-
-def _may_be_planned_or_prefetched(spec: Spec, budget: int) -> bool:
-    if not _has_slots_of_ids(spec) or spec.table_bytes is None:
-        return False
-    # RAM for all rows is pinned at once.
-    return device_placing.choose(spec, budget).mode == "device" or spec.table_bytes <= available_bytes()
-
-
-def _has_slots_of_ids(spec: Spec) -> bool:
-    """Return whether a GPU can plan a table's batches and draw its initial values."""
-    is_small = spec.rows is not None and spec.rows <= MAX_ROWS
-    return is_small and drawn_by(spec.init) is not None and not spec.has_residents
 
 
 def _bytes_of(size: int | str, device: torch.device) -> int:
@@ -318,12 +279,8 @@ def _check_only_gpu(table: Table, device: torch.device) -> None:
 def _elsewhere(table: Table, device: torch.device) -> list[tuple[TableState, torch.device]]:
     """Return the rows of other tables that are on another GPU, each with its device."""
     executors = ((rows, rows.executor) for rows in in_use() if rows is not rows_of(table))
-    on_gpus = [
-        (rows, executor.device)
-        for rows, executor in executors
-        if isinstance(executor, GpuExecutor) and executor.device.type == "cuda"
-    ]
-    return [(rows, other) for rows, other in on_gpus if other != device]
+    devices = [(rows, executor.device) for rows, executor in executors if isinstance(executor, GpuExecutor)]
+    return [(rows, other) for rows, other in devices if other.type == "cuda" and other != device]
 
 
 def _check_capability(device: torch.device) -> None:

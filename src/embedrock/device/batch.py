@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device.cache import load_rows, shares_of, times_of
-from embedrock.device.copies import uploaded
+from embedrock.device.cache import load_rows, times_of
 from embedrock.device.features import BatchSizes, FeatureLayout, TableFamily
 from embedrock.device.workspace import carved, layout
 from embedrock.kernels.gpu import joint as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu import rows
-from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.addresses import DeviceTables, TableEntryWords
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
 from embedrock.kernels.gpu.cache import VictimSearch
 from embedrock.kernels.gpu.sums import partial_rows
@@ -55,7 +53,7 @@ class SteppedTables(NamedTuple):
     admit: Callable[[], object] | None = None
 
 
-_FAMILY = attrgetter("family")
+_FAMILY, _KEEPS = attrgetter("family"), attrgetter("keeps_weights")
 
 
 class DeviceBatch:
@@ -107,27 +105,22 @@ class DeviceBatch:
     norms: Tensor | None = None
     placed: Tensor
     _space: Any = None
-    _search: Any = None
+    _search: tuple[Any, ...] = ()
     _moves: Tensor
 
     def __init__(self, features: FeatureLayout, sizes: BatchSizes, trains: bool, counts: Sequence[bool] | None) -> None:
         self.layout, self.sizes, self.executors = features, sizes, features.executors
         self.family: TableFamily = features.first.family
         times, self.stamps = features.begin_batch(sizes.positions, trains)
-        self.tables, self.firsts = features.of_words(features.known(counts))
+        is_cached = self.family.kind == "cached"
+        known = None if not is_cached or counts is None or False not in counts else features.uncounted(counts)
+        self.tables, self.firsts = features.of_words(known)
         self.placed = sizes.placed
         self.norms = features.norms(len(self.executors), self.family.device) if trains else None
-        if self.family.kind == "cached":
-            self._begin_search(times, sizes.words)
+        if is_cached:
+            self._search = *features.search(sizes.positions), times_of(times, self.family.device)
         if features.first.timeline.captured is not None:
-            features.first.timeline.keep(self.placed, self.tables.entries)
-
-    def _begin_search(self, times: Sequence[BatchTime], words: tuple[int, ...]) -> None:
-        """Place the words about the batch on the device, with those of a search for victims in the tables' caches."""
-        shares = shares_of(self.executors, self.sizes.positions)
-        words = *words, *shares[0], *times_of(times)
-        self.placed = uploaded(np.array(words, np.int64), self.family.device)
-        self._search = shares, self.placed[len(self.sizes.words) :], times[0]
+            features.first.timeline.keep(self.placed, self.tables.entries, *self._search[:1])
 
     # ------------------------------------------------------------ plans
 
@@ -135,34 +128,32 @@ class DeviceBatch:
         """Plan the batch of ids (n,), and load its rows; `is_ahead`: `look_up` follows when they are looked up."""
         self.given = given
         n, k, family = self.sizes.n, len(self.executors), self.family
-        is_cached = self._search is not None
-        self._space = self.layout.take((n, k, is_cached), 44 * n, _space, family.device, n, k, is_cached)
+        is_cached = bool(self._search)
+        form = n, k, is_cached, is_ahead  # prefetched batches are made on a stream of their own
+        self._space = self.layout.take(form, 44 * n, _space, family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.inverse, positions, self.count, self._moves, self.starts, self.tickets, scan = arrays
         kernels.join(given, self.placed, len(self.layout.tables), self.tables, positions)
         ordered, self.order = torch.sort(positions, stable=True)
         self.positions = positions
-        search = None if self._search is None else self._victims()
-        found = None if is_ahead else (given, self.bounds, self.stamps[0])
+        search = self._victims() if is_cached else None
+        found = None if is_ahead else (given, self.bounds)
         plan = self.keys, self.starts, self.inverse, self.count, self.tickets
-        plan_kernels.collect(ordered, self.nobody, self.order, scan, plan, self.tables, search, found)
+        plan_kernels.collect(ordered, self.firsts[-1] - 1, self.order, scan, plan, self.tables, search, found)
         if search is not None:
             load_rows(self.tables, search, ordered, n)
         return self
 
     def _victims(self) -> VictimSearch | None:
         """Return the search for victims in the tables' caches; None without positions."""
-        (words, programs), placed, first = self._search
+        shares, programs, times = self._search
         if not programs:
             return None
-        # Times in memory are adjacent, in the order of tables.
-        times = placed[len(words) :].view(torch.int32) if type(first.stamp) is int else first.stamp
-        moves = self._moves.view(torch.int64).view(-1, 3)
-        return VictimSearch(moves, programs, placed[: len(words)], times)
+        return VictimSearch(self._moves.view(torch.int64).view(-1, 3), programs, shares, times)
 
     def look_up(self) -> None:
         """Write `bounds` of a batch that was planned ahead, and record ids that are outside of their table."""
-        args = self.tables, self.keys, self.count, self.given, self.order, self.starts, self.bounds, self.stamps[0]
+        args = self.tables, self.keys, self.count, self.given, self.order, self.starts, self.bounds
         plan_kernels.bounds(*args)
 
     @property
@@ -176,12 +167,6 @@ class DeviceBatch:
         """Counters of `kernels.bags`: int32 (1 + k,)."""
         k = len(self.executors)
         return self.tickets[-k - 1 :]
-
-    @property
-    def layout_of_sums(self) -> tuple[TensorPart, int]:
-        """The words of `sums.layout_of`, int64 (2 * (k + 1),), and the last of them."""
-        k, words = len(self.executors), self.sizes.words
-        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (2 * k + 2,), torch.int64), words[-1]
 
     # ------------------------------------------------------------ rows
 
@@ -198,10 +183,14 @@ class DeviceBatch:
         """Return the weights of the rows: float32 (n, dim), undefined beyond the existing ones."""
         self.layout.begin_read()
         out = self.out()
-        stale = self.layout.first.stale if len(self.executors) == 1 else None  # such a table is looked up alone
-        rows.read(self.keys, self.count, self.tables, out, self.ids, stale=stale)
+        rows.read(self.keys, self.count, self.tables, out, self.ids, stale=self.stale)
         self.keep_weights(out)
         return out
+
+    @property
+    def stale(self) -> Any:
+        """Step constants by which copies of weights catch up, see `rows.read`. (Rows that lag are of one table.)"""
+        return self.layout.first.stale if len(self.executors) == 1 else None
 
     def out(self) -> Tensor:
         """Return memory for a line of each position: float32 (n, dim)."""
@@ -209,7 +198,7 @@ class DeviceBatch:
 
     def keep_weights(self, out: Tensor) -> None:
         """Keep weights that were read, float32 (n, dim), for a step if it can use them."""
-        if all(executor.keeps_weights for executor in self.executors):
+        if self.family.kind not in ("device", "cached") and all(map(_KEEPS, self.executors)):
             self.found = FoundWeights(out, tuple([executor.rows.version.of_rows for executor in self.executors]))
 
     def is_of_family(self) -> bool:
@@ -217,6 +206,13 @@ class DeviceBatch:
         return list(map(_FAMILY, self.executors)).count(self.family) == len(self.executors)
 
     # ------------------------------------------------------------ steps
+
+    def has_room(self, which: tuple[int, int]) -> bool:
+        """Return whether the new rows of some tables have room, with nothing to do. Caller holds the table locks.
+
+        `which`: the first of the tables, and the one after the last.
+        """
+        return True
 
     def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
         """Return the tables from the first to the last of `which`, which have begun a step. No row changes.
@@ -229,9 +225,9 @@ class DeviceBatch:
         """
         return self.as_ready()
 
-    def as_ready(self) -> SteppedTables:
-        """Return the tables as their current records can be stepped."""
-        return SteppedTables(self.tables, self.keys, self.ids, self.count, self.bounds, self.found)
+    def as_ready(self, admit: Callable[[], object] | None = None) -> SteppedTables:
+        """Return the tables as their current records can be stepped; `admit`: see `SteppedTables`."""
+        return SteppedTables(self.tables, self.keys, self.ids, self.count, self.bounds, self.found, admit)
 
     # ------------------------------------------------------------ batches of one table
 
@@ -248,7 +244,7 @@ class DeviceBatch:
     def take_words(self, known: tuple[TableEntryWords, ...] | None = None) -> None:
         """Take words about the tables, as they are now: see `FeatureLayout.known`."""
         self.family = self.layout.first.family
-        self.tables, self.firsts = self.layout.of_words(self.layout.known() if known is None else known)
+        self.tables, self.firsts = self.layout.of_words(known)
 
     def of(self, table: int, executor: Any) -> DeviceBatch:
         """Return the batch of one of the tables, for the executor that has its rows now."""

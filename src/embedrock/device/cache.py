@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.device.copies import uploaded
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import AGES, BatchTime, CacheSlots, DeviceTables, RecordMemory
+from embedrock.kernels.gpu.addresses import AGES, BatchTime, CacheSlots, DeviceTables
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.device_layout import DeviceLayout
 
@@ -24,8 +22,6 @@ EVERYWHERE = 2**62  # above all keys: no limit
 # rows as their use changes.
 HALF_LIFE = 30.0
 NO_TIME = BatchTime(0, 0, 0.0)  # of a batch without a cache
-
-_generations = itertools.count()
 
 
 def present(where: Tensor) -> Tensor:
@@ -58,7 +54,8 @@ class DeviceCache:
     Attributes:
         kind: of the record addresses, see `DeviceTables`. Without a map, all rows have a record in RAM.
         limit: keys outside ``[0, limit)`` are of no row.
-        generation: of the addresses of `records` and `slots`, unlike that of any other.
+        near, far: addresses of the first records in GPU memory and in RAM.
+        slot_count: number of records that a cache has room for.
     """
 
     def __init__(self, where: Tensor, placement: DeviceLayout, form: RecordForm, far: int) -> None:
@@ -66,7 +63,7 @@ class DeviceCache:
         self.placement = placement
         self.is_identity, self.is_cache = placement.mode == "device", placement.mode == "cached"
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
-        self.memory = RecordMemory(self.records.data_ptr(), far, form.record_bytes)
+        self.near, self.far = self.records.data_ptr(), far
         slots = count if self.is_cache else 0
         self._use(
             where,
@@ -77,7 +74,7 @@ class DeviceCache:
             torch.zeros(8, dtype=torch.int64, device=device),
         )
         self.not_counted = torch.zeros_like(self.slots.tallies)
-        self._hand = 0
+        self._hand, self.slot_count = 0, slots
         self.clear()
 
     def grow(self, where: Tensor, timeline: StreamOrder) -> None:
@@ -92,7 +89,6 @@ class DeviceCache:
         self.slots = CacheSlots(where, *state)
         self.kind = self.placement.mode if len(where) else "recorded"
         self.limit = len(where) or EVERYWHERE
-        self.generation = next(_generations)
 
     @property
     def nbytes(self) -> int:
@@ -117,14 +113,14 @@ class DeviceCache:
         """Begin a batch of n positions; return its time in a cache. `trains`: a step may follow."""
         if not self.is_cache:
             return NO_TIME
-        hand, slots = self._hand, len(self.slots.owner)
+        hand, slots = self._hand, self.slot_count
         self._hand = (hand + min(slots, cache.WINDOW * n)) % slots
         stamp = clock.stamp
         return BatchTime(stamp & AGES, stamp - clock.oldest(trains), 1.0 / self.half_life(n), hand)
 
     def half_life(self, n: int) -> float:
         """Return the half-life of a row's score, in batches of n positions."""
-        return HALF_LIFE * max(1.0, len(self.slots.owner) / max(1, n))
+        return HALF_LIFE * max(1.0, self.slot_count / max(1, n))
 
     # ------------------------------------------------------------ write-back and statistics
 
@@ -146,8 +142,8 @@ class DeviceCache:
     def _write_back(self, slots: Tensor) -> None:
         if len(slots):
             owners, order = self.slots.owner[slots].sort()
-            size = self.memory.record_bytes
-            sources, targets = self.memory.near + slots[order] * size, self.memory.far + owners * size
+            size = self.records.shape[1]
+            sources, targets = self.near + slots[order] * size, self.far + owners * size
             cache.copy_records(sources, targets, size)
             self.slots.dirty[slots] = 0
 
@@ -162,28 +158,27 @@ class DeviceCache:
 # ---------------------------------------------------------------- caches of several tables
 
 
-def shares_of(executors: Sequence[Any], positions: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def shares_of(caches: Iterable[DeviceCache], positions: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return the shares of tables in a search for victims, given the positions of each, and its number of programs.
 
-    For the words of a share see `cache.VictimSearch`.
+    Shares are int64 (tables * SHARE_WORDS,): see `cache.VictimSearch`.
     """
-    caches = [executor.cache for executor in executors]
-    return _shares(tuple((own.half_life(n), n, cache.blocks(n)) for own, n in zip(caches, positions, strict=True)))
+    shares, program, position = list[int](), 0, 0
+    for own, size in zip(caches, positions, strict=True):
+        fading = int(np.float32(1.0 / own.half_life(size)).view(np.int32))
+        shares += fading, size, program, position
+        program, position = program + cache.blocks(size), position + size
+    return np.array(shares, np.int64), program
 
 
-@functools.lru_cache(maxsize=64)
-def _shares(sizes: tuple[tuple[float, int, int], ...]) -> tuple[tuple[int, ...], int]:
-    words, program, position = list[int](), 0, 0
-    for half_life, size, programs in sizes:
-        fading = int(np.float32(1.0 / half_life).view(np.int32))
-        words += fading, size, program, position
-        program, position = program + programs, position + size
-    return tuple(words), program
-
-
-def times_of(times: Sequence[BatchTime]) -> list[int]:
-    """Return the times of a batch, of each table, as int64 words for kernels; none for times in memory."""
-    return [word for time in times if type(time.stamp) is int for word in (time.stamp, 0, time.span, 0, time.hand, 0)]
+def times_of(times: Sequence[BatchTime], device: torch.device) -> Tensor:
+    """Return the times of a batch, of each table, for kernels: int32 (tables, TIME_WORDS)."""
+    first = times[0].stamp
+    if type(first) is not int:
+        return first  # in a CUDA graph, times are in memory, one after the other
+    words = np.zeros((3 * len(times), 2), np.int64)
+    words[:, 0] = [word for time in times for word in (time.stamp, time.span, time.hand)]
+    return uploaded(words, device).view(torch.int32)
 
 
 FIRST_STAMP = 1 << 16  # 0, the number of unused rows, must look old

@@ -45,34 +45,49 @@ def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
-class HostCopy:
-    """Host copy of device numbers. Only `wait` blocks until the numbers arrive.
+class DeviceEvent:
+    """Event after work on a device. Only `wait` blocks until it comes. On the CPU it has come already.
+
+    Args:
+        device: of the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self, stream: torch.cuda.Stream | None) -> None:
+        """Order the event after all work launched so far on a stream. Allocates no memory."""
+        if self._event is not None:
+            self._event.record(stream)
+
+    def has_come(self) -> bool:
+        """Return whether the work is done."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Wait until the work is done."""
+        if self._event is not None:
+            with cuda_runtime().beside_captures():
+                self._event.synchronize()
+
+
+class HostCopy(DeviceEvent):
+    """Host copy of device numbers, which have arrived when the event comes.
 
     Args:
         shape: of the numbers, int64.
-        is_cuda: the numbers come from a GPU.
+        device: they come from it.
 
     Attributes:
         lines: the numbers.
     """
 
-    def __init__(self, shape: tuple[int, ...], is_cuda: bool) -> None:
-        self._seen = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        self._event = torch.cuda.Event() if is_cuda else None
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        super().__init__(device)
+        self._seen = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.lines = self._seen.numpy()  # a view, so reading is free
 
     def come(self, numbers: Tensor) -> None:
         """Copy as many numbers, ordered after all work launched so far. Allocates no memory."""
         self._seen.copy_(numbers, non_blocking=True)
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(numbers.device))
-
-    def has_come(self) -> bool:
-        """Return whether the copy has arrived."""
-        return self._event is None or self._event.query()
-
-    def wait(self) -> None:
-        """Wait until the copy has arrived."""
-        if self._event is not None:
-            with cuda_runtime().beside_captures():
-                self._event.synchronize()
+        self.record(torch.cuda.current_stream(numbers.device) if self._event is not None else None)

@@ -29,15 +29,20 @@ class CudaRuntime:
         self._library = library
 
     def register(self, address: int, nbytes: int) -> int:
-        """Pin memory. Return 0, or the error number, which is also cleared in the runtime."""
-        pointer = ctypes.c_void_p(address)
+        """Pin memory, which forks then do not get. Return 0, or the error number, also cleared in the runtime."""
+        platform.share_with_children(False, address, nbytes)
+        size = ctypes.c_size_t(nbytes)
         with self.beside_captures():
-            return self._drained(self._library.cudaHostRegister(pointer, ctypes.c_size_t(nbytes), PORTABLE_AND_MAPPED))
+            code = self._drained(self._library.cudaHostRegister(ctypes.c_void_p(address), size, PORTABLE_AND_MAPPED))
+        if code:
+            platform.share_with_children(True, address, nbytes)
+        return code
 
-    def unregister(self, address: int) -> int:
-        """Unpin memory. Return 0, or the error number, which is also cleared in the runtime."""
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Unpin memory."""
         with self.beside_captures():
-            return self._drained(self._library.cudaHostUnregister(ctypes.c_void_p(address)))
+            self._drained(self._library.cudaHostUnregister(ctypes.c_void_p(address)))
+        platform.share_with_children(True, address, nbytes)
 
     def reads_host_addresses(self, device: int) -> bool:
         """Return whether a device reads pinned memory at its host addresses."""
@@ -70,7 +75,11 @@ def cuda_runtime() -> CudaRuntime:
         UnsupportedError: this process has loaded none that can be found.
     """
     torch.cuda.init()
-    for path in _paths():
+    # A process may load several CUDA runtimes, and some have stubs that only fail. Each has its own last error. Symbols
+    # looked up through PyTorch's library resolve to the runtime that it is linked to.
+    linked, major = platform.loaded_libraries("libc10_cuda.so"), (torch.version.cuda or "").partition(".")[0]
+    others = sorted(platform.loaded_libraries("libcudart.so"), key=lambda path: f".so.{major}" not in path)
+    for path in (*linked, *others):
         library = platform.library(path)
         if hasattr(library, "cudaHostRegister"):
             return CudaRuntime(library)
@@ -78,11 +87,3 @@ def cuda_runtime() -> CudaRuntime:
         "CUDA's runtime library (libcudart) is not among those that this process has loaded, so no RAM can be "
         "pinned for a GPU. Install a build of PyTorch that brings it, as its wheels do."
     )
-
-
-def _paths() -> list[str]:
-    """Return the paths of candidate libraries, best first."""
-    # A process may load several CUDA runtimes, and some have stubs that only fail. Each has its own last error. Symbols
-    # looked up through PyTorch's library resolve to the runtime that it is linked to.
-    linked, major = platform.loaded_libraries("libc10_cuda.so"), (torch.version.cuda or "").partition(".")[0]
-    return [*linked, *sorted(platform.loaded_libraries("libcudart.so"), key=lambda path: f".so.{major}" not in path)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -13,13 +12,13 @@ from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import DeviceCache, present
 from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
-from embedrock.device.features import TableFamily, family_of
+from embedrock.device.features import TableFamily
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.pinned import PinnedRecords, staging
 from embedrock.device.steps import judge
 from embedrock.errors import counted
 from embedrock.kernels.gpu import cache
-from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, BatchTime, TableEntryWords
+from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend, take_ram
 from embedrock.table.rows import TableState
@@ -47,16 +46,14 @@ class DenseGpuExecutor(DevicePlannedExecutor):
         assert count is not None  # a dense index has a row count
         self.placement, self._count, self._memory, self._epoch = placement, count, backend, backend.epoch
         self._draw_on_device()
-        self._pinned = None
+        far, self._pinned = 0, None
         if placement.mode != "device":
             self._pinned = PinnedRecords(backend.records.bytes, device, self.timeline.finish)
-        far = 0
-        if self._pinned is not None:
             backend.arena.expect_all()
             self._pinned.cover(backend.records.bytes.nbytes)
             far = self._pinned.address
         self.where = torch.full((self._count,), ABSENT, dtype=torch.int32, device=device)
-        self.cache = DeviceCache(self.where, placement, self.form, far)
+        self.use(DeviceCache(self.where, placement, self.form, far))
 
     # ------------------------------------------------------------ copies between device and backend
 
@@ -110,7 +107,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             if through is None:
                 through = staging(min(self._rows_at_a_time, self._count) * size, self.device)
             targets = through.data_ptr() + torch.arange(len(ids), device=self.device) * size
-            cache.copy_records(self.cache.memory.near + ids * size, targets, size)
+            cache.copy_records(self.cache.near + ids * size, targets, size)
             self.timeline.finish()
             self._memory.records.bytes[ids.cpu().numpy()] = through[: len(ids) * size].view(-1, size).numpy()
             self.where[ids] = ids.to(torch.int32)
@@ -135,18 +132,10 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     # ------------------------------------------------------------ lookups and steps
 
-    @functools.cached_property
-    def family(self) -> TableFamily:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return family_of(self)
-
     @property
     def joins(self) -> TableFamily | None:
         # A dense rule's stale rows cannot be looked up together. Rules may differ.
         return None if self._rows_of().history is not None else self.family
-
-    @functools.cached_property
-    def known(self) -> TableEntryWords:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.entry_words()
 
     def begin(self) -> None:
         if not self.timeline.is_recorded:  # a recorded step does so before each replay
@@ -154,31 +143,16 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             if self._seen != self._version.now:
                 self._follow()
 
-    def begin_step(self) -> None:
-        self.begin()
-        self.timeline.wait_for_copies()
-
     @property
     def not_captured(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.rows.history is not None:
             return "its rule has dense=True, and the numbers of all steps so far grow in GPU memory"
         return None
 
-    def begin_batch(self, n: int, trains: bool) -> BatchTime:
-        captured = self.timeline.captured
-        return super().begin_batch(n, trains) if captured is None else captured.begin_batch(self, n, trains)
-
-    def count_batch(self, n: int, trains: bool) -> BatchTime:
-        """Begin a batch of a captured step, for its warm-up or for the next replay."""
-        self.check()
-        self.begin()
-        self.expect_nothing()
-        return super().begin_batch(n, trains)
-
     def expect_nothing(self) -> None:
         """Discard the prefetched batch and the ids of the next batch."""
         self.timeline.wait_for_copies()
-        self._ahead = self.expected = None
+        self.ahead = self.expected = None
 
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> RowSums:
         dropped = torch.zeros((), dtype=torch.bool, device=self.device)

@@ -6,14 +6,13 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from embedrock.batch.wrong_ids import OPEN_IDS
-from embedrock.device.copies import HostCopy
+from embedrock.device.copies import DeviceEvent
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
 from embedrock.table.rows import TableState
 
@@ -32,19 +31,24 @@ def in_use() -> list[TableState]:
 
 
 class ErrorLines:
-    """Errors of tables on a device, which one copy brings to the host.
+    """Errors of some tables on a device, and flags in RAM that kernels raise with them.
+
+    So the host learns of errors without a copy, once a `DeviceEvent` after the kernels has come.
 
     Args:
         device: of the tables.
 
     Attributes:
         tensor: int64 (LINES, 4), see `DeviceErrors`.
+        flags: int64 (LINES,), not 0 if the table has an error.
         used: number of lines that tables have taken.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.tensor, self._device, self.used = torch.zeros(LINES, 4, dtype=torch.int64, device=device), device, 0
-        self._answers: dict[Any, HostCopy] = {}
+        flags = torch.zeros(LINES, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.tensor, self.flags = torch.zeros(LINES, 4, dtype=torch.int64, device=device), flags.numpy()
+        self.device, self.used = device, 0
+        self.tensor[:, 1] = flags.data_ptr() + flags.itemsize * torch.arange(LINES, device=device)
 
     @staticmethod
     def of(device: torch.device) -> ErrorLines:
@@ -54,22 +58,10 @@ class ErrorLines:
             lines = _lines[device] = ErrorLines(device)
         return lines
 
-    def come(self) -> HostCopy:
-        """Copy all lines to the host, after all work launched so far. Allocates no memory after the first copy.
-
-        Copies of one stream follow each other. So a later one has all that an earlier one has.
-        """
-        is_cuda = self._device.type == "cuda"
-        stream = torch.cuda.current_stream(self._device) if is_cuda else None
-        answer = self._answers.get(stream)
-        if answer is None:
-            answer = self._answers[stream] = HostCopy((LINES, 4), is_cuda)
-        answer.come(self.tensor)
-        return answer
-
 
 LINES = 64
 _lines: dict[torch.device, ErrorLines] = {}  # with free lines
+_events: dict[Any, DeviceEvent] = {}  # of each stream
 
 
 class DeviceErrors:
@@ -83,7 +75,7 @@ class DeviceErrors:
         device: of the rows.
 
     Attributes:
-        tensor: int64 (4,) on the device: code, number, value, first refused step.
+        tensor: int64 (4,) on the device: code, address of the flag, value, first refused step.
         address: of the tensor.
         lines: of which it is one.
         launched: numbers of steps that may turn out to be refused.
@@ -95,8 +87,7 @@ class DeviceErrors:
         self._line, self.lines.used = self.lines.used, self.lines.used + 1
         self.tensor = self.lines.tensor[self._line]
         self.address = self.tensor.data_ptr()
-        self._answer: HostCopy | None = None  # to the last request
-        self._is_asked = False
+        self._answer: DeviceEvent | None = None  # of the last request, until it is checked
         self.launched: deque[int] = deque()
         self._asked_at = 0
         _all.add(self)
@@ -107,15 +98,11 @@ class DeviceErrors:
         assert rows is not None  # the caller holds the rows
         return rows
 
-    def ask(self) -> None:
-        """Copy the error to the host after all work launched so far."""
-        ask([self])
-
     def ask_again(self) -> None:
-        """Copy the error once more if it was asked for, as later work may have found one."""
-        if self._is_asked:
-            self._is_asked = False
-            self.ask()
+        """Ask for the error once more if it was asked for, as later work may have found one."""
+        if self._answer is not None:
+            self._answer = None
+            ask([self])
 
     def raise_but_nonfinite(self) -> None:
         """Raise an error that is not about gradients of a step. Waits for the device."""
@@ -123,9 +110,9 @@ class DeviceErrors:
             self._take()
 
     def look(self) -> None:
-        """Copy the current error to the host, for the next check. Waits for the device."""
-        self._is_asked = False
-        self.ask()
+        """Have the next check raise the current error. Waits for the device."""
+        self._answer = None
+        ask([self])
         assert self._answer is not None  # it was asked for
         self._answer.wait()
 
@@ -133,24 +120,12 @@ class DeviceErrors:
         """Clear a refused step that the host knows of; raise the error if it is the table's own."""
         if is_culprit:
             self._take()
-        self.tensor.zero_()
+        self._clear()
 
-    def check(self) -> None:
-        """Raise the error if one has arrived on the host.
-
-        Raises:
-            IdError: ids of a lookup lie outside the table.
-            ArgumentError: offsets of bags are invalid.
-            NonFiniteGradientError: a step had gradients with NaN or Inf.
-        """
-        if not self._is_asked or self._answer is None or not self._answer.has_come():
-            return
-        self._is_asked = False
-        if not self._answer.lines[self._line, 0]:
-            while self.launched and self.launched[0] <= self._asked_at:
-                self.launched.popleft()
-            return
-        self._take()
+    def _clear(self) -> None:
+        self.tensor[:1].zero_()
+        self.tensor[2:].zero_()
+        self.lines.flags[self._line] = 0
 
     def _take(self) -> None:
         code, value, first, refused = self._take_back()
@@ -191,48 +166,49 @@ class DeviceErrors:
         """
         code, _, value, first = self.tensor.tolist()  # waits: later steps are not refused
         refused = sum(number >= first for number in self.launched) if first else 0
-        self.tensor.zero_()
+        self._clear()
         self.launched.clear()
-        self._is_asked = False
+        self._answer = None
         self._rows.undo_steps(refused)
         return code, value, first, refused
 
 
 def check(faults: Sequence[DeviceErrors]) -> None:
-    """Raise the error of a table if one has arrived on the host: see `DeviceErrors.check`."""
-    answer = faults[0]._answer
-    if answer is not None and list(map(_ANSWER, faults)).count(answer) == len(faults):
-        if not answer.has_come():
-            return
-        if not answer.lines[:, 0].any():
-            for each in faults:
-                each._is_asked = False
-                launched, last = each.launched, each._asked_at
-                while launched and launched[0] <= last:
-                    launched.popleft()
-            return
+    """Raise the error of a table if one has arrived on the host.
+
+    Raises:
+        IdError: ids of a lookup lie outside the table.
+        ArgumentError: offsets of bags are invalid.
+        NonFiniteGradientError: a step had gradients with NaN or Inf.
+    """
+    answer, has_come = None, False  # tables share an answer
     for each in faults:
-        each.check()
-
-
-_ANSWER = attrgetter("_answer")
+        if each._answer is not answer and each._answer is not None:
+            answer = each._answer
+            has_come = answer.has_come()
+        if answer is None or each._answer is None or not has_come:
+            continue
+        each._answer = None
+        if each.lines.flags[each._line]:
+            each._take()
+        launched, last = each.launched, each._asked_at
+        while launched and launched[0] <= last:
+            launched.popleft()
 
 
 def ask(faults: Sequence[DeviceErrors]) -> None:
-    """Copy the errors of tables on one device to the host at once, after all work launched so far."""
-    copied: dict[ErrorLines, HostCopy] = {}
-    for each in faults:
-        if each._is_asked:
-            continue
-        lines, launched = each.lines, each.launched
-        answer = copied.get(lines)
-        if answer is None:
-            try:
-                answer = copied[lines] = lines.come()
-            except torch.OutOfMemoryError:  # the steps are launched, and must not fail any more
-                continue
-        each._answer, each._is_asked = answer, True
-        each._asked_at = launched[-1] if launched else 0
+    """Have later checks raise the errors of tables on one device, once all work launched so far is done."""
+    asked = [each for each in faults if each._answer is None]
+    if not asked:
+        return
+    device = asked[0].lines.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    event = _events.get(stream)
+    if event is None:
+        event = _events[stream] = DeviceEvent(device)
+    event.record(stream)  # events of one stream follow each other: a later one serves those who asked before
+    for each in asked:
+        each._answer, each._asked_at = event, each.launched[-1] if each.launched else 0
 
 
 def _undone(steps: int) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 from embedrock.device.copies import uploaded
 from embedrock.device.executor import GpuExecutor, drawn_by
-from embedrock.device.prefetched import PrefetchedBatch
 from embedrock.kernels.gpu.rows import InitialRecord
 
 COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between GPU memory and unpinned RAM
@@ -22,16 +19,6 @@ class DevicePlannedExecutor(GpuExecutor):
         assert drawn is not None  # else the host plans, and draws
         self.first = InitialRecord(drawn, uploaded(self.spec.first_state, self.device))
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Begin to use rows: wait for CPU steps, check that the table is open, and load changes of the CPU.
-
-        Caller holds the table lock.
-
-        Raises:
-            ClosedTableError: the table is closed.
-        """
-
     def _check_open(self) -> None:
         rows = self._rows_of()
         rows.table_lock.settle_steps()
@@ -40,13 +27,3 @@ class DevicePlannedExecutor(GpuExecutor):
     @property
     def _rows_at_a_time(self) -> int:
         return max(1, min(COPIED_ROWS, COPIED_BYTES // self.spec.record_bytes))
-
-    def take_ahead(self) -> PrefetchedBatch | None:
-        """Return the prefetched batch, once."""
-        self.timeline.wait_for_copies()
-        ahead, self._ahead = self._ahead, None
-        return ahead
-
-    def keep_ahead(self, ahead: PrefetchedBatch) -> None:
-        """Keep a batch that was planned ahead of the lookup."""
-        self._ahead = ahead

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.device import device_errors
 from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import BatchCounter, DeviceCache
 from embedrock.device.copies import on_device
-from embedrock.device.device_errors import DeviceErrors
-from embedrock.device.features import NO_PADDING, FeatureBags, FeatureLayout, TableFamily
+from embedrock.device.features import NO_PADDING, FeatureBags, FeatureLayout, TableFamily, family_of
 from embedrock.device.gradients import DeviceRowGradients, RowSums
 from embedrock.device.lookup import DeviceLookup
 from embedrock.device.prefetched import PrefetchedBatch
@@ -24,7 +24,7 @@ from embedrock.errors import UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels.gpu import rows
 from embedrock.kernels.gpu.addresses import BatchTime, TableEntryWords
-from embedrock.kernels.gpu.runtime import RecordForm, single
+from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.table.rows import TableState
@@ -68,14 +68,19 @@ class GpuExecutor(ABC):
     Attributes:
         working: a context that holds the table lock and orders work on the device.
         cache: records in GPU memory, which subclasses create.
+        family: of tables that batches may have together with this one.
+        known: the words about the table for kernels: see `entry_words`.
         first: initial record of a row; None where the host creates records.
         batch: type of the batches of tables of the family.
         is_looked_up: a lookup that trains came since the last step.
-        expected: ids of the next batch; None if they are unknown.
+        expected: ids of the next batch; None if they are unknown, or if no plan ahead of it is needed.
+        ahead: the prefetched batch; None: there is none.
         is_newer: the device's records are newer than the backend's.
     """
 
     cache: DeviceCache
+    family: TableFamily
+    known: TableEntryWords
     first: rows.InitialRecord | None = None
     judge: Any  # `steps.judge`, in subclasses
     batch: type[DeviceBatch]
@@ -104,12 +109,11 @@ class GpuExecutor(ABC):
         self.timeline = timeline or StreamOrder(device, rows.subject)
         self.working = InStreamOrder((self.timeline,), rows.table_lock.lock)
         self._version = rows.version
-        self.faults, self.clock = DeviceErrors(rows, device), clock or BatchCounter()
+        self.faults, self.clock = device_errors.DeviceErrors(rows, device), clock or BatchCounter()
         self.expected: Tensor | None = None
-        self._ahead: PrefetchedBatch | None = None
+        self.ahead: PrefetchedBatch | None = None
         self.is_looked_up = False
         self._seen = -1  # the table version that it has loaded
-        self._known: tuple[int, TableEntryWords] | None = None  # and the cache's generation that they were made for
         self.constants = StepConstants(device, self.timeline)
         self.no_fault = torch.ones(4, dtype=torch.int64, device=device)  # takes no other error
 
@@ -130,7 +134,7 @@ class GpuExecutor(ABC):
 
     def check(self) -> None:
         if not self.timeline.is_recorded:
-            self.faults.check()
+            device_errors.check([self.faults])
 
     def may_forget(self) -> bool:
         return False
@@ -142,7 +146,7 @@ class GpuExecutor(ABC):
         """Release the memory, even if handles still reference the executor."""
         self.timeline.finish()
         self._free()
-        self._ahead = self.expected = self._known = None
+        self.ahead = self.expected = None
         self.constants = StepConstants(self.device, self.timeline)
 
     def _free(self) -> None:
@@ -155,31 +159,23 @@ class GpuExecutor(ABC):
     def is_used_on(self, device: torch.device) -> bool:
         return self.device == device and self.is_current
 
-    @property
-    def known(self) -> TableEntryWords:
-        """The words about the table for kernels: see `entry_words`."""
-        generation = self.cache.generation
-        if self._known is None or self._known[0] != generation:
-            self._known = generation, self.entry_words()
-        return self._known[1]
+    def use(self, cache: DeviceCache) -> None:
+        """Use records at the current places of a cache. Caller holds the table lock."""
+        self.cache = cache
+        self.family, self.known = family_of(self), self.entry_words()
 
     def entry_words(self) -> TableEntryWords:
         """Return the words about the table for kernels, without a range of keys, a padding, and a hash index."""
         cache, (state, numbers) = self.cache, (0, ())
         if self.first is not None:
             state, numbers = self.first.state.data_ptr(), self.first.drawn[1:]
-        words = np.array([single(number) for number in (*numbers, 0.0, 0.0, 0.0)[:3]], np.float32).view(np.int32)
-        places = cache.slots.where.data_ptr(), *cache.memory[:2]
+        words = np.array((*numbers, 0.0, 0.0, 0.0)[:3], np.float32).view(np.int32)
+        places = cache.slots.where.data_ptr(), cache.near, cache.far
         of_row = int(self.spec.key) % 2**64, state, self.faults.tensor.data_ptr(), tuple(words.tolist())
         slots = tuple(part.data_ptr() if cache.is_cache else 0 for part in cache.slots[1:])
         return TableEntryWords(0, cache.limit, *places, *of_row, NO_PADDING, (*slots, len(cache.slots.owner)))
 
     # ------------------------------------------------------------ lookups
-
-    @property
-    @abstractmethod
-    def family(self) -> TableFamily:
-        """The family of tables that batches may have together with this one."""
 
     def bags(self, ids: Tensor, mode: str, starts: Tensor | None, weights: Tensor | None) -> FeatureBags:
         """Return bags of ids.
@@ -205,8 +201,8 @@ class GpuExecutor(ABC):
 
     @property
     def keeps_weights(self) -> bool:
-        """True if a step reuses the weights that its lookup read: records in RAM, no dense rule."""
-        return not self.cache.placement.near_rows and self.rows.history is None
+        """True if a step can reuse weights that its lookup read from RAM: no dense rule."""
+        return self.rows.history is None
 
     @property
     def lags(self) -> bool:
@@ -224,14 +220,10 @@ class GpuExecutor(ABC):
         """Plan the next batch after the next lookup, and load its rows, in parallel with the device's work.
 
         Later work that uses rows waits for the copies on the device. So no row is read or stepped while it moves. A
-        lookup of the same unchanged tensor reuses the prefetched plan.
+        lookup of the same unchanged tensor reuses the prefetched plan. If the device plans, and no rows are copied to
+        it, nothing is done ahead.
         """
-        self.expected = ids
-
-    def take_expected(self) -> Tensor | None:
-        """Return the ids of the next batch, once; None if they are unknown."""
-        expected, self.expected = self.expected, None
-        return expected
+        self.expected = None if self.plans and not self.cache.is_cache else ids
 
     def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> DeviceBatch:
         """Plan a batch of the table alone on the host, and load its rows."""
@@ -272,8 +264,14 @@ class GpuExecutor(ABC):
     def prepare(self, grads: DeviceRowGradients) -> None:  # noqa: B027  # most need not
         ...
 
-    def begin_step(self) -> None:  # noqa: B027  # where the host plans, its batch does so
-        """Begin a step. No row changes."""
+    def begin(self) -> None:  # noqa: B027  # where the host plans, its batch does so
+        """Begin to use rows: wait for CPU steps, check that the table is open, and load changes of the CPU.
+
+        Caller holds the table lock.
+
+        Raises:
+            ClosedTableError: the table is closed.
+        """
 
     def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
         """Do the host's part of a counted step; `numbers` are the rule's step constants."""
@@ -285,5 +283,5 @@ class GpuExecutor(ABC):
             table_lock.use(self)
         self.is_looked_up, self.is_newer = False, True
         self._seen, self.clock.begun = self._version.now, self.clock.stamp + 1
-        if self._ahead is not None and self._ahead.stamp is not None:  # the prefetched rows are in use from now on
-            self.clock.begun = self._ahead.stamp
+        if self.ahead is not None:  # the prefetched rows are in use from now on
+            self.clock.begun = self.ahead.stamps.get(self, self.clock.begun)

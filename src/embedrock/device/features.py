@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.device import device_errors
+from embedrock.device import cache, device_errors
 from embedrock.device.copies import uploaded
 from embedrock.device.stream_order import InStreamOrder
 from embedrock.device.workspace import Workspace, aligned
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.addresses import BatchTime, DeviceTables, TableEntryWords
+from embedrock.kernels.gpu.binding import TensorPart
 from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.storage.table_lock import together
 from embedrock.system import forks
@@ -33,10 +34,12 @@ NORMS_AT_ONCE = 64  # norms of as many batches are allocated together
 # Many tables are read by one call of `map`.
 _STATE = attrgetter("backend", "process", "executor", "history", "table_lock.failure", "table_lock.running")
 _HISTORY, _LOOKED_UP, _EXPECTED = attrgetter("history"), attrgetter("is_looked_up"), attrgetter("expected")
+_FAMILY = attrgetter("family")
 _SEEN, _NOW, _PROCESS = attrgetter("_seen"), attrgetter("version.now"), attrgetter("process")
 _STAMP, _KNOWN = attrgetter("stamp"), attrgetter("known")
 _EPOCH, _MEMORY = attrgetter("_epoch"), attrgetter("_memory.epoch")
-_COPIED, _AHEAD = attrgetter("timeline.copied"), attrgetter("_ahead")
+_CACHE, _SLOTS = attrgetter("cache"), attrgetter("cache.slot_count")
+_COPIED, _AHEAD, _FORM = attrgetter("copied"), attrgetter("ahead"), attrgetter("device", "dtype")
 
 
 class FeatureBags(NamedTuple):
@@ -99,9 +102,10 @@ class TableFamily(NamedTuple):
 _families: dict[TableFamily, TableFamily] = {}  # one object a family makes the checks of each step fast
 
 
-def family_of(executor: Any, is_open: bool = False) -> TableFamily:
+def family_of(executor: Any) -> TableFamily:
     """Return an executor's table family: one object for all tables of the family."""
     draw = None if executor.first is None else executor.first.drawn[0]
+    is_open = executor.plans and executor.room is not None
     family = TableFamily(executor.device, executor.form, executor.cache.kind, draw, is_open)
     return _families.setdefault(family, family)
 
@@ -111,13 +115,18 @@ def shares_of(
 ) -> list[list[int]]:
     """Return lists of features, rows or bags, that are looked up together, within the limit of keys.
 
-    Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows.
+    Bags of mode "max" have a kernel of their own. So they are separate, unless all bags are rows. A table has one
+    padding in a batch. So its features with another one are separate.
     """
-    apart: dict[bool, list[int]] = {}
-    for number, bags in enumerate(all_bags):
-        apart.setdefault(bags is not None and bags.mode == "max", []).append(number)
-    if len(apart) > 1 and are_rows(all_bags, paddings):
-        return _that_fit(executors, range(len(executors)))
+    are_max = [bags is not None and bags.mode == "max" for bags in all_bags]
+    if len(set(are_max)) > 1 and are_rows(all_bags, paddings):
+        are_max = [False] * len(are_max)
+    apart, known = dict[tuple[bool, int], list[int]](), dict[Any, list[int | None]]()
+    for number, (executor, is_max, padding) in enumerate(zip(executors, are_max, paddings, strict=True)):
+        own = known.setdefault(executor, [])
+        if padding not in own:
+            own.append(padding)
+        apart.setdefault((is_max, own.index(padding)), []).append(number)
     return [share for numbers in apart.values() for share in _that_fit(executors, numbers)]
 
 
@@ -171,16 +180,16 @@ class BatchSizes(NamedTuple):
         n: number of positions.
         positions: of each table.
         cuts: begin of each table's positions, and the end of the last.
-        words: that kernels read: about the features (`joint.join` and, for bags, `joint.bags`), then about the tables
-            (`sums.layout_of`).
-        placed: the words on the device, int64.
+        placed: words for kernels, on the device, int64: about the features (`joint.join` and, for bags, `joint.bags`),
+            then about the tables (`sums.layout_of`).
+        of_sums: the latter, int64 (2 * (k + 1),), and the last of them.
     """
 
     n: int
     positions: tuple[int, ...]
     cuts: tuple[int, ...]
-    words: tuple[int, ...]
     placed: Tensor
+    of_sums: tuple[TensorPart, int]
 
 
 class FeatureLayout:
@@ -188,14 +197,14 @@ class FeatureLayout:
 
     Args:
         executors: of the features.
-        paddings: for each feature, the id that gets no gradient, and counts in no bag.
+        paddings: for each feature, the id that gets no gradient, and counts in no bag; all features of a table have the
+            same.
 
     Attributes:
         executors: of the tables, each once.
         paddings: of the tables.
         order: the features, table by table.
         tables: index of the table of each feature in `order`.
-        are_alike: all features of a table have the same padding.
         locks: of the tables.
         working: a context that holds the locks, and orders work on the device after all of theirs.
     """
@@ -208,24 +217,27 @@ class FeatureLayout:
         self.tables = tuple([table_of[feature] for feature in self.order])
         padded = dict(zip(table_of, paddings, strict=True))
         self.paddings = tuple([padded[table] for table in range(len(self.executors))])
-        self.are_alike = len(set(zip(table_of, paddings, strict=True))) == len(self.executors)
         self._spaces: dict[Any, list[Any]] = {}  # free arrays of workspaces, by form
-        self._sizes, self._norms = dict[Any, BatchSizes](), list[Tensor]()
+        self._sizes, self._searches = dict[Any, BatchSizes](), dict[Any, tuple[Tensor, int]]()
+        self._norms: tuple[int, list[Tensor]] = 0, []  # of which turn, and those
         self.locks = [executor.rows.table_lock for executor in self.executors]
         self.working = working(self.executors)
         self._rows_of = [executor._rows_of for executor in self.executors]  # weak, as rows own executors
         self._clocks = [executor.clock for executor in self.executors]
         self._faults = [executor.faults for executor in self.executors]
+        self._timelines = [executor.timeline for executor in self.executors]
+        self._parts = dict[tuple[Any, ...], FeatureLayout]()  # of some of the tables
         self._quiet: list[Any] | None = None
         self._tables: Any = None  # words about the tables, and what kernels get for them
 
     def sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...] = ()) -> BatchSizes:
         """Return the sizes of a batch, from the ids of each feature in `order`, and the words of `bag_words`."""
-        known = self._sizes.get((sizes, bags))
+        form = sizes, bags, self.first.timeline.turn
+        known = self._sizes.get(form)
         if known is None:
             if len(self._sizes) >= KEPT_SIZES:
                 self._sizes.clear()
-            known = self._sizes[sizes, bags] = self._of_sizes(sizes, bags)
+            known = self._sizes[form] = self._of_sizes(sizes, bags)
         return known
 
     def _of_sizes(self, sizes: tuple[int, ...], bags: tuple[int, ...]) -> BatchSizes:
@@ -233,10 +245,11 @@ class FeatureLayout:
         for table, size in zip(self.tables, sizes, strict=True):
             positions[table] += size
         cuts = 0, *itertools.accumulate(positions)
-        of_sums = sums.layout_of(cuts, self.first.form.dim)
-        words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *of_sums
-        placed = uploaded(np.array(words, np.int64), self.first.device)
-        return BatchSizes(sum(sizes), tuple(positions), cuts, words, placed)
+        layout = sums.layout_of(cuts, self.first.form.dim)
+        words = 0, *itertools.accumulate(sizes), *self.tables, *bags, *layout
+        placed, start = uploaded(np.array(words, np.int64), self.first.device), 2 * (len(words) - len(layout))
+        of_sums = TensorPart(placed, start, (len(layout),), torch.int64), layout[-1]
+        return BatchSizes(sum(sizes), tuple(positions), cuts, placed, of_sums)
 
     # ------------------------------------------------------------ lookups. Callers hold `working`.
 
@@ -259,9 +272,14 @@ class FeatureLayout:
                 executor.check()
                 executor.begin()
             self._quiet = [(*state, list(running)) for *state, running in map(_STATE, self.rows())]
-        if any(map(_COPIED, self.executors)) or any(map(_AHEAD, self.executors)):
-            return [executor.take_ahead() for executor in self.executors]
-        return None
+        if any(map(_COPIED, self._timelines)):
+            self.wait_for_copies()
+        aheads = list(map(_AHEAD, self.executors))
+        if not any(aheads):
+            return None
+        for executor in self.executors:
+            executor.ahead = None
+        return aheads
 
     def rows(self) -> list[Any]:
         """Return the states of the tables."""
@@ -269,7 +287,7 @@ class FeatureLayout:
 
     def is_quiet(self) -> bool:
         """Return whether nothing has changed since the last lookup that the executors' `begin` would look at."""
-        rows = self.rows()
+        rows = list(map(call, self._rows_of))
         if not self.first.plans or list(map(_SEEN, self.executors)) != list(map(_NOW, rows)):
             return False
         if list(map(_EPOCH, self.executors)) != list(map(_MEMORY, self.executors)):
@@ -279,24 +297,38 @@ class FeatureLayout:
     def begin_batch(self, positions: Sequence[int], trains: bool) -> tuple[Sequence[BatchTime], Sequence[int]]:
         """Begin a batch with positions of each table. Return its times in caches, and its number for each table."""
         times: Sequence[BatchTime] = ()
-        if self.first.family.kind == "cached" or self.first.timeline.captured is not None:
-            pairs = zip(self.executors, positions, strict=True)
-            times = [executor.begin_batch(n, trains) for executor, n in pairs]
+        captured = self.first.timeline.captured
+        if captured is not None:
+            times = [captured.begin_batch(own, n, trains) for own, n in zip(self.executors, positions, strict=True)]
         else:
             for clock in self._clocks:
                 clock.stamp += 1
+            if self.first.family.kind == "cached":
+                of_tables = zip(self.executors, positions, self._clocks, strict=True)
+                times = [executor.cache.begin_batch(n, clock, trains) for executor, n, clock in of_tables]
         return times, list(map(_STAMP, self._clocks))
 
-    def known(self, counts: Sequence[bool] | None = None) -> tuple[TableEntryWords, ...]:
+    def search(self, positions: tuple[int, ...]) -> tuple[Tensor, int]:
+        """Return the results of `cache.shares_of` for positions of each table, on the device."""
+        form = positions, self.first.timeline.turn, *map(_SLOTS, self.executors)
+        known = self._searches.get(form)
+        if known is None:
+            if len(self._searches) >= KEPT_SIZES:
+                self._searches.clear()
+            shares, programs = cache.shares_of(map(_CACHE, self.executors), positions)
+            known = self._searches[form] = uploaded(shares, self.first.device), programs
+        return known
+
+    def uncounted(self, counts: Sequence[bool]) -> tuple[TableEntryWords, ...]:
         """Return the words about the tables; `counts`: for each table, whether hits and misses are counted."""
-        if counts is None or False not in counts or self.first.family.kind != "cached":
-            return tuple(map(_KNOWN, self.executors))
         pairs = zip(self.executors, counts, strict=True)
         return tuple([e.known if counted else e.known.uncounted(e.cache.not_counted) for e, counted in pairs])
 
-    def of_words(self, known: tuple[TableEntryWords, ...]) -> tuple[DeviceTables, tuple[int, ...]]:
-        """Return the tables for kernels from words about them, and their first keys: see `entries_of`."""
+    def of_words(self, known: tuple[TableEntryWords, ...] | None = None) -> tuple[DeviceTables, tuple[int, ...]]:
+        """Return the tables for kernels, and their first keys, from words about them; None: as they are now."""
         family = self.first.family
+        if known is None:
+            known = tuple(map(_KNOWN, self.executors))
         if self._tables is None or self._tables[0] != (known, family):
             entries, firsts = entries_of(tuple(zip(known, self.paddings, strict=True)), self.first.device)
             self._tables = (known, family), (DeviceTables(entries, family.kind, family.draw, family.form), firsts)
@@ -305,9 +337,10 @@ class FeatureLayout:
     def are_joined(self) -> bool:
         """Return whether the tables can be looked up together. Open ids may outgrow the family, rules become dense."""
         family, k = self.first.family, len(self.executors)
-        if family.is_open or k == 1:
-            return k == 1 or [executor.joins for executor in self.executors].count(family) == k
-        return not any(map(_HISTORY, self.rows()))
+        if k == 1:
+            return True
+        outgrown = family.is_open and (family.kind == "cached" or list(map(_FAMILY, self.executors)).count(family) < k)
+        return not outgrown and not any(map(_HISTORY, self.rows()))
 
     def end(self, trains: bool) -> None:
         """Record that a batch was planned, in which ids may be wrong; `trains`: a step may follow."""
@@ -319,10 +352,13 @@ class FeatureLayout:
             executor.is_looked_up = trains
 
     def wait_for_copies(self) -> None:
-        """Order later work after the copies of prefetched rows. The host does not wait."""
-        for executor in self.executors:
-            if executor.timeline.copied is not None:
-                executor.timeline.wait_for_copies()
+        """Order later work after the copies of prefetched rows, once. The host does not wait."""
+        waited = None
+        for timeline in self._timelines:
+            if timeline.copied is not waited:  # tables that were planned together have one event
+                waited = timeline.copied
+                timeline.wait_for_copies()
+            timeline.copied = None
 
     def begin_read(self) -> None:
         """Begin to read rows, after copies. Readers of the records wait for the executors: see `TableLock.use`."""
@@ -336,28 +372,54 @@ class FeatureLayout:
         """Return whether a table expects a batch."""
         return not {NoneType}.issuperset(map(type, map(_EXPECTED, self.executors)))
 
+    def of_tables(self, executors: Sequence[Any]) -> FeatureLayout:
+        """Return the layout of lookups of one feature of each of these tables, which are in order."""
+        if len(executors) == len(self.tables):
+            return self
+        known = self._parts.get(tables := tuple(executors))
+        if known is None:
+            paddings = [padding for e, padding in zip(self.executors, self.paddings, strict=True) if e in tables]
+            known = self._parts[tables] = FeatureLayout(tables, paddings)
+        return known
+
     # ------------------------------------------------------------ memory
 
-    def take(self, form: Any, nbytes: int, make: Callable[..., Any], *args: Any) -> Workspace:
-        """Return a workspace of a form, of about `nbytes`; `make` creates its arrays from `args` if none is free.
+    def joined(self, given: Sequence[Tensor]) -> Tensor:
+        """Return the ids of all features, in `order`, on the device: (n,)."""
+        if len(given) == 1:
+            ids = given[0]
+            if ids.dim() != 1 or not ids.is_contiguous():  # kernels read neighbours
+                ids = ids.reshape(-1).contiguous()
+            return ids if ids.device == self.first.device else self.first.on_device(ids)
+        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
+        if len(set(map(_FORM, parts))) > 1:
+            parts = [self.first.on_device(part).to(torch.int64) for part in parts]
+        return self.first.on_device(torch.cat(parts))
 
-        A CUDA graph has its own.
+    def take(self, form: Any, nbytes: int, make: Callable[..., Any], *args: Any) -> Workspace:
+        """Return a workspace of a form on the caller's stream, of about `nbytes`.
+
+        If none is free, `make` creates its arrays from `args`. A CUDA graph has its own.
         """
+        timeline = self.first.timeline
+        form = *form, timeline.turn
         free = self._spaces.get(form)
-        if self.first.timeline.captured is not None:
-            return Workspace(make(*args), None)
-        if free:
-            return Workspace(free.pop(), free)
-        if free is None and nbytes <= KEPT_BYTES:
+        if timeline.captured is not None:
+            free = None
+        elif free is None and nbytes <= KEPT_BYTES:
             if len(self._spaces) >= KEPT_FORMS:
                 del self._spaces[next(iter(self._spaces))]
             free = self._spaces[form] = []
-        return Workspace(make(*args), free)
+        arrays, space = free.pop() if free else make(*args), Workspace()
+        space.arrays, space.free = arrays, free
+        return space
 
     def norms(self, k: int, device: torch.device) -> Tensor:
         """Return memory for the norms of k tables, float32 (3 * k,), which handles may keep."""
-        if self.first.timeline.captured is not None:
+        timeline, (turn, some) = self.first.timeline, self._norms
+        if timeline.captured is not None:
             return torch.empty(3 * k, dtype=torch.float32, device=device)
-        if not self._norms:
-            self._norms = list(torch.empty(NORMS_AT_ONCE, aligned(3 * k), dtype=torch.float32, device=device).unbind())
-        return self._norms.pop()[: 3 * k]
+        if not some or turn != timeline.turn:
+            some = list(torch.empty(NORMS_AT_ONCE, aligned(3 * k), dtype=torch.float32, device=device).unbind())
+            self._norms = timeline.turn, some
+        return some.pop()[: 3 * k]

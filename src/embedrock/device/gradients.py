@@ -107,7 +107,7 @@ class DeviceRowGradients:
     table: int = 0
     scaled_to: Tensor | None = None
     clip_value: float | None = None
-    count_of_tables = 1
+    count_of_tables, plan = 1, None  # the host has no plan that others may take
 
     @property
     def shown(self) -> Tensor:
@@ -225,7 +225,7 @@ def sum_rows(grads: Tensor, batch: DeviceBatch, what: int = sums.PLAIN, share: A
         norms = batch.layout.norms(k, device)
     plan = batch.starts, batch.order, batch.inverse, batch.ends
     scratch = partial, squares, batch.tickets
-    sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms, *batch.layout_of_sums)
+    sums.sum_shares(what, grads, share, plan, batch.paddings, scratch, values, norms, *batch.sizes.of_sums)
     return RowSums(batch, values, norms, space)
 
 

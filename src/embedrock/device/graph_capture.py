@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,16 +15,13 @@ from embedrock.device import device_errors as faults
 from embedrock.device.copies import pinned_copy
 from embedrock.device.dense import DenseGpuExecutor
 from embedrock.device.device_errors import step_numbers
-from embedrock.device.executor import GpuExecutor
 from embedrock.device.features import FeatureLayout
 from embedrock.device.step_constants import count_all, draft_step
-from embedrock.errors import NonFiniteGradientError, UnsupportedError
+from embedrock.errors import EmbedrockError, NonFiniteGradientError, UnsupportedError
 from embedrock.kernels import arguments
 from embedrock.kernels.gpu.addresses import BatchTime
 from embedrock.optimizers import Rule
 from embedrock.system.interrupts import held_back
-
-T = TypeVar("T")
 
 MOST_LOOKUPS = 32  # of a table in one captured step
 MOST_NUMBERS = 1 + max(len(kind._fields) for kind in arguments.STEPS)  # a step's number, and the rule's constants
@@ -43,14 +40,10 @@ class CapturedNumbers:
         self._memory = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self.taken = 0
 
-    def take(self) -> int:
-        """Return the place of one more number."""
-        self.taken += 1
-        return self.taken - 1
-
-    def number(self, place: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return a number in device memory, (); of an integer, int32 is the lower half."""
-        return self._memory.view(dtype)[place, 0]
+    def take(self, count: int, dtype: torch.dtype = torch.int64) -> tuple[int, Sequence[Tensor]]:
+        """Return the place of `count` more numbers, and each in device memory, (); of an integer, int32 is its half."""
+        place, self.taken = self.taken, self.taken + count
+        return place, self._memory.view(dtype)[place : self.taken, 0].unbind()
 
     def write(self, place: int, values: Sequence[float], dtype: type = np.int64) -> None:
         """Write numbers on the host from a place on, for the next upload."""
@@ -103,20 +96,26 @@ class GraphCapture:
     rounding, and the rule's step constants. The host counts each replay, and writes the numbers before it.
 
     Args:
+        step: makes the step.
+        inputs: tensors that it reads, on the device.
         executors: of all tables that may take part, on one device.
-        stream: of the warm-up and the recording.
+        warmup: number of calls before the recording, by launches: kernels are compiled, and buffers exist.
 
     Attributes:
         is_recording: launches are being recorded, and the host counts nothing.
         skips: executors whose step is skipped if its gradients have NaN or Inf; the host waits for its replays.
     """
 
-    def __init__(self, executors: Sequence[DenseGpuExecutor], stream: torch.cuda.Stream) -> None:
-        self.executors, self._stream, self.is_recording = tuple(executors), stream, False
+    def __init__(
+        self, step: Callable[[], Any], inputs: list[Tensor], executors: Sequence[DenseGpuExecutor], warmup: int
+    ) -> None:
+        self.executors, self._device, self.is_recording = tuple(executors), executors[0].device, False
+        self._step, self._inputs, self._left, self._stream = step, inputs, warmup, torch.cuda.Stream(self._device)
         self._layout = FeatureLayout(self.executors, [None] * len(self.executors))
         self._generations = list(map(_GENERATION, self._layout.locks))
-        self._numbers = CapturedNumbers(len(executors) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), executors[0].device)
+        self._numbers = CapturedNumbers(len(executors) * (1 + MOST_NUMBERS + 3 * MOST_LOOKUPS), self._device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: Any = None
         self._batches: list[CapturedLookup] = []
         self._judged: list[int] = []  # places of the numbers of steps
         self._judged_now = 0
@@ -129,40 +128,61 @@ class GraphCapture:
         """True if the step can be replayed."""
         return self._graph is not None
 
+    def run(self, inputs: list[Tensor], rules: Mapping[DenseGpuExecutor, Rule]) -> Any:
+        """Make one step with the current rules, and return its result. Each replay writes the same tensors.
+
+        Raises:
+            UnsupportedError: the step cannot be captured. It is not made.
+            NonFiniteGradientError, IdError, ArgumentError: of earlier steps. This step is not made.
+            ClosedTableError: a table is closed.
+        """
+        if inputs:
+            if not {self._device}.issuperset(map(_DEVICE, inputs)):
+                inputs = [pinned_copy(tensor, self._device) for tensor in inputs]
+            torch._foreach_copy_(self._inputs, inputs, non_blocking=True)
+        if self._left:
+            self._left -= 1
+            return self._rehearse()
+        if self._graph is None:
+            self._record()
+        self._replay(rules)
+        return self._output
+
     # ------------------------------------------------------------ warm-up and recording
 
-    def rehearse(self, run: Callable[[], T]) -> T:
-        """Make a step by launches before the recording, so that kernels are compiled and buffers exist.
-
-        Returns:
-            The result of `run`.
-        """
-        current = torch.cuda.current_stream(self.executors[0].device)
+    def _rehearse(self) -> Any:
+        """Make a step by launches."""
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._attached():
-            made = run()
+            made = self._step()
         current.wait_stream(self._stream)
         return made
 
-    def record(self, run: Callable[[], T]) -> T:
-        """Record a step without making it. A warm-up comes right before.
-
-        Returns:
-            The result of `run`. Each replay writes its tensors.
-        """
+    def _record(self) -> None:
+        """Record a step without making it. A warm-up comes right before."""
         with torch.cuda.stream(self._stream), self._layout.working:
             for executor in self.executors:
                 executor.expect_nothing()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a loader that tickets memory, do not break a thread-local capture.
-        with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._set_recording(is_recording=True)
-            try:
-                made = run()
-            finally:
-                self._set_recording(is_recording=False)
+        try:
+            # Other threads, such as a loader that tickets memory, do not break a thread-local capture.
+            with self._attached(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._set_recording(is_recording=True)
+                try:
+                    self._output = self._step()
+                finally:
+                    self._set_recording(is_recording=False)
+        except EmbedrockError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"the step that ert.graphed was given cannot be captured in a CUDA graph: {error} No step of this "
+                "batch was made. Within it, read no value of a tensor on the host (item(), if, print), make no tensor "
+                "of host data, and give PyTorch's optimizers capturable=True. With a GradScaler, they need fused=True, "
+                "too, and its step() takes each optimizer, not one of ert.optimizer. Or call it itself."
+            ) from error
         self._graph = graph
-        return made
 
     def _set_recording(self, is_recording: bool) -> None:
         self.is_recording = is_recording
@@ -174,12 +194,12 @@ class GraphCapture:
         self._numbers.taken = 0
         self._batches, self._judged, self._steps, self._kept, self.skips = [], [], {}, [], []
         for executor in self.executors:
-            executor.timeline.captured = self
+            executor.timeline.capture(self)
         try:
             yield
         finally:
             for executor in self.executors:
-                executor.timeline.captured = None
+                executor.timeline.capture(None)
 
     # ------------------------------------------------------------ for the tables
 
@@ -190,29 +210,33 @@ class GraphCapture:
                 f"rows of {executor.rows.subject} are looked up more than {MOST_LOOKUPS} times in one captured step. "
                 "Look ids up together."
             )
-        is_cache = executor.cache.is_cache
-        places = [self._numbers.take() for _ in ("stamp", "span", "hand")] if is_cache else []
-        batch = CapturedLookup(executor, n, trains, places[0] if places else None)
+        place, numbers = self._numbers.take(3, torch.int32) if executor.cache.is_cache else (None, (0, 0, 0))
+        batch = CapturedLookup(executor, n, trains, place)
         self._batches.append(batch)
         if not self.is_recording:
+            executor.check()
+            executor.begin()
+            executor.expect_nothing()
             self._begin(batch)
             self._numbers.upload()
-        stamp, span, hand = [self._numbers.number(place, torch.int32) for place in places] or (0, 0, 0)
+        stamp, span, hand = numbers
         return BatchTime(stamp, span, 1.0 / executor.cache.half_life(n), hand)
 
     def _begin(self, batch: CapturedLookup) -> None:
-        time = batch.executor.count_batch(batch.n, batch.trains)
-        if batch.place is not None:
+        if batch.place is None:
+            batch.executor.clock.stamp += 1
+        else:
+            time = batch.executor.begin_batch(batch.n, batch.trains)
             self._numbers.write(batch.place, (time.stamp, time.span, time.hand))
 
     def judge(self) -> Tensor:
         """Return the number of the step that is about to be checked: int64 ()."""
-        place = self._numbers.take()
+        place, (number,) = self._numbers.take(1)
         self._judged.append(place)
         if not self.is_recording:
             self._judged_now = self._number_judged(place)
             self._numbers.upload()
-        return self._numbers.number(place)
+        return number
 
     def begin_step(self, executor: DenseGpuExecutor, rule: Rule) -> tuple[Tensor, Any]:
         """Return the number of a table's step and its step constants. Tables with equal constants share them."""
@@ -224,24 +248,21 @@ class GraphCapture:
         key = len(self._judged), rule, executor.rows.steps
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = self._table_step(rule, executor)
+            kind = type(rule.numbers(executor.rows.steps + 1))
+            place, (number,) = self._numbers.take(1)
+            _, numbers = self._numbers.take(len(kind._fields), torch.float32)
+            step = self._steps[key] = CapturedStep(len(self._judged) - 1, [], place, number, kind(*numbers))
         step.executors.append(executor)
         if not self.is_recording:
             rows = executor.rows
             draft = draft_step(executor, rows, rule)
-            self._write(step, *count_all([(rows, executor)], [draft], self._judged_now)[0])
+            self._write(step, *count_all([(rows, executor, draft)], self._judged_now)[0])
             self._numbers.upload()
         return step.step, step.numbers
 
     def keep(self, *tensors: Tensor) -> None:
         """Keep tensors that existed before the graph for as long as the graph."""
         self._kept += tensors
-
-    def _table_step(self, rule: Rule, executor: DenseGpuExecutor) -> CapturedStep:
-        kind = type(rule.numbers(executor.rows.steps + 1))
-        place = self._numbers.take()
-        singles = [self._numbers.number(self._numbers.take(), torch.float32) for _ in kind._fields]
-        return CapturedStep(len(self._judged) - 1, [], place, self._numbers.number(place), kind(*singles))
 
     # ------------------------------------------------------------ replays
 
@@ -256,13 +277,7 @@ class GraphCapture:
                 return False
         return True
 
-    def replay(self, rules: Mapping[DenseGpuExecutor, Rule]) -> None:
-        """Replay the step with the current rules.
-
-        Raises:
-            NonFiniteGradientError, IdError, ArgumentError: of earlier steps. This step is not made.
-            ClosedTableError: a table is closed.
-        """
+    def _replay(self, rules: Mapping[DenseGpuExecutor, Rule]) -> None:
         assert self._graph is not None  # it was recorded
         layout = self._layout
         with held_back(), layout.working:
@@ -271,14 +286,13 @@ class GraphCapture:
                     executor.expect_nothing()
             rows = dict(zip(self.executors, layout.rows(), strict=True))
             for batch in self._batches:
-                self._begin_again(batch)
+                self._begin(batch)
             judged = [self._number_judged(place) for place in self._judged]
             for step in self._steps.values():
                 first = step.executors[0]
                 draft = draft_step(first, rows[first], rules[first])  # of all of them: see `suits`
-                steps = [(rows[executor], executor) for executor in step.executors]
-                counted = count_all(steps, [draft] * len(steps), judged[step.judged])
-                self._write(step, *counted[0])
+                steps = [(rows[executor], executor, draft) for executor in step.executors]
+                self._write(step, *count_all(steps, judged[step.judged])[0])
             self._numbers.upload()
             self._graph.replay()
             faults.ask([executor.faults for executor in self.executors])
@@ -287,14 +301,6 @@ class GraphCapture:
                 executor.faults.look()
                 with suppress(NonFiniteGradientError):
                     executor.check()
-
-    def _begin_again(self, batch: CapturedLookup) -> None:
-        executor = batch.executor
-        if batch.place is None:
-            executor.clock.stamp += 1
-        else:
-            time = GpuExecutor.begin_batch(executor, batch.n, batch.trains)
-            self._numbers.write(batch.place, (time.stamp, time.span, time.hand))
 
     def _number_judged(self, place: int) -> int:
         number = next(step_numbers)
@@ -307,4 +313,4 @@ class GraphCapture:
         self._numbers.write(step.place + 1, numbers, np.float32)
 
 
-_GENERATION, _STEPS = attrgetter("generation"), attrgetter("steps")
+_GENERATION, _STEPS, _DEVICE = attrgetter("generation"), attrgetter("steps"), attrgetter("device")

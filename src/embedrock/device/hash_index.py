@@ -13,6 +13,7 @@ from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.storage.device_layout import OPEN_ENTRIES
 
+ASKED_AHEAD = 8  # steps before room might run out, at which the device is asked for the number of slots given
 NEVER = -1
 
 
@@ -40,7 +41,7 @@ class DeviceHashIndex:
         self._limit = limit
         self._device, self._timeline, self._seed = device, timeline, secrets.randbits(63)
         self._used = torch.zeros((), dtype=torch.int64, device=device)
-        self._answer, self._asked_at = HostCopy((), device.type == "cuda"), NEVER
+        self._answer, self._asked_at = HostCopy((), device), NEVER
         self._entries = self._empty(slots)
 
     def _empty(self, slots: int) -> kernels.HashIndexTensors:
@@ -77,6 +78,10 @@ class DeviceHashIndex:
         self._timeline.uses(known.ids, known.table)
         self._entries = entries
 
+    def free(self) -> None:
+        """Release the GPU memory. Nothing may use it any more."""
+        self._entries = self._empty(0)
+
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory."""
@@ -111,5 +116,9 @@ class DeviceHashIndex:
             self._asked_at = self._positions
 
     def record_inserts(self, most: int) -> None:
-        """Record that up to `most` rows may have got slots."""
+        """Record that up to `most` rows may have got slots, and ask how many did if room might run out."""
         self.epoch, self.most, self._positions = self.epoch + 1, self.most + most, self._positions + most
+        self.prepared = None
+        if self.most + ASKED_AHEAD * most > self.room:
+            self.poll()
+            self.ask()

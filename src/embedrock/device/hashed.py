@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from embedrock.device.cache import DeviceCache
 from embedrock.device.copies import uploaded
 from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
 from embedrock.device.executor import GpuExecutor, form_of
-from embedrock.device.features import TableFamily, family_of
+from embedrock.device.features import TableFamily
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.hash_index import DeviceHashIndex
 from embedrock.device.hashed_batch import HashedBatch
@@ -36,7 +36,6 @@ from embedrock.table.stepping import DeferredInserts
 
 FIRST_SLOTS = 1024  # initial capacity of the hash index, if records are in RAM
 SPARE_SHARE = 8  # one part in `SPARE_SHARE` of the RAM for rows is reserved for future steps
-ASKED_AHEAD = 8  # steps before room might run out, at which the device is polled for the slots given
 
 
 class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
@@ -60,6 +59,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
 
     Attributes:
         budget: see above.
+        index: the hash index. Empty once the host plans.
     """
 
     batch = HashedBatch
@@ -70,16 +70,14 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             mirror = DeviceMirror(backend, device, self._cache, form_of(rows.spec))
         super().__init__(rows, mirror)
         self._memory, self.budget = backend, budget
-        self._far, self._epoch = mirror.cache.memory.far, backend.epoch
+        self._far, self._epoch = mirror.cache.far, backend.epoch
         self._draw_on_device()
         placement = self._placed(backend.count)
         slots = placement.near_rows if placement.mode == "device" else max(1, min(FIRST_SLOTS, self._most_rows()))
-        self._here = DeviceCache(absent(slots, device), placement, self.form, self._far)
         limit = sys.maxsize if self.spec.rows is None else self.spec.rows
-        self._directory: DeviceHashIndex | None = DeviceHashIndex(slots, device, self.timeline, limit)
+        self.index = DeviceHashIndex(slots, device, self.timeline, limit)
+        self.use(DeviceCache(absent(slots, device), placement, self.form, self._far))
         self.not_captured = "the host counts its rows, to have room for them"
-        self._family: TableFamily | None = None
-        self._family_of: Any = None  # the addresses' kind that `_family` was made for
 
     def _placed(self, count: int) -> DeviceLayout:
         all_near = device_placing.all_open(self.spec, self.budget)
@@ -87,21 +85,15 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             return all_near
         return device_placing.cached(self.spec, self.budget // device_placing.slot_bytes(self.spec))
 
-    @property
-    def cache(self) -> DeviceCache:  # type: ignore[override]
-        return self.mirror.cache if self._directory is None else self._here
-
     # ------------------------------------------------------------ copies between device and backend
 
-    def _open(self) -> DeviceHashIndex | None:
-        """Return the current hash index; None: the host plans."""
+    def begin(self) -> None:
         self._check_open()
         self._follow()
-        return self._directory
 
     def _follow(self) -> None:
         """Load the CPU's changes. The CPU changes rows only after `finish`."""
-        if self._directory is None or (self._seen, self._epoch) == (self.rows.version.now, self._memory.epoch):
+        if not self.plans or (self._seen, self._epoch) == (self.rows.version.now, self._memory.epoch):
             return
         count = self._memory.count
         if count != self._memory.used_slots or self._epoch != self._memory.epoch:
@@ -109,10 +101,10 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         self.timeline.wait_for_copies()
         if self.cache.is_identity and count > self.cache.placement.near_rows:
             self._switch_to_cache(count)
-        self._take_over(self._directory, count)
+        self._take_over(count)
         self._seen = self.rows.version.now
 
-    def _take_over(self, directory: DeviceHashIndex, count: int) -> None:
+    def _take_over(self, count: int) -> None:
         """Copy the backend's slots to the hash index, and its records to the device."""
         self.mirror.cover()
         self._fit(count)
@@ -120,7 +112,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         is_whole = self.cache.is_identity and self.backend is self._memory
         self._have_room(min(self.cache.placement.near_rows, self._most_rows()) if is_whole else count)
         ids = np.concatenate([np.empty(0, np.int64), *self._memory.id_batches(COPIED_ROWS)])
-        directory.begin(uploaded(ids, self.device))
+        self.index.begin(uploaded(ids, self.device))
         self.cache.clear()
         where, records = self.cache.slots.where, self._memory.records.bytes
         where[:count], where[count:] = FAR, ABSENT
@@ -130,22 +122,22 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             where[start:stop] = torch.arange(start, stop, dtype=torch.int32, device=self.device)
 
     def _finish(self) -> None:
-        if self._directory is None:
+        if not self.plans:
             return super()._finish()
         self.timeline.finish()
         self.faults.look()
         if self.is_newer:
-            self._write_back(self._directory)
+            self._write_back()
             self.timeline.finish()
             self.is_newer = False
         return None
 
-    def _write_back(self, directory: DeviceHashIndex) -> None:
-        backend, before, count = self._memory, self._memory.used_slots, directory.count()
+    def _write_back(self) -> None:
+        backend, before, count = self._memory, self._memory.used_slots, self.index.count()
         if self.cache.is_identity:  # else RAM was taken before the step
             self.backend.check_ram(count - before)
             self.mirror.cover(count - before)
-        backend.directory.insert(directory.ids[before:count].cpu().numpy())
+        backend.directory.insert(self.index.ids[before:count].cpu().numpy())
         if not self.cache.is_identity:
             return self.cache.write_back()
         size = self.spec.record_bytes
@@ -153,95 +145,76 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             words = self.cache.slots.where[start : start + self._rows_at_a_time]
             slots = (words >= CHANGED).nonzero()[:, 0] + start
             if len(slots):
-                cache.copy_records(self.cache.memory.near + slots * size, self.cache.memory.far + slots * size, size)
+                cache.copy_records(self.cache.near + slots * size, self.cache.far + slots * size, size)
                 self.cache.slots.where[slots] = slots.to(torch.int32)
         return None
 
     def _switch_to_cache(self, count: int) -> None:
         """Switch to a cache, as the rows outgrow the GPU's memory. The backend must be up to date."""
         self.timeline.finish()
-        self.timeline.uses(self._here.records, *self._here.slots)
-        self._here.free()  # both might not fit
+        self.timeline.uses(self.cache.records, *self.cache.slots)
+        self.cache.free()  # both might not fit
         where = absent(len(self.index.ids), self.device)
-        self._here, self._seen = DeviceCache(where, self._placed(count), self.form, self._far), -1
+        self._seen = -1
+        self.use(DeviceCache(where, self._placed(count), self.form, self._far))
 
     def _give_up(self) -> None:
         """Switch to host planning, with a cache of the same bytes."""
         self._finish()
-        self._have_room(0)
-        self._directory = self.first = self._ahead = self._known = self._family = None
+        self._free_index()
+        self.first = self.ahead = None
         self.not_captured = GpuExecutor.not_captured
-        self._here.free()
+        self.use(self.cache)
         self._cache.budget = self.budget
         self.mirror.move_out()  # the next use creates the mirror again, with that cache
 
     def _free(self) -> None:
-        if self._directory is not None:
-            self._have_room(0)
-        self._directory = self._known = None
-        self._here.free()
+        if self.plans:
+            self._free_index()
         super()._free()
 
+    def _free_index(self) -> None:
+        self._have_room(0)
+        self.plans = False
+        self.index.free()
+        self.cache.free()
+
     def may_forget(self) -> bool:
-        return self._directory is None
+        return not self.plans
 
     def stats(self) -> dict[str, float]:
         """Return statistics, and the number of rows with records if only the device knows it. Waits for the device."""
-        if self._directory is None:
+        if not self.plans:
             return super().stats()
-        touched = {"rows_touched": self._directory.count()} if self.is_newer else {}
-        return {**super().stats(), **touched, "device_bytes": self.cache.nbytes + self._directory.nbytes}
+        touched = {"rows_touched": self.index.count()} if self.is_newer else {}
+        return {**super().stats(), **touched, "device_bytes": self.cache.nbytes + self.index.nbytes}
 
     def __repr__(self) -> str:
-        if self._directory is None:
+        if not self.plans:
             return super().__repr__()
         return f"on {self.device}: {self.cache.placement}, {'open' if self.spec.rows is None else 'hashed'} ids"
 
     # ------------------------------------------------------------ lookups and steps
 
     @property
-    def plans(self) -> bool:
-        return self._directory is not None
-
-    @property
-    def family(self) -> TableFamily:
-        kind, is_open = self.cache.kind, self._directory is not None
-        if self._family is None or self._family_of != (kind, is_open):  # rows may have outgrown the placement
-            self._family, self._family_of = family_of(self, is_open), (kind, is_open)
-        return self._family
-
-    @property
     def joins(self) -> TableFamily | None:
         is_plain = self.spec.rows is None and self.rows.history is None
-        return self.family if is_plain and self._directory is not None and not self.cache.is_cache else None
-
-    @property
-    def index(self) -> DeviceHashIndex:
-        """The hash index, if the device plans."""
-        assert self._directory is not None  # the device plans
-        return self._directory
+        return self.family if is_plain and self.plans and self.family.kind != "cached" else None
 
     def entry_words(self) -> TableEntryWords:
         words = super().entry_words()
-        return words if self._directory is None else words._replace(directory=self._directory.words)
-
-    def begin(self) -> None:
-        self._open()
-
-    def mark_changed(self) -> None:
-        (GpuExecutor if self._directory is not None else HostPlannedExecutor).mark_changed(self)
+        return words._replace(directory=self.index.words) if self.plans else words
 
     def finds_room(self, grads: DeviceRowGradients) -> bool:
         with self.working:
-            if self._open() is not None and not self._makes_room(grads):
+            self.begin()
+            if self.plans and not self._makes_room(grads):
                 self._give_up()
-            return self._directory is not None
+            return self.plans
 
     def _makes_room(self, grads: DeviceRowGradients) -> bool:
         index = self.index
         index.poll()
-        if index.most + ASKED_AHEAD * grads.most_rows > index.room:
-            index.ask()
         if index.has_room(grads):
             return True
         try:
@@ -268,7 +241,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             return index.most_with(grads)
         self.mirror.host_waits += 1
         given = index.count()
-        return given + (count if given + count <= most else _batch_of(grads).count_new())
+        return given + (count if given + count <= most else cast("HashedBatch", grads.batch).count_new())
 
     def _cover(self, needed: int, wanted: int) -> None:
         """Make room for the needed rows, and for the wanted ones if that is more.
@@ -297,10 +270,10 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             self._memory.promised = rows
 
     def give_room_back(self) -> None:
-        if self._directory is not None and self._directory.room and self.rows.is_of_this_process:
+        if self.plans and self.index.room and self.rows.is_of_this_process:
             self.mirror.host_waits += 1
             with self.timeline.ordered():
-                self._have_room(self._directory.count())
+                self._have_room(self.index.count())
 
     def _most_rows(self) -> int:
         """Return how many rows fit in the RAM that the table may take now."""
@@ -310,7 +283,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return count + bisect.bisect_left(room, True, key=lambda more: not backend.has_room(more))
 
     def elsewhere(self, grads: DeviceRowGradients) -> list[DeferredInserts]:
-        if self._directory is None:
+        if not self.plans:
             return []
         count = functools.partial(_count_new, self, grads)
         return [DeferredInserts(self.rows, count, functools.partial(_keep_room, self, grads.sums))]
@@ -320,23 +293,18 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         there = len(self.index.ids)
         if slots > there:
             more = min(max(slots, 2 * there), max(slots, self._most_rows()))
-            if more > len(self._here.slots.where):  # else an earlier try grew it, and memory ran out for the index
-                self._here.grow(absent(more, self.device), self.timeline)
+            if more > len(self.cache.slots.where):  # else an earlier try grew it, and memory ran out for the index
+                self.cache.grow(absent(more, self.device), self.timeline)
+                self.use(self.cache)
             self.index.grow(more)
-            self._known = None
+            self.use(self.cache)
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
-        directory = self._open()
-        return super().is_prepared(grads) if directory is None else directory.has_room(grads)
+        self.begin()
+        return self.index.has_room(grads) if self.plans else super().is_prepared(grads)
 
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
-        return super().plan_in_ram(grads) if self._directory is None else None
-
-    def begin_step(self) -> None:
-        directory = self._open()
-        self.timeline.wait_for_copies()
-        if directory is not None:
-            directory.prepared = None
+        return None if self.plans else super().plan_in_ram(grads)
 
     def host_of(self, batch: Any) -> Plan:
         if batch.host is not None:
@@ -355,7 +323,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     # ------------------------------------------------------------ gradients
 
     def _merged(self, earlier: DeviceRowGradients, later: DeviceRowGradients) -> RowSums:
-        if self._directory is None:
+        if not self.plans:
             return super()._merged(earlier, later)
         if are_dropped(earlier):
             return later.alone
@@ -365,27 +333,24 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         return sum_rows(torch.cat([values for _, values in parts]), batch)
 
 
-def _batch_of(grads: DeviceRowGradients) -> Any:
-    """Return the batch of gradients of hashed ids."""
-    return grads.batch
-
-
 def _count_new(executor: HashedGpuExecutor, grads: DeviceRowGradients) -> int:
     """Return the number of records that a step by gradients creates. Waits for the device."""
     with executor.working:
-        index = executor._open()
-        if index is None:
+        executor.begin()
+        if not executor.plans:
             return 0  # the host has begun to plan
         executor.mirror.host_waits += 1
-        return index.count() + _batch_of(grads).count_new() - executor._memory.count
+        batch = cast("HashedBatch", grads.batch)
+        return executor.index.count() + batch.count_new() - executor._memory.count
 
 
 def _keep_room(executor: HashedGpuExecutor, sums: Any, new: int) -> None:
     """Keep room for exactly `new` new rows of gradients."""
     with executor.working:
-        index, needed = executor._open(), executor._memory.count + new
-        if index is None:
+        executor.begin()
+        if not executor.plans:
             return
+        needed, index = executor._memory.count + new, executor.index
         try:
             executor._cover(needed, needed)
             index.prepared = sums, index.epoch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from operator import attrgetter, sub
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,16 +21,22 @@ from embedrock.kernels.gpu.binding import TensorPart
 
 NARROW = 256  # maximum number of tables with indices of one byte
 
+# Many tables are read by one call of `map`.
+_STATE = attrgetter("known", "index.epoch")
+_ROOM, _MOST = attrgetter("index.room"), attrgetter("index.most")
+
 
 class FoundSlots(NamedTuple):
     """The slots of a batch's rows, and the state of the hash indexes they come from.
 
     Attributes:
+        plan: see `directory.search`.
         tables, keys: for kernels.
         counts, news: numbers of rows without a slot, see `directory.search`.
         states: of the hash indexes.
     """
 
+    plan: tuple[Any, ...]
     tables: DeviceTables
     keys: Tensor
     counts: Tensor
@@ -55,11 +64,12 @@ class HashedBatch(DeviceBatch):
 
     def make(self, given: Tensor, is_ahead: bool = False) -> Self:
         self.given, n, k = given, self.sizes.n, len(self.executors)
-        is_cached = self._search is not None
-        self._space = self.layout.take((n, k, is_cached), 80 * n, _space, self.family.device, n, k, is_cached)
+        is_cached = bool(self._search)
+        form = n, k, is_cached, is_ahead  # prefetched batches are made on a stream of their own
+        self._space = self.layout.take(form, 80 * n, _space, self.family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
-        self.keys, self.ids, self.order, self.inverse, self.count, new, self._moves, *parts = arrays
-        self.starts, self.tickets, scan = parts
+        self.keys, self.ids, self.order, self.inverse, self.count, counts, self._moves, *parts = arrays
+        self.starts, self.tickets, scan, news = parts
         ids = given.to(torch.int64)
         plan = self.ids, self.starts, self.inverse, self.count, self.tickets
         if k == 1:
@@ -71,19 +81,19 @@ class HashedBatch(DeviceBatch):
             kernels.tables(first, self._begins, k, of_positions)
             self.of_positions, second = torch.sort(of_positions, stable=True)
             plan_kernels.collect(by_id, 0, self.order, scan, plan, of=(self.of_positions, second, first))
-        self._new = new, self.tickets[-2 * k - 1 : -k - 1]
-        if not is_ahead or self._search is not None:  # else the lookup finds the slots
-            self._find(*self._new)
-        if self._search is not None:
+        self._new = counts, news
+        if not is_ahead or is_cached:  # else the lookup finds the slots
+            self._find(counts, news)
+        if is_cached:
             self._load()
         return self
 
     @property
-    def _range(self) -> tuple[int, Tensor, int] | None:
-        """The limit of the ids of one table, its error, and the number of the batch; None: ids are open."""
+    def _range(self) -> tuple[int, Tensor] | None:
+        """The limit of the ids of one table, and its error; None: ids are open."""
         executor: Any = self.layout.first
         rows = executor.spec.rows
-        return None if rows is None else (rows, executor.faults.tensor, self.stamps[0])
+        return None if rows is None else (rows, executor.faults.tensor)
 
     def _load(self) -> None:
         """Load the rows into the device cache."""
@@ -98,47 +108,51 @@ class HashedBatch(DeviceBatch):
         if self._range is not None:
             plan_kernels.check(self._ordered, *self._range)
         if self.slots is None:
+            self.take_words()
             self._find(*self._new)
+
+    @property
+    def allocations(self) -> list[Tensor]:
+        return [*super().allocations, self._ordered if self.of_positions is None else self.of_positions]
 
     # ------------------------------------------------------------ slots
 
-    def _find(self, counts: Tensor, news: Tensor | TensorPart) -> None:
-        self.slots = self._searched(self.keys, counts, news)
+    def _find(self, counts: Tensor, news: Tensor | TensorPart) -> FoundSlots:
+        plan = self.ids, self.starts, self.of_positions, self.count, self._begins
+        states = list(map(_STATE, self.executors))
+        kernels.search(plan, self.tables.entries, self.keys, counts, news, self.bounds)
+        self.slots = FoundSlots(plan, self.tables, self.keys, counts, news, states)
+        return self.slots
 
     def _found(self) -> FoundSlots:
         """Return the current slots of the rows."""
         slots = self.slots
-        if slots is None or slots.states != self._states():  # rows may have got slots since
+        if slots is None or slots.states != list(map(_STATE, self.executors)):  # rows may have got slots since
+            self.take_words()  # a table alone may have outgrown the last family
             n, device = len(self.ids), self.family.device
             keys, counts = carved(device, layout((2 * n, kernels.blocks(n + 1))))
             news = torch.zeros(len(self.executors), dtype=torch.int32, device=device)
-            slots = self.slots = self._searched(keys.view(torch.int64), counts, news)
-            self.keys = slots.keys
+            self.keys = keys.view(torch.int64)
+            return self._find(counts, news)
         return slots
-
-    def _searched(self, keys: Tensor, counts: Tensor, news: Tensor | TensorPart) -> FoundSlots:
-        states = self._states()
-        self.take_words(tuple(states[::2]))  # a table alone may have outgrown the last family
-        kernels.search(self._arrays, self.tables.entries, keys, counts, news, self.bounds)
-        return FoundSlots(self.tables, keys, counts, news, states)
-
-    def _states(self) -> list[Any]:
-        executors: Any = self.executors
-        return [part for executor in executors for part in (executor.known, executor.index.epoch)]
-
-    @property
-    def _arrays(self) -> tuple[Any, ...]:
-        return self.ids, self.starts, self.of_positions, self.count, self._begins
 
     @property
     def _begins(self) -> TensorPart:
         """Begin of each table's positions, and the end of the last: int64 (k + 1,)."""
-        k, words = len(self.executors), self.sizes.words
-        return TensorPart(self.placed, 2 * (len(words) - 2 * k - 2), (k + 1,), torch.int64)
+        k, placed = len(self.executors), self.placed
+        return TensorPart(placed, 2 * (placed.shape[0] - 2 * k - 2), (k + 1,), torch.int64)
 
     def count_new(self) -> int:
         """Return the number of rows of one table without a slot. Waits for the device."""
         return int(self._found().counts.sum())
+
+    def has_room(self, which: tuple[int, int]) -> bool:
+        executors: Any = self.executors[slice(*which)]
+        most = max(self.sizes.positions[slice(*which)])
+        if _spare(executors) < most:
+            for executor in executors:
+                executor.index.poll()
+        return self.layout.is_quiet() and self.is_of_family() and _spare(executors) >= most
 
     # ------------------------------------------------------------ rows and steps
 
@@ -153,13 +167,12 @@ class HashedBatch(DeviceBatch):
         executor: Any = self.layout.first
         if not executor.plans:
             return executor.ready_by_host(self, values, verdicts, clip)
-        found = self._found()
-        return self.as_ready()._replace(admit=lambda: self._enter(found, which, verdicts))
+        return self.as_ready(functools.partial(self._enter, self._found(), which, verdicts))
 
     def _enter(self, found: FoundSlots, which: tuple[int, int], verdicts: Any) -> None:
         """Give slots to the new rows of consecutive tables, by their verdicts."""
-        tables, keys, counts, news, _ = found
-        kernels.enter(self._arrays, tables.entries, keys, counts, news, self.tickets, which, verdicts)
+        plan, tables, keys, counts, news, _ = found
+        kernels.enter(plan, tables.entries, keys, counts, news, self.tickets, which, verdicts)
         for table in range(*which):
             executor: Any = self.executors[table]
             executor.index.record_inserts(self.sizes.positions[table])
@@ -179,7 +192,14 @@ class HashedBatch(DeviceBatch):
         return own.make(ids)
 
 
+def _spare(executors: Sequence[Any]) -> int:
+    """Return the number of new rows that each table surely has room for."""
+    return min(map(sub, map(_ROOM, executors), map(_MOST, executors)))
+
+
 def _space(device: torch.device, n: int, k: int, is_cached: bool) -> Any:
-    """Return keys, ids, order, inverse, count, new and moves of rows into a cache; see `space_of`."""
+    """Return keys, ids, order, inverse, count, counts and moves of rows into a cache, and news; see `space_of`."""
     narrow = n, 1, kernels.blocks(n + 1), 6 * n if is_cached else 0
-    return space_of(device, 3, n, k, narrow, tickets_of(n, k) + k)
+    arrays, *bounds = space_of(device, 3, n, k, narrow, tickets_of(n, k) + k)
+    *_, tickets, _ = arrays
+    return [*arrays, tickets[-2 * k - 1 : -k - 1]], *bounds

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embedrock.batch.plan import Plan
 from embedrock.device.batch import DeviceBatch, SteppedTables, tickets_of
-from embedrock.device.cache import NO_TIME, load_rows, shares_of, times_of
+from embedrock.device.cache import NO_TIME, load_rows, times_of
 from embedrock.device.copies import uploaded_together
 from embedrock.device.features import FeatureLayout
 from embedrock.kernels.gpu import cache
@@ -59,30 +59,29 @@ class HostBatch(DeviceBatch):
         self.layout, self.executors, self.family, self.host = layout, layout.executors, executor.family, host
         self.sizes, self.stamps = layout.sizes((len(host.order),)), [executor.clock.stamp]
         is_cached = self.family.kind == "cached" and time is not NO_TIME
-        self.tables, self.firsts = layout.of_words(layout.known((counts,)))
+        self.tables, self.firsts = layout.of_words(layout.uncounted((counts,)) if is_cached and not counts else None)
         (padding,) = layout.paddings
         found = np.flatnonzero(host.ids == padding) if padding is not None else np.empty(0, np.int64)
         self.padding = int(found[0]) if len(found) else -1
-        shares = shares_of(self.executors, self.sizes.positions) if is_cached else None
-        words = () if shares is None else (*shares[0], *times_of([time]))
-        self._upload(host, (*self.sizes.words, *words))
-        if shares is not None:
+        self._upload(host)
+        executor.leave_out(self, self.padding)
+        if is_cached:
             self._moves = torch.empty(6 * self.sizes.n, dtype=torch.int32, device=self.family.device)
-            self._search = shares, self.placed[len(self.sizes.words) :], time
+            self._search = *layout.search(self.sizes.positions), times_of([time], self.family.device)
 
-    def _upload(self, host: Plan, words: tuple[int, ...]) -> None:
+    def _upload(self, host: Plan) -> None:
         n, count = len(host.order), len(host.ids)
         numbers = np.array([count], np.int32), np.zeros(tickets_of(n, 1), np.int32)
         bounds = np.array([0, count, self.padding], np.int32)
         parts = host.slots + FIRST_KEY, host.ids, host.starts, host.order.astype(np.int64), host.inverse
-        found = uploaded_together((*parts, *numbers, bounds, np.array(words, np.int64)), self.family.device)
-        self.keys, self.ids, self.starts, self.order, self.inverse, self.count, self.tickets, *found = found
-        self.bounds, self.placed = found
+        found = uploaded_together((*parts, *numbers, bounds), self.family.device)
+        self.keys, self.ids, self.starts, self.order, self.inverse, self.count, self.tickets, self.bounds = found
+        self.placed = self.sizes.placed
         self.ends, self.paddings = self.bounds[1:2], self.bounds[2:]
 
     def load(self) -> None:
         """Load the rows into the device cache, if there is one."""
-        search = None if self._search is None else self._victims()
+        search = self._victims() if self._search else None
         if search is not None:
             cache.touch(self.tables, search, self.keys, len(self.keys))
             load_rows(self.tables, search, self.keys, len(self.keys))

@@ -15,14 +15,13 @@ from embedrock.admission.lifecycle import AdmissionDecision
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import Plan, make_plan
 from embedrock.device.batch import DeviceBatch, SteppedTables
-from embedrock.device.cache import DeviceCache
 from embedrock.device.copies import uploaded
 from embedrock.device.executor import GpuExecutor
-from embedrock.device.features import FeatureLayout, TableFamily, family_of
+from embedrock.device.features import FeatureLayout
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.host_batch import FIRST_KEY, HostBatch, SteppedRows
 from embedrock.device.mirror import DeviceMirror
-from embedrock.device.prefetched import PrefetchedBatch, version_of
+from embedrock.device.prefetched import PrefetchedBatch, versions_of
 from embedrock.device.steps import judge
 from embedrock.errors import CacheTooSmallError, IdError, IdTypeError, MemoryBudgetError
 from embedrock.kernels.gpu import gate, rows
@@ -58,14 +57,6 @@ class HostPlannedExecutor(GpuExecutor):
         with rows.table_lock.lock:
             mirror.join(self)
 
-    @property
-    def cache(self) -> DeviceCache:  # type: ignore[override]
-        return self.mirror.cache
-
-    def mark_changed(self) -> None:
-        super().mark_changed()
-        self.mirror.mark_changed()
-
     def _finish(self) -> None:
         self.timeline.finish()
         self.faults.look()
@@ -78,11 +69,12 @@ class HostPlannedExecutor(GpuExecutor):
         return True
 
     def stats(self) -> dict[str, float]:
-        used = {"device_slots": self.cache.placement.near_rows, "device_bytes": self.cache.nbytes}
-        return {**used, "device_host_waits": self.mirror.host_waits, **self.cache.stats()}
+        cache = self.cache if self.plans else self.mirror.cache
+        used = {"device_slots": cache.placement.near_rows, "device_bytes": cache.nbytes}
+        return {**used, "device_host_waits": self.mirror.host_waits, **cache.stats()}
 
     def __repr__(self) -> str:
-        return f"on {self.device}: {self.cache.placement}, planned by the host"
+        return f"on {self.device}: {self.mirror.cache.placement}, planned by the host"
 
     @contextmanager
     def _table_lock(self) -> Iterator[None]:
@@ -108,15 +100,11 @@ class HostPlannedExecutor(GpuExecutor):
 
     # ------------------------------------------------------------ lookups and steps
 
-    @property
-    def family(self) -> TableFamily:
-        return family_of(self)
-
     @spanned("plan")
     def planned_by_host(self, layout: FeatureLayout, ids: Tensor, trains: bool) -> HostBatch:
         self.check()
-        ahead, self._ahead = self._ahead, None
-        known = ahead if ahead is not None and trains and ahead.is_of(ids) else None
+        ahead, self.ahead = self.ahead, None
+        known = ahead if ahead is not None and trains and ahead.is_of([ids]) else None
         if known is None:
             self.mirror.host_waits += ids.device.type != "cpu"
             host = self._host_planned(ids)
@@ -138,7 +126,6 @@ class HostPlannedExecutor(GpuExecutor):
 
     def _planned_and_loaded(self, layout: FeatureLayout, host: Plan, trains: bool, counts: bool) -> HostBatch:
         batch = HostBatch(layout, host, self.begin_batch(len(host.order), trains), counts)
-        self.leave_out(batch, batch.padding)
         batch.load()
         return batch
 
@@ -159,12 +146,12 @@ class HostPlannedExecutor(GpuExecutor):
             host = self._host_planned(ids)
         except (IdError, IdTypeError):
             return  # the lookup raises it
-        if self.backend.evicts and not self.cache.is_cache:
-            self._ahead = PrefetchedBatch(ids, version_of(ids), None, host=host)
+        self.ahead = PrefetchedBatch([ids], versions_of([ids]), host=host)
+        if not self.mirror.cache.is_cache and self.backend.evicts:
             return
         with self.timeline.aside():
             batch = self._planned_and_loaded(self.layout(), host, True, True)
-            self._ahead = PrefetchedBatch(ids, version_of(ids), batch.stamps[0], batch, host)
+            self.ahead.batch, self.ahead.stamps = batch, {self: batch.stamps[0]}
 
     def read_by_host(self, batch: Any) -> Tensor:
         """Return the weights of a batch's rows: see `DeviceBatch.read_rows`."""
@@ -302,6 +289,8 @@ class HostPlannedExecutor(GpuExecutor):
         return self.rows.shared.gradient(values.cpu().numpy(), np.arange(len(rows)))
 
     def step_beside(self, numbers: Any) -> None:
+        if not self.plans:
+            self.mirror.mark_changed()
         gradient, self._of_shared = self._of_shared, None
         if gradient is not None and (shared := self.rows.shared) is not None:
             shared.step(gradient, numbers, self.rows.steps)

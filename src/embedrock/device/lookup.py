@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from embedrock.device.pooling import DeviceBags
 from embedrock.device.prefetched import plan_ahead, taken_ahead
 from embedrock.system.spans import spanned
 
-_FORM = attrgetter("device", "dtype")
 Block = tuple[RowSums, list[Any]]  # sums, and the executor of each table; None: nothing came for the table
 
 
@@ -65,7 +63,7 @@ class DeviceLookup:
             if layout.first.plans:
                 with layout.working:
                     self._batch = self._planned()
-            if self._batch is None and len(layout.executors) == 1:
+            if self._batch is None and len(self._given) == 1:
                 self._batch = batch = layout.first.planned_by_host(layout, self._given[0], self._trains)
                 if self._all_bags is not None:
                     with layout.working:
@@ -80,39 +78,22 @@ class DeviceLookup:
         """Plan on the device. Return None if the host has to, or if the tables are of one family no longer."""
         layout, trains = self._layout, self._trains
         aheads = layout.begin()
-        if not (layout.are_joined() and layout.first.plans):
+        if not layout.first.plans or (len(layout.executors) > 1 and not layout.are_joined()):
             return None
         batch = None
         if aheads is not None and trains:
             batch = taken_ahead(layout, self._given, aheads)
         if batch is None:
             counts = None if aheads is None else [ahead is None for ahead in aheads]
-            batch = layout.first.batch(layout, self._batch_sizes(), trains, counts).make(self._joined_ids())
+            bags = () if self._all_bags is None else bag_words(self._all_bags, self._sizes)
+            sizes = layout.sizes(tuple(self._sizes), bags)
+            batch = layout.first.batch(layout, sizes, trains, counts).make(layout.joined(self._given))
         else:
             batch.look_up()
         if self._all_bags is not None:
             self._pool(batch)
         layout.end(trains)
         return batch
-
-    def _batch_sizes(self) -> Any:
-        all_bags = self._all_bags
-        if all_bags is None:
-            return self._layout.sizes(tuple(self._sizes))
-        return self._layout.sizes(tuple(self._sizes), bag_words(all_bags, self._sizes))
-
-    def _joined_ids(self) -> Tensor:
-        """Return the ids of all features on the device: (n,)."""
-        given, first = self._given, self._layout.first
-        if len(given) == 1:
-            ids = given[0]
-            if ids.dim() != 1 or not ids.is_contiguous():  # kernels read neighbours
-                ids = ids.reshape(-1).contiguous()
-            return ids if ids.device == first.device else first.on_device(ids)
-        parts = [ids if ids.dim() == 1 else ids.reshape(-1) for ids in given]
-        if len(set(map(_FORM, parts))) > 1:
-            parts = [first.on_device(part).to(torch.int64) for part in parts]
-        return first.on_device(torch.cat(parts))
 
     def _pool(self, batch: DeviceBatch) -> None:
         """Find the bags of the positions, unless each bag is the row of its id."""
@@ -121,7 +102,8 @@ class DeviceLookup:
         if are_rows(self._all_bags, [layout.paddings[table] for table in layout.tables]):
             self._all_bags = None
             return
-        self._bags = DeviceBags(self._all_bags, self._sizes, batch, self._batch_sizes().placed)
+        words = bag_words(self._all_bags, self._sizes)
+        self._bags = DeviceBags(self._all_bags, self._sizes, batch, layout.sizes(tuple(self._sizes), words).placed)
         self._outputs = self._bags.counts
 
     def _features(self) -> list[DeviceLookup]:
@@ -172,22 +154,19 @@ class DeviceLookup:
             self.rows = rows if keeps_rows else None
         if layout.expects():
             with layout.working:
-                plan_ahead(batch)
+                plan_ahead(layout)
         return out
 
     def _shaped(self, out: Tensor) -> list[Tensor]:
         """Return the lines of each feature, in the shape of its output."""
-        order = self._layout.order
-        parts: Sequence[Tensor] = (out,)
+        order, parts = self._layout.order, [out]
         if len(order) > 1:
             found = dict(zip(order, torch.split_with_sizes(out, self._outputs), strict=True))
-            parts = [found[k] for k in range(len(order))]
-        if self._is_pooled:
-            return list(parts)
-        return [
-            part if ids.dim() == 1 else part.view(*ids.shape, out.shape[1])
-            for part, ids in zip(parts, self._ids, strict=True)
-        ]
+            parts = list(map(found.__getitem__, range(len(order))))
+        for number, ids in enumerate(() if self._is_pooled else self._ids):
+            if ids.dim() != 1:
+                parts[number] = parts[number].view(*ids.shape, out.shape[1])
+        return parts
 
     # ------------------------------------------------------------ gradients
 
@@ -197,8 +176,8 @@ class DeviceLookup:
 
         Rows of a feature without a gradient stay untouched.
         """
-        batch, layout = self.plan(), self._layout
-        if batch is None or not layout.are_alike:
+        batch, layout = self._batch or self.plan(), self._layout
+        if batch is None:
             return self._summed_alone(grads)
         came: list[Any] = [None] * len(layout.executors)
         missing = set[Any]()
@@ -213,7 +192,7 @@ class DeviceLookup:
         if len(missing) == len(came):
             return []
         with layout.working:
-            of_bags = () if self._bags is None else self._bags.shares(self.trace)
+            of_bags: tuple[Any, ...] = () if self._bags is None else self._bags.shares(self.trace)
             summed = sum_rows(self._joined_grads(grads), batch, *of_bags)
             return [(summed.by_frequency() if self._by_frequency else summed, came)]
 

@@ -77,7 +77,14 @@ class DeviceMirror:
         """The pinned records and the cache, created again after the records have moved."""
         if self._known is None:
             self._known = self._begun()
+            self._tell()
         return self._known
+
+    def _tell(self) -> None:
+        """Make the executors use the records at their current places."""
+        for executor in self._executors:
+            if not executor.plans:
+                executor.use(self.cache)
 
     @property
     def cache(self) -> DeviceCache:
@@ -101,6 +108,7 @@ class DeviceMirror:
             if cache.is_cache and mapped < slots:
                 self.timeline.wait_for_copies()
                 cache.grow(self._map(max(slots, 2 * mapped)), self.timeline)
+                self._tell()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -195,6 +203,7 @@ class DeviceMirror:
         self._executors.add(executor)
         self.clock.tables = len(self._executors)
         self.mark_changed()
+        self._tell()
 
     def part(self, executor: Any) -> None:
         """Remove a table's executor with up-to-date records in RAM. The last one releases the memory."""

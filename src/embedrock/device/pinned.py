@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ import torch
 
 from embedrock.device.cuda_runtime import CudaRuntime, cuda_runtime
 from embedrock.errors import MemoryBudgetError, UnsupportedError
-from embedrock.system import platform
 from embedrock.system.sizes import format_bytes
 
 # Bytes pinned in one call: whole huge pages, so that parts share none. Newer drivers refuse 512 GiB and more.
@@ -58,12 +56,17 @@ class PinnedRecords:
             while made < nbytes:
                 wanted = -(-(nbytes - made) // LEAST_PART_BYTES) * LEAST_PART_BYTES
                 part = min(wanted, MOST_PART_BYTES, self._memory.nbytes - made)
-                _register(runtime, self.address + made, part)
+                if code := runtime.register(self.address + made, part):
+                    raise PinningError(
+                        f"the system refused to pin {format_bytes(part)} of RAM for the GPU (cudaHostRegister returned "
+                        f"{code}). Lift the limit on locked memory (ulimit -l), pass a smaller memory=, or a "
+                        "device_memory= that holds all rows."
+                    )
                 self._parts.append((self.address + made, part))
                 made += part
         except PinningError:
-            _unregister(runtime, self._parts[before:])
-            del self._parts[before:]
+            while len(self._parts) > before:
+                runtime.unregister(*self._parts.pop())
             raise
         self._covered = made
 
@@ -104,35 +107,9 @@ def _runtime_for(device: torch.device) -> CudaRuntime:
     return runtime
 
 
-def _register(runtime: CudaRuntime, address: int, nbytes: int) -> None:
-    platform.share_with_children(False, address, nbytes)
-    code = runtime.register(address, nbytes)
-    if code:
-        platform.share_with_children(True, address, nbytes)
-        raise PinningError(
-            f"the system refused to pin {format_bytes(nbytes)} of RAM for the GPU (cudaHostRegister returned {code}). "
-            "Lift the limit on locked memory (ulimit -l), pass a smaller memory=, or a device_memory= that holds all "
-            "rows."
-        )
-
-
-def _unregister(runtime: CudaRuntime, parts: list[tuple[int, int]]) -> None:
-    for address, nbytes in parts:
-        runtime.unregister(address)
-        platform.share_with_children(True, address, nbytes)
-
-
 def _free(parts: list[tuple[int, int]], memory: np.ndarray, quiet: Callable[[], None], process: int) -> None:
     if not parts or os.getpid() != process:
         return  # in a forked child, every CUDA call fails
     quiet()
-    _unregister(cuda_runtime(), parts)
-
-
-def warn_of(error: PinningError, subject: str) -> None:
-    """Warn that the CPU uses the rows of a table."""
-    warnings.warn(
-        f"rows of {subject} are read and stepped by the CPU, and copied: {error}",
-        PinningWarning,
-        stacklevel=4,
-    )
+    for part in parts:
+        cuda_runtime().unregister(*part)

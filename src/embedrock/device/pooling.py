@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,9 @@ class DeviceBags:
         self.counts = [bags.count(n) for bags, n in zip(all_bags, sizes, strict=True)]
         self._weights = _joined_weights(all_bags, sizes, batch.inverse)
         starts = [bags.starts for bags in all_bags if bags.starts is not None]
-        joined = _joined_starts(starts, executor) if starts else cuts
+        if len({part.device for part in starts}) > 1:
+            starts = [executor.on_device(part) for part in starts]
+        joined = executor.on_device(torch.cat(starts)) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
         self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
         args = batch.tables, batch.paddings, batch.tickets_of_bags, self._offsets, self._of_positions, self._words
@@ -70,12 +71,6 @@ class DeviceBags:
         out = torch.empty(len(self._of_positions), dtype=torch.float32, device=grads.device)
         pooling.weight_grads(grads, rows, self.batch.inverse, self._of_positions, self._words, out)
         return out
-
-
-def _joined_starts(starts: Sequence[Tensor], executor: Any) -> Tensor:
-    if len({part.device for part in starts}) > 1:
-        starts = [executor.on_device(part) for part in starts]
-    return executor.on_device(torch.cat(list(starts)))
 
 
 def _joined_weights(all_bags: Sequence[FeatureBags], sizes: Sequence[int], some: Tensor) -> Tensor:

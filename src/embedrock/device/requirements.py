@@ -30,12 +30,20 @@ def device_side(table: Table, device: torch.device) -> GpuExecutor | None:
         UnsupportedError: a requirement of GPU kernels is missing, and the table has `device_memory=`.
     """
     lack = lack_for_kernels(device.type)
-    if lack is not None:
-        _say(lack, table)
-        return None
-    from embedrock.device.attach import side_of
+    if lack is None:
+        from embedrock.device.attach import side_of
 
-    return side_of(table, indexed(device))
+        return side_of(table, indexed(device))
+    if (given := device_memory_of(table)) is not None:
+        asked = f"{table.subject} cannot have device_memory={given}"
+        raise UnsupportedError(f"{lack.what}: {asked}. Install it: {lack.remedy}.")
+    warnings.warn(
+        f"{lack.what}: {table.subject} is read and stepped by the CPU, and its rows are copied to the GPU. For GPU "
+        f"speed: {lack.remedy}.",
+        PlacementWarning,
+        stacklevel=3,
+    )
+    return None
 
 
 class MissingRequirement(NamedTuple):
@@ -82,15 +90,3 @@ def has_triton() -> bool:
     import triton
 
     return tuple(map(int, triton.__version__.split(".")[:2])) >= LEAST_TRITON
-
-
-def _say(lack: MissingRequirement, table: Table) -> None:
-    if (given := device_memory_of(table)) is not None:
-        asked = f"{table.subject} cannot have device_memory={given}"
-        raise UnsupportedError(f"{lack.what}: {asked}. Install it: {lack.remedy}.")
-    warnings.warn(
-        f"{lack.what}: {table.subject} is read and stepped by the CPU, and its rows are copied to the GPU. For GPU "
-        f"speed: {lack.remedy}.",
-        PlacementWarning,
-        stacklevel=4,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from embedrock.device.copies import uploaded
 from embedrock.device.stream_order import StreamOrder
-from embedrock.errors import ArgumentError
 from embedrock.optimizers import Rule
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import next_numbers
@@ -50,12 +49,6 @@ class StepConstants:
         return copy
 
 
-def check_rule(rule: Rule, rows: TableState) -> None:
-    """Raise `ArgumentError` unless a rule has the layout of the table's rule."""
-    if not rule.same_layout(rows.spec.rule):
-        raise ArgumentError(f"`rule` must be laid out as that of {rows.subject}: got {rule}.")
-
-
 def draft_step(executor: Any, rows: TableState, rule: Rule) -> Any:
     """Do all work of counting a step that can fail; return the rule's step constants on the device.
 
@@ -66,19 +59,18 @@ def draft_step(executor: Any, rows: TableState, rule: Rule) -> Any:
     return executor.constants.uploaded(next_numbers(rows, rule))
 
 
-def count_all(steps: Sequence[tuple[TableState, Any]], drafts: Sequence[Any], number: int) -> list[tuple[int, Any]]:
+def count_all(steps: Iterable[tuple[TableState, Any, Any]], number: Any) -> list[tuple[int, Any]]:
     """Count drafted steps that are launched now or by the next replay.
 
     Args:
-        steps: the rows of each table, and its executor.
-        drafts: the results of `draft_step`.
+        steps: the rows of each table, its executor, and the result of `draft_step`.
         number: see `steps.DeviceStep`.
 
     Returns:
         The number of each step, and the rule's step constants, for kernels.
     """
     counted: list[tuple[int, Any]] = []
-    for (rows, executor), draft in zip(steps, drafts, strict=True):
+    for rows, executor, draft in steps:
         if rows.history is not None:
             rows.count(draft)
         else:  # as `TableState.count` does, without a call for each table

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from embedrock.device import device_errors
 from embedrock.device.batch import SteppedTables
 from embedrock.device.device_errors import step_numbers
 from embedrock.device.gradients import DeviceRowGradients, RowSums
-from embedrock.device.step_constants import check_rule, count_all, draft_step
+from embedrock.device.step_constants import count_all, draft_step
 from embedrock.device.stream_order import InStreamOrder, StreamOrder, check_capture, enough_memory
+from embedrock.errors import ArgumentError
 from embedrock.kernels.cpu.threads import BackgroundCall
 from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu import rows as kernels
@@ -56,21 +57,23 @@ class TableStep(NamedTuple):
         now = replace(self.grads, sums=self.sums.alone(self.table, self.executor), table=0)
         return self._replace(sums=now.sums, table=0, scaled=now)
 
-    @property
-    def clip_value(self) -> float | None:
-        return None if self.scaled is None else self.scaled.clip_value
+
+_table_step = functools.partial(tuple.__new__, TableStep)  # a call of Python less for each table
 
 
 def steps_of(requests: Sequence[StepRequest]) -> list[TableStep]:
-    """Return the step of each table of requests, for the executors that have the rows."""
+    """Return the step of each table of requests, for the executors that have the rows. Sums have theirs in order."""
     found: list[TableStep] = []
     for tables, rule, grads, _, executor in requests:
         if type(grads) is RowSums:
-            pairs = enumerate(zip(tables, grads.batch.executors, strict=True))
-            found += [TableStep(rows, rule, own, grads, k) for k, (rows, own) in pairs]
+            parts = grads.batch.executors, repeat(grads), itertools.count(), repeat(None)
+            found += map(_table_step, zip(tables, repeat(rule), *parts, strict=False))
         else:
             now = grads.for_executor(executor)
             found.append(TableStep(tables[0], rule, executor, now.sums, now.table, now))
+    if len(requests) > 1:  # as of param groups, in any order
+        places = {id(part.sums): place for place, part in enumerate(found)}
+        found.sort(key=lambda part: (places[id(part.sums)], part.table))
     return found
 
 
@@ -81,7 +84,7 @@ class DeviceStep(CheckedStep):
         steps: of the tables.
         verdicts: int32 (k, LINE), see `gate.judge`; None: the kernels of the step decide.
         number: of the step, 0 if the host knows that it is made; int64 () in a CUDA graph.
-        runs: see `runs_of`, if all rows have room; None: tables may change before the step.
+        runs: the only one of `runs_of`, whose new rows may have room already; None: `check` finds room.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class DeviceStep(CheckedStep):
         self.steps, self.verdicts, self.number, self._runs = steps, verdicts, number, runs
         self.rows = list(map(_ROWS, steps))
         self.table_locks = list(map(_LOCK, self.rows))
-        self._rooms = with_room(steps) if runs is None else ()
+        self._rooms = with_room(steps)
         self._begun: list[Callable[[], None]] | None = None
 
     def are_finite(self) -> list[int]:
@@ -108,18 +111,24 @@ class DeviceStep(CheckedStep):
         return [each for part in self._rooms for each in part.executor.elsewhere(part.grads)]
 
     def check(self) -> None:
+        self._runs = None
         with self._ordered():
             prepare(self._rooms)
 
     def is_prepared(self) -> bool:
-        return not self._rooms or all(part.executor.is_prepared(part.grads) for part in self._rooms)
+        if not self._rooms:
+            return True
+        if self._runs is not None:
+            ((first, *others),) = self._runs
+            return first.sums.batch.has_room((first.table, first.table + 1 + len(others)))
+        return all(part.executor.is_prepared(part.grads) for part in self._rooms)
 
     def prepare(self) -> None:
         with self._ordered():
             self._begun = self._begin()
 
     def _begin(self) -> list[Callable[[], None]]:
-        if self._rooms:
+        if self._rooms and self._runs is None:
             for room in _by_room(self._rooms):
                 room[0].executor.cover_all([(part.executor, part.grads) for part in room])
         begun, k, runs = [], 0, self._runs or runs_of(self.steps)
@@ -134,7 +143,7 @@ class DeviceStep(CheckedStep):
         return begun
 
     def step(self) -> None:
-        with self._ordered():
+        with InStreamOrder(list(map(_TIMELINE, self.steps)), None):
             begun, self._begun = self._begun or self._begin(), None
             for table_lock in self.table_locks:
                 if table_lock.running and type(table_lock.running[0]) is BackgroundCall:
@@ -150,6 +159,7 @@ class DeviceStep(CheckedStep):
 # Many tables are read by one call of `map`.
 _SUMS, _SCALED = attrgetter("sums"), attrgetter("scaled")
 _ROWS, _LOCK, _TIMELINE = attrgetter("rows"), attrgetter("table_lock"), attrgetter("executor.timeline")
+_EXECUTOR = attrgetter("executor")
 _FAULT = attrgetter("executor.faults.address")
 _ROOM, _FAULTS, _NONFINITE = attrgetter("executor.room"), attrgetter("executor.faults"), attrgetter("rows.on_nonfinite")
 
@@ -162,10 +172,13 @@ def with_room(steps: Sequence[TableStep]) -> list[TableStep]:
 def runs_of(steps: Sequence[TableStep]) -> Sequence[Sequence[TableStep]]:
     """Return the steps in runs of neighbours of one sum, which one kernel can make."""
     sums = steps[0].sums
-    if sums.batch.family.is_open:
-        steps = [part if part.sums.batch.is_of_family() else part.alone() for part in steps]
-    elif len(steps) == sums.count_of_tables and list(map(_SUMS, steps)).count(sums) == len(steps):
+    is_whole = len(steps) == sums.count_of_tables and list(map(_SUMS, steps)).count(sums) == len(steps)
+    if is_whole and (not sums.batch.family.is_open or sums.batch.is_of_family()):
         return [steps]
+    steps = [
+        part.alone() if part.sums.batch.family.is_open and not part.sums.batch.is_of_family() else part
+        for part in steps
+    ]
     runs: list[list[TableStep]] = []
     last: TableStep | None = None
     for part in steps:
@@ -192,18 +205,20 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
     layout = sums.batch.layout
     if not layout.is_quiet():
         for part in steps:
-            part.executor.begin_step()
+            part.executor.begin()
     layout.wait_for_copies()
     for rows, rule, own, *_ in steps:
         what = rule, rows.steps
         if what != last or rows.history is not None:  # most neighbours have the same step constants
-            check_rule(rule, rows)
+            if not rule.same_layout(rows.spec.rule):
+                raise ArgumentError(f"`rule` must be laid out as that of {rows.subject}: got {rule}.")
             last, draft = what, draft_step(own, rows, rule)
         drafts.append(draft)
     which, known = (first, first + len(steps)), verdicts
     if known is None:
         known = gate.VerdictCase(*_numbers(steps), *which, sums.batch.tickets, number)
-    stepped = sums.batch.ready(which, sums.values, known, steps[0].clip_value)
+    scaled = steps[0].scaled
+    stepped = sums.batch.ready(which, sums.values, known, scaled and scaled.clip_value)
     executor.timeline.uses(sums.values, stepped.keys, sums.norms if verdicts is None else verdicts)
     return functools.partial(_step, steps, stepped, which, known, number, drafts)
 
@@ -246,7 +261,7 @@ def _step(
         admit()
     captured = executor.timeline.captured
     if captured is None:
-        counted = count_all([(rows, own) for rows, _, own, *_ in steps], drafts, number)
+        counted = count_all(zip(map(_ROWS, steps), map(_EXECUTOR, steps), drafts, strict=True), number)
     else:
         counted = [captured.begin_step(part.executor, part.rule) for part in steps]
     if executor.room is not None:
@@ -289,7 +304,7 @@ def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
     if not due[0].executor.timeline.is_recorded:
         device_errors.check(list(map(_FAULTS, due)))
     goes_on = alone and len(groups) < 2 and {"raise"}.issuperset(map(_NONFINITE, due))
-    if goes_on and not with_room(due) and _are_checked_in_step(runs := runs_of(due)):
+    if goes_on and _are_checked_in_step(runs := runs_of(due)):
         return [DeviceStep(due, None, _next_number(due[0].executor.timeline), runs)]
     steps = []
     for group in groups.values():

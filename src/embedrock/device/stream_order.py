@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,9 @@ def _too_little(what: str, error: BaseException) -> MemoryBudgetError:
         f"{what} needs more GPU memory than there is: {error} Nothing has changed. Pass a smaller device_memory=, "
         "which leaves more to the rest of the model, or use smaller batches."
     )
+
+
+_turns = itertools.count(1)
 
 
 def check_capture(timelines: Sequence[StreamOrder]) -> None:
@@ -67,6 +71,7 @@ class StreamOrder:
     Attributes:
         captured: the `GraphCapture` that is in warm-up or recording now; None: none.
         is_recorded: launches are being recorded, and the host counts at replays instead.
+        turn: number of the last change of the caller's stream; 0 in all captures. Kept memory is of one turn.
         copied: event after the copies that the caller's stream has not waited for; None without any.
     """
 
@@ -74,9 +79,14 @@ class StreamOrder:
         self.device, self.is_cuda, self.subject = device, device.type == "cuda", subject
         self._copying = torch.cuda.Stream(device) if self.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # of the last work
+        self.turn = next(_turns)
         self.copied: torch.cuda.Event | None = None
         self.captured: Any = None
         self.is_recorded = False
+
+    def capture(self, captured: Any) -> None:
+        """Begin a warm-up or a recording of a `GraphCapture`; None: end it."""
+        self.captured, self.turn = captured, next(_turns) if captured is None else 0
 
     def keep(self, *tensors: Tensor) -> None:
         """Keep cached tensors for as long as a CUDA graph uses them, if one is being recorded."""
@@ -86,22 +96,25 @@ class StreamOrder:
     def begin(self) -> None:
         """Order later work on other streams after the caller's stream."""
         if self.is_cuda:
-            self._stream = torch.cuda.current_stream(self.device)
+            self.take_over(torch.cuda.current_stream(self.device))
 
-    def ordered(self, lock: Any = None) -> InStreamOrder:
-        """Return a context for work on the caller's stream, after earlier work on others, with an optional lock.
+    def ordered(self) -> InStreamOrder:
+        """Return a context for work on the caller's stream, after earlier work on others.
 
         Raises:
             UnsupportedError: the stream is being captured.
             MemoryBudgetError: there is too little GPU memory for the work.
         """
-        return InStreamOrder((self,), lock)
+        return InStreamOrder((self,), None)
 
     def take_over(self, stream: torch.cuda.Stream) -> None:
         """Order the caller's stream after the stream of the last work, if they differ."""
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        if stream != self._stream:
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+            if self.captured is None:
+                self.turn = next(_turns)
 
     @contextmanager
     def aside(self, *tensors: Tensor) -> Iterator[None]:
@@ -118,10 +131,6 @@ class StreamOrder:
                 tensor.record_stream(self._copying)
             self.copied = torch.cuda.Event()
             self.copied.record(self._copying)
-
-    def wait_for(self, other: StreamOrder) -> None:
-        """Make `wait_for_copies` wait for the copies of another table."""
-        self.copied = other.copied
 
     def uses(self, *tensors: Tensor) -> None:
         """Keep the memory of tensors from other streams until the caller's stream is done with it.
@@ -172,32 +181,21 @@ class InStreamOrder:
         self._undo: list[ExitStack | None] = []  # one for each time it is entered
 
     def __enter__(self) -> None:
-        lock = self._lock
+        lock, first = self._lock, self._timelines[0]
         if lock is not None:
             lock.__enter__()
+        self._undo.append(None)
         try:
-            is_plain = not (self._timelines[0].is_cuda or torch.is_inference_mode_enabled())
-            self._undo.append(None if is_plain else self._begin())
-        except BaseException as error:
-            self._undo.append(None)
-            self.__exit__(None, error, None)
-            raise
-
-    def _begin(self) -> ExitStack | None:
-        """Switch the tables to the caller's stream, and leave inference mode; return the undo."""
-        first = self._timelines[0]
-        undo = _undone_later(first)
-        if first.is_cuda:
-            try:
+            if first.is_cuda or torch.is_inference_mode_enabled():
+                self._undo[-1] = _undone_later(first)
+            if first.is_cuda:
                 check_capture(self._timelines)
                 stream = torch.cuda.current_stream(first.device)
                 for timeline in self._timelines:
                     timeline.take_over(stream)
-            except BaseException:
-                if undo is not None:
-                    undo.close()
-                raise
-        return undo
+        except BaseException as error:
+            self.__exit__(None, error, None)
+            raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         undo = self._undo.pop()
@@ -211,14 +209,13 @@ class InStreamOrder:
 
 def _undone_later(first: StreamOrder) -> ExitStack | None:
     """Leave inference mode and other devices; return the undo. Tensors of inference mode would not outlive it."""
-    contexts: list[Any] = []
-    if torch.is_inference_mode_enabled():
-        contexts.append(torch.inference_mode(False))
-    if first.is_cuda and torch.cuda.current_device() != first.device.index:
-        contexts.append(torch.cuda.device(first.device))
-    if not contexts:
+    is_elsewhere = first.is_cuda and torch.cuda.current_device() != first.device.index
+    is_inference = torch.is_inference_mode_enabled()
+    if not (is_elsewhere or is_inference):
         return None
     undo = ExitStack()
-    for context in contexts:
-        undo.enter_context(context)
+    if is_inference:
+        undo.enter_context(torch.inference_mode(False))
+    if is_elsewhere:
+        undo.enter_context(torch.cuda.device(first.device))
     return undo

@@ -61,13 +61,11 @@ class Workspace:
 
     Attributes:
         arrays: tensors, and parts of tensors.
+        free: list that takes the arrays back; None: nobody uses them again.
     """
 
-    __slots__ = ("_free", "arrays")
-
-    def __init__(self, arrays: Any, free: list[Any] | None) -> None:
-        self.arrays, self._free = arrays, free
+    __slots__ = ("arrays", "free")
 
     def __del__(self) -> None:
-        if self._free is not None:
-            self._free.append(self.arrays)
+        if self.free is not None:
+            self.free.append(self.arrays)

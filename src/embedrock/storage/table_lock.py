@@ -171,7 +171,7 @@ class together:
     """
 
     def __init__(self, table_locks: Iterable[TableLock]) -> None:
-        self._locks = [table_lock.lock for table_lock in sorted(set(table_locks), key=_number)]
+        self._locks = list(map(_lock, sorted(set(table_locks), key=_number)))
 
     def __enter__(self) -> None:
         lock = None
@@ -188,7 +188,7 @@ class together:
             lock.release()
 
 
-_number = operator.attrgetter("number")
+_number, _lock = operator.attrgetter("number"), operator.attrgetter("lock")
 
 
 _turns: weakref.WeakSet[TableLock] = weakref.WeakSet()

@@ -160,15 +160,23 @@ def prefetch(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth:
         >>> for batch in prefetch(batches, {users: lambda batch: batch["user"]}, depth=1):
         ...     users.update(batch["user"], users.lookup(batch["user"]))
     """
+    check_ids_of(ids_of)
+    return look_ahead(source, dict(ids_of), depth)
+
+
+def look_ahead(
+    source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int, note: Callable[[T], None] | None = None
+) -> Iterator[T]:
+    """Do the same as `prefetch`, with checked `ids_of`, which may be empty. `note` gets each item once it is pulled."""
     if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
         raise ArgumentError(f"`source` of prefetch must be something to loop over: got {source!r}.")
-    _check_ids_of(ids_of)
     if isinstance(depth, bool) or not hasattr(depth, "__index__") or operator.index(depth) < 0:
         raise ArgumentError(f"`depth` of prefetch must be a whole number of items, 0 or more: got {depth!r}.")
-    return _look_ahead(source, dict(ids_of), operator.index(depth))
+    return _look_ahead(source, ids_of, operator.index(depth), note)
 
 
-def _check_ids_of(ids_of: Mapping[Any, Any]) -> None:
+def check_ids_of(ids_of: Mapping[Any, Any]) -> None:
+    """Raise `ArgumentError` unless `ids_of` is a dict from tables to functions."""
     example = 'Pass, for example, {table: lambda batch: batch["user"]}.'
     if not isinstance(ids_of, Mapping) or not ids_of:
         raise ArgumentError(f"`ids_of` of prefetch must be a dict from tables to functions: got {ids_of!r}. {example}")
@@ -182,15 +190,12 @@ def _check_ids_of(ids_of: Mapping[Any, Any]) -> None:
             )
 
 
-def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int) -> Iterator[T]:
+def _look_ahead(source: Iterable[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int, note: Any) -> Iterator[T]:
     if depth == 0:
         yield from source
         return
-    window = _Window(iter(source), ids_of, depth)
+    window = _Window(iter(source), ids_of, depth, note)
     try:
-        with held_back():  # or an interrupt may leave a registered thread that never runs
-            _open.add(window)
-            window.thread.start()
         while window.advance():
             yield window.items[0].value
     finally:
@@ -242,16 +247,16 @@ class _Window(Generic[T]):
     Attributes:
         items: the items, in order.
         requests: calls for the thread, in order; None ends it.
-        thread: loads and unpins rows. When it ends, it unpins all remaining ones.
+        thread: loads and unpins rows. When it ends, it unpins all remaining ones. None: no item has had any so far.
         is_closing: rows not yet loaded are no longer needed.
     """
 
-    def __init__(self, source: Iterator[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int) -> None:
-        self._source, self._ids_of, self._depth = source, ids_of, depth
+    def __init__(self, source: Iterator[T], ids_of: Mapping[B, Callable[[T], Any]], depth: int, note: Any) -> None:
+        self._source, self._ids_of, self._depth, self._note = source, ids_of, depth, note
         self._is_exhausted = False
         self.items: deque[_Item[T]] = deque()
         self.requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._serve, name="embedrock-prefetch", daemon=True)
+        self.thread: threading.Thread | None = None
         self.is_closing = False
         self._done: deque[Wanted] = deque(maxlen=depth)  # ids of the items before the first one
         self._before: list[tuple[int, int] | None] = []  # lookups of tables when the first item was returned
@@ -264,13 +269,14 @@ class _Window(Generic[T]):
                 self._watch(self.items[0], self._unused)
             # The thread releases pins, too, and in order. So the rows in use when an item is loaded, and whether the
             # cache is large enough, depend on no timing.
-            self.requests.put(self.items[0].release)
+            if self.items[0].wanted:
+                self.requests.put(self.items[0].release)
             self._done.append(self.items.popleft().wanted)
         while len(self.items) <= self._depth and not self._is_exhausted:
             self._pull()
         if not self.items:
             return False
-        if self.thread.is_alive():  # in a forked child it is not: rows are read when they are looked up
+        if self.thread is not None and self.thread.is_alive():  # in a forked child, rows are read at their lookup
             with self.items[0].unready:
                 pass
         error = self.items[0].error
@@ -323,12 +329,25 @@ class _Window(Generic[T]):
         else:
             try:
                 item.wanted = joined([(table, function(item.value)) for table, function in self._ids_of.items()])
+                if self._note is not None:
+                    self._note(item.value)
             except Exception as error:
                 item.fail(error)
         self._is_exhausted = item.error is not None  # after its error, no item is returned
         self.items.append(item)
         if item.error is None:
-            self.requests.put(lambda: None if self.is_closing else item.bring())
+            self._load(item)
+
+    def _load(self, item: _Item[T]) -> None:
+        if not item.wanted:
+            item.unready.release()
+            return
+        if self.thread is None:
+            with held_back():  # or an interrupt may leave a registered thread that never runs
+                _open.add(self)
+                self.thread = threading.Thread(target=self._serve, name="embedrock-prefetch", daemon=True)
+                self.thread.start()
+        self.requests.put(lambda: None if self.is_closing else item.bring())
 
     def _serve(self) -> None:
         while (request := self.requests.get()) is not None:
@@ -344,8 +363,11 @@ class _Window(Generic[T]):
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the thread has ended, except while Python itself ends, when threads never do."""
-        if self.thread.is_alive() and self.thread is not threading.current_thread() and not sys.is_finalizing():
-            self.thread.join(seconds)
+        thread = self.thread
+        if thread is None or thread is threading.current_thread() or sys.is_finalizing():
+            return
+        if thread.is_alive():
+            thread.join(seconds)
 
 
 @atexit.register

@@ -42,6 +42,7 @@ NO_RULE = SGD(lr=0.0)
 Part = tuple[Any, Rule, int, TableState]  # joint gradients, rule, and the number and the state of a table
 _TOGETHER, _NUMBERED = itemgetter(0, 1), itemgetter(2, 3)
 # Many tables are read by one call of `map`.
+_CHANGE = attrgetter("change")
 _EXECUTOR, _LIFECYCLE, _RULE = attrgetter("executor"), attrgetter("lifecycle"), attrgetter("spec.rule")
 _POOL, _STEPS, _DUE, _VERSION = attrgetter("pool"), attrgetter("steps"), attrgetter("due"), attrgetter("version.now")
 
@@ -185,8 +186,10 @@ def step_all(requests: Sequence[StepRequest], is_awaited: bool = False) -> None:
         alone = len(kinds) == 1 and not is_awaited
         # First those of the CPU: a GPU step waits for a CPU step that has the same table lock.
         judged = judge(kinds.pop(None)) if None in kinds else []
-        judged += [step for judge_kind, own in kinds.items() for step in judge_kind(own, alone)]
-        step_judged(judged, [each for each in requests if each.change is not None and each.grads.is_finite])
+        for judge_kind, own in kinds.items():
+            judged += judge_kind(own, alone)
+        changing = list(filter(_CHANGE, requests))
+        step_judged(judged, changing and [each for each in changing if each.grads.is_finite])
 
 
 def _share_a_lock(requests: Sequence[StepRequest]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from embedrock.errors import ArgumentError, EmbedrockError, UnsupportedError
-from embedrock.optimizers import Rule
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.table.table import rows_of
 from embedrock.torch.optim import RowOptimizer
 from embedrock.torch.training.backward import as_it_is
@@ -90,7 +89,7 @@ class GraphedStep:
 
     def __init__(self, step: Callable[..., Any], optimizers: Sequence[RowOptimizer], warmup: int) -> None:
         self._step, self._optimizers, self._warmup = step, optimizers, warmup
-        self._graphs: dict[Any, _Graph] = {}
+        self._graphs: dict[Any, Any] = {}  # each a `GraphCapture`
         self._has_warned = False
         self._known: list[Any] = []  # executors, as of the generations and handles that `_rests` has
         self._rests: Any = None
@@ -98,7 +97,7 @@ class GraphedStep:
     @property
     def graphs(self) -> int:
         """Number of graphs that replay by now."""
-        return sum(graph.captured.is_recorded for graph in self._graphs.values())
+        return sum(graph.is_recorded for graph in self._graphs.values())
 
     @as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,18 +119,30 @@ class GraphedStep:
         key = form, tuple(map(_form_of, values)), rows, modes
         rules = {executor: part.rule for executor, part in zip(executors, bound, strict=True) if part.rule is not None}
         graph = self._graphs.get(key)
-        if graph is not None and not (graph.captured.executors == tuple(executors) and graph.captured.suits(rules)):
+        if graph is not None and not (graph.executors == tuple(executors) and graph.suits(rules)):
             graph = None  # the graph holds addresses that the rows have left
         if graph is None:
             if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
                 self._warn_of_many()
                 return self._step(*args, **kwargs)
-            graph = self._graphs[key] = _Graph(self._step, executors, values, form, self._warmup)
-        drop_gradients(handles, set_to_none=True)  # of an earlier step, which a capture would add to
+            graph = self._graphs[key] = self._graph(executors, values, form)
+        if not graph.is_recorded:
+            drop_gradients(handles, set_to_none=True)  # of an earlier step, to which this one would add
         try:
-            return graph.run(values, rules)
+            made = graph.run([value for value in values if isinstance(value, Tensor)], rules)
+            return pytree.tree_map(_copy, made)
         finally:
             drop_gradients(handles, set_to_none=True)  # their memory may belong to the graph
+
+    def _graph(self, executors: Sequence[Any], values: Sequence[Any], form: Any) -> Any:
+        """Return a new graph, whose tensors have a memory of their own."""
+        from embedrock.device.graph_capture import GraphCapture  # needs Triton, like the executors
+
+        device = executors[0].device
+        own = [torch.empty_like(value, device=device) if isinstance(value, Tensor) else value for value in values]
+        args, kwargs = pytree.tree_unflatten(own, form)
+        inputs = [value for value in own if isinstance(value, Tensor)]
+        return GraphCapture(functools.partial(self._step, *args, **kwargs), inputs, executors, self._warmup)
 
     def _executors(self, bound: Sequence[OptimizedRows], handles: Sequence[Handle]) -> list[Any]:
         """Return the GPU executors of the rows, checked again where anything has changed: see `_executor`."""
@@ -157,55 +168,6 @@ class GraphedStep:
                 "launched kernel by kernel. Give it batches of few shapes (drop_last=True, padding).",
                 stacklevel=3,
             )
-
-
-class _Graph:
-    """CUDA graph of one form of arguments, `captured`, whose tensors have a memory of their own."""
-
-    def __init__(
-        self, step: Callable[..., Any], executors: Sequence[Any], values: Sequence[Any], form: Any, warmup: int
-    ) -> None:
-        from embedrock.device.graph_capture import GraphCapture  # needs Triton, like the executors
-
-        device = executors[0].device
-        self.captured = GraphCapture(executors, torch.cuda.Stream(device))
-        self._inputs = [
-            torch.empty_like(value, device=device) if isinstance(value, Tensor) else value for value in values
-        ]
-        args, kwargs = pytree.tree_unflatten(self._inputs, form)
-        self._step, self._left = functools.partial(step, *args, **kwargs), warmup
-        self._output: Any = None
-
-    def run(self, values: Sequence[Any], rules: Mapping[Any, Rule]) -> Any:
-        from embedrock.device.copies import pinned_copy
-
-        pairs = zip(self._inputs, values, strict=True)
-        given = [(own, value) for own, value in pairs if isinstance(own, Tensor)]
-        if given:
-            inputs, tensors = zip(*given, strict=True)
-            if not {inputs[0].device}.issuperset(map(_DEVICE, tensors)):
-                tensors = [pinned_copy(value, inputs[0].device) for value in tensors]
-            torch._foreach_copy_(inputs, tensors, non_blocking=True)
-        if self._left:
-            self._left -= 1
-            return pytree.tree_map(_copy, self.captured.rehearse(self._step))
-        if not self.captured.is_recorded:
-            self._record()
-        self.captured.replay(rules)
-        return pytree.tree_map(_copy, self._output)
-
-    def _record(self) -> None:
-        try:
-            self._output = self.captured.record(self._step)
-        except EmbedrockError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"the step that ert.graphed was given cannot be captured in a CUDA graph: {error} No step of this "
-                "batch was made. Within it, read no value of a tensor on the host (item(), if, print), make no tensor "
-                "of host data, and give PyTorch's optimizers capturable=True. With a GradScaler, they need fused=True, "
-                "too, and its step() takes each optimizer, not one of ert.optimizer. Or call it itself."
-            ) from error
 
 
 def _executor(part: OptimizedRows) -> Any:
@@ -245,11 +207,7 @@ def _not_captured(handle: Handle, why: str) -> UnsupportedError:
 
 # Many handles and tables are read by one call of `map`.
 _TRAINS, _JOINT, _SEEN = attrgetter("requires_grad"), attrgetter("pending.joint"), attrgetter("pending.seen")
-_FOLLOWERS, _STATE, _DEVICE = (
-    attrgetter("followers"),
-    attrgetter("rows.on_nonfinite", "rows.history"),
-    attrgetter("device"),
-)
+_FOLLOWERS, _STATE = attrgetter("followers"), attrgetter("rows.on_nonfinite", "rows.history")
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 

@@ -286,7 +286,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _add_due(self, group: dict[str, Any], due: list[StepRequest]) -> None:
         """Add the steps of a param group to `due`: one for all tables whose gradients were summed together."""
         bound = self._bound(group)
-        check_untouched([part.handle for part in bound if part.rule is not None])
+        check_untouched(list(map(_HANDLE, filter(_OWN_RULE, bound))))
         together: list[Part] = []
         current: Any = None  # gradients of several tables, which a step can take as they are
         for handle, rule, clip, rows in bound:
@@ -391,6 +391,7 @@ class _CheckedGroup(NamedTuple):
 
 
 _HELD, _RULE = attrgetter("table", "unapplied.holder"), attrgetter("spec.rule")
+_HANDLE, _OWN_RULE = attrgetter("handle"), attrgetter("rule")
 
 
 def _rests(handles: Sequence[Any], rows: Sequence[TableState]) -> tuple[list[Any], ...]:

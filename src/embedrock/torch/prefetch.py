@@ -15,13 +15,13 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import in_array
 from embedrock.distributed.owners import Shard
 from embedrock.frontend.batch_ids import asked_by_table
-from embedrock.table.prefetch import prefetch as prefetch_rows
+from embedrock.table.prefetch import check_ids_of, look_ahead
 from embedrock.table.table import Table
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import flat_ids, place_in
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.training.batch_prefetch import BatchPrefetcher
-from embedrock.torch.training.lookup import check_ids, host_ids
+from embedrock.torch.training.lookup import LayerLayout, check_ids, host_ids
 from embedrock.torch.training.sharing import RankGroup, SharedTable
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     Tables may be sharded over several processes. Then the ids of the next batches go to the owners of the rows, which
     load them. The rows of all tables arrive in one message. All ranks must have the same number of batches.
 
-    A GPU plans the next batch of its tables during the current one, unless `depth` is 0. If the GPU has a cache of the
-    table, the rows of that batch are copied to it, too.
+    If a GPU has a cache of a table, it plans the next batch during the current one, and copies the rows of that batch
+    to the cache, unless `depth` is 0. The next batch of tables that the host plans is planned then, too.
 
     Training gives the same bits as a loop over the loader itself. This thread takes batches from the loader, `depth`
     ahead. The loader's workers are not affected.
@@ -62,14 +62,18 @@ def prefetch(loader: Iterable[T], ids_of: Mapping[L, Callable[[T], Any]], depth:
     """
     by_table = asked_by_table("ert.prefetch", ids_of, RowLayer, EXAMPLE)
     functions = {table: _JoinedIds(table, parts) for table, parts in by_table.items()}
-    caches = [] if depth == 0 else [*_caches(by_table, functions)]
-    wanted: dict[Any, Callable[[T], Any]] = {**functions, **{cache.table: cache.take for cache in caches}}
+    check_ids_of(functions)
+    executors = {} if depth == 0 else _executors(by_table)
+    pulled = [_PulledBatches(executors, by_table)] if executors else []
+    wanted: dict[Any, Callable[[T], Any]] = {
+        table: function for table, function in functions.items() if table not in executors or table.is_on_disk
+    }
     prefetchers = [] if depth == 0 else _prefetchers(by_table, wanted)
     source = loader
     for ahead in prefetchers:
         source = ahead.batches(source)
-    batches = prefetch_rows(source, wanted, depth)
-    return _expecting(batches, caches, prefetchers) if caches or prefetchers else batches
+    batches = look_ahead(source, wanted, depth, pulled[0].take if pulled else None)
+    return _expecting(batches, pulled, prefetchers) if pulled or prefetchers else batches
 
 
 class _JoinedIds:
@@ -109,51 +113,54 @@ def _flat(ids: Any, label: str) -> np.ndarray:
 
 
 class _PulledBatches:
-    """Ids of the pulled batches for a table on a GPU, in order.
+    """Ids of the pulled batches for tables on a GPU, in order. They are kept, and no rows are loaded from disk.
 
     Args:
-        table: the rows.
-        executor: GPU executor of the rows, which loads rows before their batch.
-        functions: return the ids of a batch, as the user passed them.
-        on_disk: returns the ids whose rows are read from disk; None: no rows are on disk.
+        executors: GPU executor of each table, which loads rows before their batch.
+        by_table: functions that return the ids of a batch, as the user passed them.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        executor: Any,
-        functions: Sequence[Callable[[Any], Any]],
-        on_disk: Callable[[Any], np.ndarray] | None,
-    ) -> None:
-        self.table, self._executor, self._functions, self._on_disk = table, executor, functions, on_disk
-        self._ids: deque[Tensor] = deque()
+    def __init__(self, executors: Mapping[Table, Any], by_table: Mapping[Table, list[tuple[Any, Any]]]) -> None:
+        self._executors = list(executors.values())
+        self._functions = [function for table in executors for _, function in by_table[table]]
+        self._tables = [table for table in executors for _ in by_table[table]]
+        self._labels = {table: f"{table!r} in ert.prefetch" for table in executors}
+        self._ids: deque[Sequence[Tensor]] = deque()
 
-    def take(self, batch: Any) -> np.ndarray:
-        parts = [function(batch) for function in self._functions]
-        label = f"{self.table!r} in ert.prefetch"
-        tensors = [torch.as_tensor(ids) for part in parts for ids in _several(part)]
-        flat = [check_ids(flat_ids(ids), label).reshape(-1) for ids in tensors]
-        self._ids.append(torch.cat(flat) if len(flat) > 1 else flat[0])
-        return np.empty(0, np.int64) if self._on_disk is None else self._on_disk(batch)
+    def take(self, batch: Any) -> None:
+        given = [function(batch) for function in self._functions]
+        if len(given) > len(self._executors) or LayerLayout.ids_on_device(given) is None:
+            given = self._joined(given)
+        self._ids.append(given)
+
+    def _joined(self, given: Sequence[Any]) -> list[Tensor]:
+        """Return the ids of each table, after a check, in one tensor."""
+        parts: dict[Table, list[Tensor]] = {}
+        for table, each in zip(self._tables, given, strict=True):
+            tensors = [flat_ids(torch.as_tensor(ids)) for ids in _several(each)]
+            parts.setdefault(table, []).extend(check_ids(ids, self._labels[table]) for ids in tensors)
+        return [own[0] if len(own) == 1 else torch.cat([ids.reshape(-1) for ids in own]) for own in parts.values()]
 
     def advance(self) -> None:
         """Load the rows of the next batch. The rows of the current batch are in use from now on."""
         self._ids.popleft()
-        self._executor.expect(self._ids[0] if self._ids else None)
+        given = self._ids[0] if self._ids else [None] * len(self._executors)
+        for executor, ids in zip(self._executors, given, strict=True):
+            executor.expect(ids)
 
 
 def _several(ids: Any) -> Sequence[Any]:
     return ids if isinstance(ids, tuple | list) and any(isinstance(p, Tensor | np.ndarray) for p in ids) else [ids]
 
 
-def _caches(
-    by_table: Mapping[Table, list[tuple[Any, Callable[..., Any]]]], functions: Mapping[Any, Callable[[Any], Any]]
-) -> Iterator[_PulledBatches]:
+def _executors(by_table: Mapping[Table, list[tuple[Any, Callable[..., Any]]]]) -> dict[Table, Any]:
+    """Return the executor of each table that a GPU has."""
+    found: dict[Table, Any] = {}
     for table, parts in by_table.items():
         executor = next((layer.handle.executor() for layer, _ in parts if isinstance(layer, RowLayer)), table.executor)
         if hasattr(executor, "expect"):
-            on_disk = functions[table] if table.is_on_disk else None
-            yield _PulledBatches(table, executor, [function for _, function in parts], on_disk)
+            found[table] = executor
+    return found
 
 
 def _prefetchers(by_table: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[Any, Any]) -> list[BatchPrefetcher]:
@@ -178,11 +185,11 @@ def _prefetchers(by_table: Mapping[Table, list[tuple[Any, Any]]], wanted: dict[A
 
 
 def _expecting(
-    batches: Iterator[T], caches: Sequence[_PulledBatches], prefetchers: Sequence[BatchPrefetcher]
+    batches: Iterator[T], pulled: Sequence[_PulledBatches], prefetchers: Sequence[BatchPrefetcher]
 ) -> Iterator[T]:
     try:
         for batch in batches:
-            for each in (*caches, *prefetchers):
+            for each in (*pulled, *prefetchers):
                 each.advance()
             yield batch
     finally:

@@ -14,7 +14,7 @@ from embedrock.keras.training.executors import BY_HOST, ProgramExecutor
 from embedrock.keras.workers.cluster import has_several_workers
 from embedrock.storage.listeners import PlacementWarning
 from embedrock.table.group import device_memory_of
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 GPU, CPU = "/GPU:0", "/CPU:0"
 _SEE = "docs/keras.md, On a GPU"
@@ -56,11 +56,15 @@ def executor_of(table: Table, label: str) -> ProgramExecutor:
         )
     import torch
 
-    from embedrock.device.attach import is_for_cpu, warn_of_member
     from embedrock.keras.training.gpu_executor import DlpackTransfer, TensorFlowGpuExecutor
 
-    if is_for_cpu(table):
-        warn_of_member(table, stacklevel=3)
+    if table.group is not None and rows_of(table).lifecycle is not None:
+        warnings.warn(
+            f"{table.subject} is in a group, and its rows come and go: it is read and stepped by the CPU, and its rows "
+            "are copied to the GPU. For GPU speed, make it outside of the group.",
+            PlacementWarning,
+            stacklevel=2,
+        )
         return ProgramExecutor(table, label)
     place, device = (GPU, torch.device("cuda", 0)) if gpus else (CPU, torch.device("cpu"))
     return TensorFlowGpuExecutor(table, label, DlpackTransfer(place, device))

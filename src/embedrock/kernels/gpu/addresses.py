@@ -70,14 +70,6 @@ class BatchTime(NamedTuple):
     hand: Any = 0
 
 
-class RecordMemory(NamedTuple):
-    """Addresses of slot 0 on device and on host, and the bytes of a record."""
-
-    near: int
-    far: int
-    record_bytes: int
-
-
 # ---------------------------------------------------------------- words
 
 

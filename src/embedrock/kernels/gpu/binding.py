@@ -58,14 +58,9 @@ def as_tensor(array: Any) -> Any:
     return array.tensor if type(array) is TensorPart else array
 
 
-def bound(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the specialization of arguments, and the arguments for kernels."""
-    return _binder(tuple(map(type, args)))(*args)
-
-
 @functools.cache
-def _binder(types: tuple[type, ...]) -> Binder:
-    """Return the binder that `bound` calls for arguments of these types."""
+def binder(types: tuple[type, ...]) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Return a function of arguments of these types: their specialization, and the arguments for kernels."""
     return _made("", types, ["return ({kinds}), ({values})"])
 
 
@@ -126,7 +121,7 @@ def _made(
             if not varies:
                 kinds.append(_KIND_OF_INTEGER.format(arg))
         elif issubclass(kind, tuple):
-            looks.append(f"k{arg}, v{arg} = bound({arg})")
+            looks.append(f"k{arg}, v{arg} = binder((*map(type, {arg}),))(*{arg})")
             kinds.append(f"k{arg}")
             value = f"v{arg}"
         elif kind not in (float, NoneType):
@@ -144,7 +139,7 @@ def _made(
         kinds.append(f"({' | '.join(addresses)}) & 15 and ({_listed(f'{one} & 15 == 0' for one in addresses)})")
     lists = {"names": _listed(names), "kinds": _listed(kinds), "values": _listed(values)}
     body = [*looks, *(line.format(**lists, tensor=next(iter(tensors), "")) for line in lines)]
-    made: dict[str, Any] = {"bound": bound, "types_of": _types_of, **known}
+    made: dict[str, Any] = {"binder": binder, "types_of": _types_of, **known}
     exec("\n    ".join([f"def made({first}{lists['names']}):", *body]), made)
     return made["made"]
 

@@ -7,6 +7,7 @@ Each program of `insert` chooses victims among its own part of the search window
 are dealt to programs in turns, so that these are alike. Else programs of rare rows would evict frequent ones.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import triton
@@ -112,7 +113,7 @@ def _victims(entry, place, size, time, wanted):
     stamp, span, fading, hand = time
     _, owner, worth, used, _, _ = slots_of(entry)
     capacity = tl.load(entry + 17).to(tl.int32)
-    inside, rest = place < tl.minimum(capacity, _WINDOW * size), capacity - hand
+    inside, rest = place < tl.minimum(capacity, size * _WINDOW), capacity - hand
     slot = tl.where(place < rest, hand + place, place - rest)
     age = (stamp - tl.load(used + slot, mask=inside, other=0)) & _AGES
     now = fade(tl.load(worth + slot, mask=inside, other=1.0), age, fading)
@@ -246,6 +247,7 @@ def _exchange(moves, size, BYTES: tl.constexpr, RECORDS: tl.constexpr, WIDTH: tl
             tl.store(here + column, new, mask=comes[:, None] & inside)
 
 
+@functools.lru_cache(maxsize=256)
 def _tiles(size, record_bytes):
     width = min(COPIED // 2, triton.next_power_of_2(record_bytes // 4))
     records = COPIED // width

@@ -56,9 +56,17 @@ def _check(numbers, shown, fault, lane, here):
 
 
 @inlined
+def raise_flag(fault, here):
+    """Raise the flags in RAM of errors int64 (4,), which their second words have the addresses of; 0: none."""
+    flag = tl.load(fault + 1, mask=here, other=0)
+    tl.store(flag.to(tl.pointer_type(tl.int64)), tl.zeros_like(flag) + 1, mask=here & (flag != 0))
+
+
+@inlined
 def _refuse(fault, code, own, refused, step):
     """Record a refused step in the errors of its tables."""
     first = tl.load(fault + 3, mask=refused, other=1)
+    raise_flag(fault, refused & (code == 0))
     tl.debug_barrier()  # the stores overwrite the words read above
     tl.store(fault, tl.where(own, BESIDE, NONFINITE).to(tl.int64), mask=refused & (code == 0))
     tl.store(fault + 3, tl.zeros_like(first) + loaded(step), mask=refused & (first == 0))
@@ -113,8 +121,8 @@ def judge(numbers, shown, faults, verdicts, number):
     Args:
         numbers: float32 (k,), or () for one table: current number of each table's gradients.
         shown: the same: their norms as they were shown.
-        faults: int64 (k,), addresses of each table's error, int64 (4,): code, number, value, first refused step. A
-            refused step writes it.
+        faults: int64 (k,), addresses of each table's error, int64 (4,): code, address of the flag in RAM (0: none),
+            value, first refused step. A refused step writes it.
         verdicts: int32 (k, LINE) receives three words for each table. `LIVE`: 1 if its rows are stepped, as all tables
             can be and its gradients were not zeroed. `FACTOR`: the bits of the gradients' factor, float32. `FINITE`: 1
             if its own gradients are finite.

@@ -7,6 +7,7 @@ outside of the table. So a batch's keys are sorted and planned as if they were o
 import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import WORDS
+from embedrock.kernels.gpu.gate import raise_flag
 from embedrock.kernels.gpu.plan import first_from
 from embedrock.kernels.gpu.runtime import ReadyKernel, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
@@ -95,6 +96,7 @@ def _bags(
                 fault = tl.load(entries + table * _WORDS + 7).to(tl.pointer_type(tl.int64))
                 code = tl.load(fault)
                 tl.debug_barrier()  # the store overwrites the code read above
+                raise_flag(fault, code == 0)
                 tl.store(fault, tl.where(code == 0, BAD_OFFSETS, code))
             table += 1
 

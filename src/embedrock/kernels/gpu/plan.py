@@ -10,6 +10,7 @@ import functools
 import triton.language as tl
 
 from embedrock.kernels.gpu.addresses import TOUCHING_WARPS, WORDS, touch_keys
+from embedrock.kernels.gpu.gate import raise_flag
 from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
@@ -65,25 +66,25 @@ def clear(tickets, size, program, programs, LANES: tl.constexpr):
 
 
 @inlined
-def _check_range(keys, limit, fault, n, number):
+def _check_range(keys, limit, fault, n):
     first = tl.load(keys, mask=n > 0, other=0).to(tl.int64)
     last = tl.load(keys + n - 1, mask=n > 0, other=0).to(tl.int64)
     bad = ((first < 0) | (last >= limit)) & (tl.load(fault) == 0)
     tl.debug_barrier()  # the stores overwrite the code read above
     if bad:
+        raise_flag(fault, bad)
         tl.store(fault, NUMBER)
-        tl.store(fault + 1, number)
         tl.store(fault + 2, tl.where(first < 0, first, last))
 
 
-@kernel("n", "limit", "number")
-def _check(keys, limit, fault, n, number):
-    _check_range(keys, limit, fault, n, number)
+@kernel("n", "limit")
+def _check(keys, limit, fault, n):
+    _check_range(keys, limit, fault, n)
 
 
-def check(keys, limit, fault, number):
+def check(keys, limit, fault):
     """Record a key outside ``[0, limit)`` of sorted keys, unless `fault` has an error already."""
-    launch(_check, 1, keys, limit, fault, keys.shape[0], number, num_warps=1)
+    launch(_check, 1, keys, limit, fault, keys.shape[0], num_warps=1)
 
 
 @inlined
@@ -99,7 +100,7 @@ def first_from(keys, low, high, key):
 
 
 @inlined
-def _write_bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LANES: tl.constexpr):
+def _write_bounds(entries, tables, keys, count, ids, order, starts, bounds, LANES: tl.constexpr):
     t = tl.arange(0, LANES)
     here = t < tables
     entry = entries + t * _WORDS
@@ -124,18 +125,18 @@ def _write_bounds(entries, tables, keys, count, ids, order, starts, bounds, numb
     tl.store(bounds + tables + 1 + t, tl.where(is_padding, padded, -1), mask=here)
     fault = tl.load(entry + 7, mask=bad, other=0).to(tl.pointer_type(tl.int64))
     bad = bad & (tl.load(fault, mask=bad, other=1) == 0)
+    raise_flag(fault, bad)
     tl.debug_barrier()  # the stores overwrite the words read above
     tl.store(fault, tl.zeros_like(first) + NUMBER, mask=bad)
-    tl.store(fault + 1, tl.zeros_like(first) + number, mask=bad)
     tl.store(fault + 2, value.to(tl.int64), mask=bad)
 
 
-@kernel("tables", "number")
-def _bounds(entries, tables, keys, count, ids, order, starts, bounds, number, LANES: tl.constexpr):
-    _write_bounds(entries, tables, keys, tl.load(count), ids, order, starts, bounds, number, LANES)
+@kernel("tables")
+def _bounds(entries, tables, keys, count, ids, order, starts, bounds, LANES: tl.constexpr):
+    _write_bounds(entries, tables, keys, tl.load(count), ids, order, starts, bounds, LANES)
 
 
-def bounds(tables, keys, count, ids, order, starts, bounds, number):
+def bounds(tables, keys, count, ids, order, starts, bounds):
     """Write the range of each table's rows in a plan, and its padding row; record ids outside of a table.
 
     Args:
@@ -143,19 +144,19 @@ def bounds(tables, keys, count, ids, order, starts, bounds, number):
         keys, count, order, starts: of the plan.
         ids: (n,), the argument of `joint.join`.
         bounds: int32 (2 * k + 1,) receives each table's first row, the last one's end, and each padding row (-1: none).
-        number: of the batch, for the table's error.
     """
     k = tables.entries.shape[0]
-    args = tables.entries, k, keys, count, ids, order, starts, bounds, number
+    args = tables.entries, k, keys, count, ids, order, starts, bounds
     launch(_bounds, 1, *args, num_warps=1, LANES=lanes_of(k))
 
 
+@functools.cache
 def lanes_of(k):
     """Return the lanes of a program with one lane for each of k tables."""
     return max(2, 1 << (k - 1).bit_length())
 
 
-@kernel("n", "size", "limit", "number", "tables", anywhere=("shares", "times"))
+@kernel("n", "size", "limit", "tables", anywhere=("shares", "times"))
 def _collect(
     keys,
     nobody,
@@ -175,7 +176,6 @@ def _collect(
     fault,
     ids,
     bounds,
-    number,
     entries,
     tables,
     shares,
@@ -207,13 +207,13 @@ def _collect(
     clear(tickets, size, program, programs, LANES)
     if fault is not None:  # noqa: SIM102
         if program == 0:  # (Triton would evaluate both sides of `and`)
-            _check_range(keys, limit, fault, n, number)
+            _check_range(keys, limit, fault, n)
     if times is not None:
         touch_keys(key, heads, entries, tables, shares, times)
     if is_last(scan, programs - 1):
         clear(scan + 1, programs, 0, 1, LANES)
         if bounds is not None:
-            _write_bounds(entries, tables, unique, tl.load(count), ids, order, starts, bounds, number, TABLES)
+            _write_bounds(entries, tables, unique, tl.load(count), ids, order, starts, bounds, TABLES)
 
 
 def scan_words(n):
@@ -232,15 +232,14 @@ def collect(keys, nobody, order, scan, plan, tables=None, search=None, found=Non
         plan: receives unique keys, starts, inverse and count; and int32 tickets, which are set to 0.
         tables: see `addresses.DeviceTables`, if the kernel does more:
         search: the work of `cache.touch` for these tables and this search.
-        found: the work of `bounds`, with these arguments of it: ids, bounds and number.
+        found: the work of `bounds`, with these arguments of it: ids and bounds.
         of: of keys that were then sorted by table: the table of each, (n,) integers; their places in `keys`, int64; and
             the positions of `keys`, int64. Equal keys of different tables differ, and `order` receives the positions.
-        checked: the work of `check`, with these arguments of it: limit, fault and number.
+        checked: the work of `check`, with these arguments of it: limit and fault.
     """
     n = keys.shape[0]
-    *where, number = checked or (0, None, 0)
-    *bounds, number = found or (None, None, number)
-    args = keys, nobody, order, scan, *plan, plan[-1].shape[0], n, *(of or (None, None, None)), *where, *bounds, number
+    arrays = keys, nobody, order, scan, *plan, plan[-1].shape[0], n
+    args = *arrays, *(of or (None, None, None)), *(checked or (0, None)), *(found or (None, None))
     entries, k = (None, 0) if tables is None else (tables.entries, tables.entries.shape[0])
     shares, times, warps = (None, None, 4) if search is None else (search.shares, search.times, TOUCHING_WARPS)
     _to_collect(lanes_of(k), warps).launch(blocks(n) or 1, *args, entries, k, shares, times)

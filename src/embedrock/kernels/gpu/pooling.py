@@ -22,13 +22,6 @@ def _member(rows, inverse, skip, position, end, column, DIM):
     return here, tl.load(place, mask=here[:, None] & (column < DIM), other=0.0)
 
 
-@inlined
-def _skip(words, bag, here):
-    """Return the row that does not count in each bag, and whether the bag is a mean."""
-    word = tl.load(words + bag, mask=here, other=-2)
-    return word >> 1, word & 1
-
-
 @kernel("bags")
 def _pool(
     rows,
@@ -44,7 +37,8 @@ def _pool(
     TILE: tl.constexpr,
 ):
     bag = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
-    skip, is_mean = _skip(words, bag, bag < bags)
+    word = tl.load(words + bag, mask=bag < bags, other=-2)
+    skip, is_mean = word >> 1, word & 1
     begin = tl.load(offsets + bag, mask=bag < bags, other=0)
     end = tl.load(offsets + bag + 1, mask=bag < bags, other=0)
     longest = tl.max(end - begin, axis=0)
@@ -101,7 +95,7 @@ def pool(what, rows, inverse, offsets, weights, words, out, trace):
 def _weight_grads(grads, stride, rows, inverse, bags, words, out, n, TILE: tl.constexpr):
     position = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     bag = tl.load(bags + position, mask=position < n, other=0).to(tl.int64)
-    skip, _ = _skip(words, bag, position < n)
+    skip = tl.load(words + bag, mask=position < n, other=-2) >> 1
     total = tl.full([TILE.rows], 0.0, tl.float64)
     for start in range(0, TILE.dim, TILE.width):
         column = start + tl.arange(0, TILE.width)[None, :]

@@ -222,8 +222,8 @@ def read(keys, count, tables, out, ids=None, fresh=None, stale=None):
             without a record were never stepped: their state is 0.
     """
     k = tables.entries.shape[0]
-    programs, ready = _to_read(tables.form, tables.kind, tables.draw, type(stale), k == 1)
-    ready.launch(programs(keys.shape[0]), keys, ids, fresh, count, tables.entries, k, out, *_apart(stale))
+    rows, ready = _to_read(tables.form, tables.kind, tables.draw, type(stale), k == 1)
+    ready.launch(-(-keys.shape[0] // rows), keys, ids, fresh, count, tables.entries, k, out, *_apart(stale))
 
 
 class InitialRecord(NamedTuple):
@@ -260,12 +260,13 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
         were: the current weights of the rows, float32 (n, dim), which are then not read again; or None.
     """
     count_of_tables = tables.entries.shape[0]
-    programs, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables)
+    rows, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables)
     clip = None if clip is None else float(clip)
-    gradients = values, were, *gate.case_of(verdicts, which), clip
+    case = verdicts if type(verdicts) is gate.VerdictCase else gate.case_of(verdicts, which)
+    gradients = values, were, *case, clip
     of_rows = keys, ids, bounds, count, tables.entries, count_of_tables, *which
     number = step % 2**32 if type(step) is int else step
-    ready.launch(programs(keys.shape[0]), *of_rows, *gradients, number, *_apart(numbers))
+    ready.launch(-(-keys.shape[0] // rows), *of_rows, *gradients, number, *_apart(numbers))
 
 
 _FLOATS = frozenset({float})
@@ -293,7 +294,7 @@ def _to_step(form, kind, draw, rule, tables):
 
 
 def prepared(kernel, form, rule=None, **constexprs):
-    """Return a function from a number of keys to a number of programs, and a kernel ready to launch.
+    """Return the number of rows of a program, and a kernel ready to launch.
 
     Args:
         kernel: of records, that takes a `FORM`.
@@ -302,4 +303,4 @@ def prepared(kernel, form, rule=None, **constexprs):
         constexprs: the other constexprs of the kernel.
     """
     form = form.tiled(1 if rule in rules.ONE_ROW else None)
-    return form.programs, ReadyKernel(kernel, FORM=form, num_warps=form.warps, **constexprs)
+    return form.rows, ReadyKernel(kernel, FORM=form, num_warps=form.warps, **constexprs)

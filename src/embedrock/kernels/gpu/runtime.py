@@ -100,11 +100,6 @@ def is_interpreted() -> bool:
     return not isinstance(random.philox_impl, JITFunction)
 
 
-def single(number: float) -> float:
-    """Return a number rounded to float32, as compiled kernels receive it. The interpreter would use float64."""
-    return float(np.float32(number))
-
-
 on_launch: Callable[[Any], None] | None = None  # tests set this to observe launches
 
 
@@ -138,7 +133,6 @@ class ReadyKernel:
     def __init__(self, kernel: Any, *, num_warps: int = 4, **constexprs: Any) -> None:
         self.kernel, self.options = kernel, {"num_warps": num_warps, **constexprs}
         self.compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-        self._constexprs = constexprs
         self._launchers = dict[tuple[type, ...], Callable[..., None]]()
 
     def launch(self, grid_size: int, *args: Any) -> None:
@@ -171,7 +165,7 @@ class ReadyKernel:
             return
         names = self.kernel.arg_names[len(given) :]
         run, handles = straight(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None))
-        constants = tuple(self._constexprs[name] for name in names)
+        constants = tuple(self.options[name] for name in names)
         self.compiled[key] = run, driver.active.get_current_stream, handles, constants
 
 
@@ -209,6 +203,6 @@ _interpreter = forks.lock(forks.LockRank.WORKER)  # Triton's interpreter is glob
 def _rounded(args: Sequence[Any]) -> list[Any]:
     """Return arguments as compiled kernels receive them. The interpreter would use float64."""
     return [
-        single(arg) if type(arg) is float else type(arg)(*_rounded(arg)) if isinstance(arg, tuple) else arg
+        float(np.float32(arg)) if type(arg) is float else type(arg)(*_rounded(arg)) if isinstance(arg, tuple) else arg
         for arg in args
     ]

@@ -156,7 +156,7 @@ class EmbeddingBag(RowLayer):
                 if offsets is None and getattr(ids, "ndim", 0) == 1:  # no samples, as in a collection
                     self._flat(ids, None, self.handle)  # an error
                 ids, bags, weights = self.gpu_input(value)
-                return DeviceLookupState(layout, trained, (weights,), ([ids], [bags]))
+                return DeviceLookupState(layout, trained, [ids], [bags], (weights,))
             arrays = layout.plain((ids,)) if offsets is None else None
             if arrays is not None and arrays[0].ndim == 2:
                 array, bounds, factors = arrays[0], None, self._flat_weights(ids, weights, arrays[0].size)

@@ -19,7 +19,7 @@ from embedrock.torch.layers.embedding import Embedding, are_plain
 from embedrock.torch.layers.features import BagInput, KeyedFeatures, check_names, is_keyed, parts_of
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.training.generation import generation
-from embedrock.torch.training.lookup import HostLookup, LayerLayout, look_up_on_gpu, looked_up
+from embedrock.torch.training.lookup import DeviceLookupState, HostLookup, LayerLayout, looked_up
 from embedrock.torch.training.ranks import are_there_groups
 
 NOT_OF_LAYERS = ("feature_names", "options", "pooling")  # fields of a config
@@ -345,10 +345,11 @@ class Collection(nn.Module):
         if not is_on_host:
             plain = layout.ids_on_device(values) if self.layer_type is Embedding else None
             if plain is not None:
-                return look_up_on_gpu(layout, trained, plain)
+                return looked_up(DeviceLookupState(layout, trained, plain))
             inputs = self._call_for_each(lambda each: layers[each].gpu_input(given[each]), layers)
             ids, bags, weights = map(list, zip(*inputs, strict=True))
-            outputs = look_up_on_gpu(layout, trained, ids, None if self.layer_type is Embedding else bags, weights)
+            pooled = None if self.layer_type is Embedding else bags
+            outputs = looked_up(DeviceLookupState(layout, trained, ids, pooled, weights))
         else:
             inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), layers)
             ids, bounds, weights = map(list, zip(*inputs, strict=True))

@@ -277,7 +277,7 @@ class Embedding(RowLayer):
                     self._shrink(arrays[0], self.max_norm)
                 return HostLookup(layout, trained, arrays)
             plain = layout.ids_on_device((ids,)) or [self.gpu_input(ids)[0]]
-            return DeviceLookupState(layout, trained, (), (plain, None))
+            return DeviceLookupState(layout, trained, plain)
         except Exception as error:  # of all processes that share the rows
             layout.handles[0].refuse(error, bool(trained))
 

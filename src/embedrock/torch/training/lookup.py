@@ -156,7 +156,8 @@ class LayerLayout:
             self._executors = [handle.executor() for handle in self.handles]
             self._locks = [rows_of(handle.table).table_lock for handle in self.distinct]
         self._generations = list(map(_GENERATION, self._locks))
-        self._on_device: dict[tuple[int, ...] | None, DeviceFeatures] = {}
+        self.by_executor = dict(zip(self._executors, self.handles, strict=False))
+        self._on_device: dict[tuple[int, ...], Any] = {}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         generation.layouts.add(self)
 
@@ -164,30 +165,26 @@ class LayerLayout:
         """Drop the tables if one is of this handle: their records may go."""
         if any(own is handle for own in self.distinct):
             self.features, self.executor, self.by_table = None, None, {}
-            self._executors, self._on_device = (), {}
+            self._executors, self.by_executor, self._on_device = (), {}, {}
 
-    def on_device(self, numbers: tuple[int, ...] | None = None) -> DeviceFeatures:
-        """Return some of the features, None: all, as a GPU looks them up."""
-        known = self._on_device.get(numbers)
+    def on_device(self, share: Sequence[int]) -> Any:
+        """Return the `FeatureLayout` of `embedrock.device` of some of the features."""
+        known = self._on_device.get(which := tuple(share))
         if known is None:
             from embedrock.device.features import FeatureLayout as OnDevice  # needs Triton, like the executors
 
-            which = range(len(self.handles)) if numbers is None else numbers
-            executors = [self._executors[k] for k in which]
-            made = OnDevice(executors, [self.paddings[k] for k in which])
-            pairs = zip(executors, [self.handles[k] for k in which], strict=True)
-            known = self._on_device[numbers] = DeviceFeatures(made, list(pairs))
+            executors, paddings = [self._executors[k] for k in which], [self.paddings[k] for k in which]
+            known = self._on_device[which] = OnDevice(executors, paddings)
         return known
 
     def shares(self, bags: Sequence[Any] | None) -> list[list[int]]:
         """Return lists of features that a GPU looks up together."""
         from embedrock.device.features import shares_of  # needs Triton, like the executors
 
-        if len(self.handles) == 1:
-            return [[0]]
         return shares_of(self._executors, bags or [None] * len(self.handles), self.paddings)
 
-    def ids_on_device(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
+    @staticmethod
+    def ids_on_device(given: Sequence[Any]) -> Sequence[Tensor] | None:
         """Return ids that a GPU can look up as they are; None if some need a check."""
         if set(map(type, given)) != _TENSORS or not _ID_FORMS.issuperset(map(_ID_FORM, given)):
             return None
@@ -252,13 +249,6 @@ _FORM, _WATCHED, _HANDLE = attrgetter("dtype", "ndim"), attrgetter("is_watched")
 
 _ID_FORM = attrgetter("dtype", "layout", "is_nested")
 _ID_FORMS = {(dtype, torch.strided, False) for dtype in ID_DTYPES}
-
-
-class DeviceFeatures(NamedTuple):
-    """Features as a GPU looks them up: their `FeatureLayout` of `embedrock.device`, and each executor's handle."""
-
-    layout: Any
-    handles: Sequence[tuple[Any, Handle]]
 
 
 class HostInput(NamedTuple):
@@ -358,57 +348,62 @@ class LookupState(ABC):
 
 
 class DeviceLookupState(LookupState):
-    """Lookup of features of tables of one family on a GPU.
+    """Lookup of features of tables of one family on a GPU: see `Executor.joins`.
 
     Args:
-        layout, trained, weights: of all features: see `LookupState`.
-        given: ids of the features, and bags or None.
-        numbers: of the features to look up; None: all.
+        layout, trained, weights: see `LookupState`.
+        ids: of the features.
+        bags: of the features; None: the outputs are rows.
     """
 
     def __init__(
         self,
         layout: LayerLayout,
         trained: Sequence[Handle],
-        weights: Sequence[Tensor | None],
-        given: tuple[Sequence[Tensor], Sequence[Any] | None],
-        numbers: Sequence[int] | None = None,
+        ids: Sequence[Tensor],
+        bags: Sequence[Any] | None = None,
+        weights: Sequence[Tensor | None] = (),
     ) -> None:
         from embedrock.device.lookup import DeviceLookup  # needs Triton, like the executors
 
         super().__init__(layout, trained, weights)
-        self._dtypes, (ids, bags) = layout.dtypes, given
-        if numbers is not None:
-            self.weights = weights and [weights[number] for number in numbers]
-            self.handles = [layout.handles[number] for number in numbers]
-            self._dtypes = [layout.dtypes[number] for number in numbers]
-            own = set(map(id, self.handles))
-            self.trained = [handle for handle in trained if id(handle) in own]
-            ids, bags = [ids[number] for number in numbers], bags and [bags[number] for number in numbers]
-        features = layout.on_device(None if numbers is None else tuple(numbers))
-        self._by_executor = dict(features.handles)
-        self._found: Any = DeviceLookup(features.layout, ids, bags, bool(self.trained), layout.by_frequency)
+        self._by_executor, of_trained, self._parts = layout.by_executor, set(map(id, trained)), list[Any]()
+        for share in layout.shares(bags) if len(ids) > 1 else ((0,),):
+            trains = not of_trained.isdisjoint(map(id, map(self.handles.__getitem__, share)))
+            own = None if bags is None else list(map(bags.__getitem__, share))
+            given = layout.on_device(share), list(map(ids.__getitem__, share)), own, trains, layout.by_frequency
+            self._parts.append((share, DeviceLookup(*given)))
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
-        found = self._found.read(for_weights)
+        found: list[Any] = [None] * len(self.handles)
+        for share, part in self._parts:
+            for number, out in zip(share, part.read(for_weights), strict=True):
+                found[number] = out
         if self.layout.are_as_found:
             return found
-        forms = zip(found, self._dtypes, self.handles, strict=True)
+        forms = zip(found, self.layout.dtypes, self.handles, strict=True)
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
     def blocks(self, grads: Sequence[Any]) -> list[Block]:
         if len(self.trained) < len(self._by_executor):
             pairs = zip(grads, self.row_trains(), strict=True)
             grads = [own if trains else None for own, trains in pairs]
-        by_executor = self._by_executor.get
-        return [(sums, list(map(by_executor, executors))) for sums, executors in self._found.sums(grads)]
+        by_executor, blocks = self._by_executor.get, list[Block]()
+        for share, part in self._parts:
+            for sums, executors in part.sums(list(map(grads.__getitem__, share))):
+                blocks.append((sums, list(map(by_executor, executors))))
+        return blocks
 
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
         return {id(handle): sums.of(k) for sums, handles in self.blocks(grads) for k, handle in enumerate(handles)}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
-        return self._found.weight_grads(grads)
+        found = dict[int, Tensor]()
+        for share, part in self._parts:
+            own = part.weight_grads([grads[number] for number in share])
+            found |= {share[place]: grad for place, grad in own.items()}
+        return found
 
 
 class HostLookup(LookupState):
@@ -495,27 +490,6 @@ class HostLookup(LookupState):
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._batch, grads)
-
-
-def look_up_on_gpu(
-    layout: LayerLayout,
-    trained: Sequence[Handle],
-    ids: Sequence[Tensor],
-    bags: Sequence[Any] | None = None,
-    weights: Sequence[Tensor | None] = (),
-) -> Sequence[Tensor]:
-    """Return the outputs of features of tables of one family on a GPU: see `Executor.joins`.
-
-    `bags`: of the features; None: the outputs are rows.
-    """
-    shares = layout.shares(bags)
-    if len(shares) == 1:
-        return looked_up(DeviceLookupState(layout, trained, weights, (ids, bags)))
-    found: dict[int, Tensor] = {}
-    for share in shares:
-        reading = DeviceLookupState(layout, trained, weights, (ids, bags), share)
-        found |= zip(share, looked_up(reading), strict=True)
-    return [found[number] for number in range(len(ids))]
 
 
 def looked_up(reading: LookupState) -> Sequence[Tensor]:

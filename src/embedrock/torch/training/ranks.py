@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -30,12 +31,11 @@ _made_beside: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary() 
 _near_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()  # of this process
 
 
-def _are_there_groups() -> bool:
-    """Return what `dist.is_initialized` does, by fewer calls: each step asks several times."""
-    return distributed_c10d._world.default_pg is not None
-
-
-are_there_groups: Callable[[], bool] = _are_there_groups if dist.is_available() else lambda: False
+# As `dist.is_initialized`, without calls of Python: each step asks several times.
+are_there_groups: Callable[[], Any] = bool
+if dist.is_available():
+    _default = "_default_pg" if hasattr(distributed_c10d._world, "_default_pg") else "default_pg"
+    are_there_groups = functools.partial(getattr, distributed_c10d._world, _default)
 
 
 class Ranks:
