@@ -65,7 +65,7 @@ def search_together(count: int, form: RecordForm, start: int) -> None:
     arrays = KEYS, some, (KEYS, some, some, some, some)
     plan.collect(KEYS.int(), 0, *arrays, tables, search)
     for ids in (KEYS, KEYS.int()):
-        plan.collect(KEYS.int(), 0, *arrays, tables, search, (ids, some[start:], 7))
+        plan.collect(KEYS.int(), 0, *arrays, tables, search, (ids, some[start:]))
     for keys in (KEYS, KEYS.int()):
         cache.insert(tables, search, keys, len(keys))
 

@@ -33,7 +33,7 @@ def example_plan() -> None:
     for ids in (KEYS, KEYS.int()):
         joint.join(ids, CUTS, 3, tables, KEYS.int())
         plan.bounds(tables, KEYS, ONE, ids, KEYS, ONE, ONE)
-        plan.collect(KEYS.int(), 9, KEYS, ONE, (KEYS, ONE, ONE, ONE, ONE), tables, None, (ids, ONE, 1))
+        plan.collect(KEYS.int(), 9, KEYS, ONE, (KEYS, ONE, ONE, ONE, ONE), tables, None, (ids, ONE))
     for starts in (KEYS, KEYS.int()):
         joint.bags(starts, CUTS, 3, tables, ONE, ONE, COUNT, INVERSE, INVERSE)
 
@@ -62,6 +62,7 @@ def example_rows() -> None:
             rows.read(*given, tables, values)
         for tables in every:
             rows.read(KEYS, ONE, tables, values, KEYS)
+            rows.read(KEYS, 8, tables, values, KEYS, of=KEYS.int())
         for were, ids, tables in itertools.product((None, values), (None, KEYS), every):
             count = len(tables.entries)
             for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count), case_of(count, 1)):

@@ -208,14 +208,18 @@ def test_rows_without_a_record_have_the_first_values_of_the_cpu(dim: int, drawn:
     where, has = np.full(20, homes.FAR, np.int32), np.arange(13) % 3 == 1
     where[0] = homes.ABSENT
     expected[has] = reference.codec.decode(words[slots[has]])
-    got = Guarded((13, dim), np.float32)
+    got, each = Guarded((13, dim), np.float32), Guarded((29, dim), np.float32)
     with OnDevice() as on:
         first = rows.InitialRecord(drawn, on.tensor(np.zeros(1, np.float32)))
         of = on.table(records, form_for(spec), where, first=first, seed=SEED)
-        gpu.rows.read(on.keys(np.where(has, slots, ids)), one(13), of, on.tensor(got.inside))
+        keys, inverse = on.keys(np.where(has, slots, ids)), rng.integers(0, 13, 29).astype(np.int32)
+        gpu.rows.read(keys, one(13), of, on.tensor(got.inside))
+        gpu.rows.read(keys, one(29), of, on.tensor(each.inside), on.tensor(ids), of=on.tensor(inverse))
     np.testing.assert_array_equal(got.inside.view(np.int32), expected.view(np.int32))
+    np.testing.assert_array_equal(each.inside.view(np.int32), expected[inverse].view(np.int32))
     np.testing.assert_array_equal(records.view(np.int32), before.view(np.int32))
     got.check()
+    each.check()
 
 
 # Any bits at all: every class of float32, with more weight on where formats end.

@@ -34,7 +34,7 @@ from triton.runtime import interpreter
 
 import embedrock as er
 import embedrock.torch as ert
-from embedrock.device import attach, device_planned, host_batch, pinned, requirements, steps
+from embedrock.device import attach, executor, host_batch, pinned, requirements, steps
 from embedrock.device import dense as direct
 from embedrock.device import host_planned as hosted
 from embedrock.device import stream_order as timeline
@@ -336,7 +336,7 @@ class FailsOnce:
         patch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("name", ["_ids_where", "_check_ram", "_present_rows"])
+@pytest.mark.parametrize("name", ["_slots_where", "_check_ram", "_present_rows"])
 def test_a_table_that_cannot_be_brought_back_now_is_whole_and_can_be_later(name: str, monkeypatch: pytest.MonkeyPatch):
     model, other = train(make(ALL_NEAR), batches(2)), train(make(None), batches(2))
     fails = FailsOnce(monkeypatch, DenseGpuExecutor, name)
@@ -369,7 +369,7 @@ def test_a_device_that_dies_while_rows_are_brought_back_fails_the_table(monkeypa
 
 def test_rows_come_back_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch):
     model, other, sizes = train(make(ALL_NEAR), batches(3)), train(make(None), batches(3)), []
-    monkeypatch.setattr(device_planned, "COPIED_BYTES", 7 * model.table.spec.record_bytes)
+    monkeypatch.setattr(executor, "COPIED_BYTES", 7 * model.table.spec.record_bytes)
 
     def noted(nbytes: int, device: torch.device) -> torch.Tensor:
         sizes.append(nbytes)

@@ -125,6 +125,14 @@ def test_a_side_that_is_made_on_one_stream_and_used_on_another(gpu: FakeGPU):
     trained.check(gpu)
 
 
+def test_rows_are_not_attached_while_a_stream_is_captured(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch):
+    table = er.Table(ROWS, DIM, device_memory=memory_of(17))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="cannot be captured in a CUDA graph"):
+        attach.side_of(table, fake_cuda.GPU)
+    assert table.executor is None
+
+
 def test_a_table_that_was_read_on_another_stream_meanwhile_is_waited_for(gpu: FakeGPU):
     trained, other = Trained(0, count=2), gpu.new_stream()
     torch.stack([layer(torch.arange(5)).sum() for layer in trained.layers]).sum().backward()

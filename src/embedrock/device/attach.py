@@ -15,7 +15,7 @@ from embedrock.device.hashed import HashedGpuExecutor
 from embedrock.device.host_planned import HostPlannedExecutor
 from embedrock.device.mirror import DeviceMirror
 from embedrock.device.pinned import PinningError, PinningWarning
-from embedrock.device.stream_order import enough_memory
+from embedrock.device.stream_order import StreamOrder, enough_memory
 from embedrock.errors import UnsupportedError
 from embedrock.kernels.gpu.runtime import is_interpreted
 from embedrock.spec.spec import Spec
@@ -43,7 +43,8 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     A GPU must be given with its index.
 
     Raises:
-        UnsupportedError: the device lacks features that the kernels need, or rows of another table are on another GPU.
+        UnsupportedError: the device lacks features that the kernels need, rows of another table are on another GPU, or
+            a stream is being captured.
         MemoryBudgetError: the device has too little memory.
     """
     _check_only_gpu(table, device)
@@ -55,7 +56,8 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
             return executor
         rows.leave_side()
         try:
-            with torch.inference_mode(False), enough_memory(f"{table.subject}, to keep its rows on {device},"):
+            what = f"{table.subject}, to keep its rows on {device},"
+            with StreamOrder(device, table.subject).ordered(), enough_memory(what):
                 made = _made(table, device)
         except PinningError as error:
             told = f"rows of {table.subject} are read and stepped by the CPU, and copied: {error}"
@@ -93,7 +95,9 @@ def _made(table: Table, device: torch.device) -> GpuExecutor:
         for mirror in _mirrors(table):  # of other members
             if mirror.backend is pool and mirror.device == device:
                 return HostPlannedExecutor(rows, mirror)
-        executor = HostPlannedExecutor(rows, _mirror(table, device, _budget_of_pool(table, budget, device)))
+        budget, most = _budget_of_pool(table, budget, device), _most_rows(table)
+        with rows.table_lock.lock:
+            executor = HostPlannedExecutor(rows, DeviceMirror(pool, device, form_of(spec), budget, most))
     if given and not executor.cache.placement.near_rows:
         _warn_of_no_room(table, given)
     return executor
@@ -122,19 +126,6 @@ def _laid_out(rows: TableState, index: str) -> RamBackend | None:
     with rows.table_lock.alone():
         rows.check()
         return rows.lay_out_in_ram(index)
-
-
-def _mirror(table: Table, device: torch.device, budget: int) -> DeviceMirror:
-    spec, most, is_on_disk = table.spec, _most_rows(table), table.is_on_disk
-
-    def place(slots: int) -> DeviceLayout:
-        if is_on_disk:
-            return device_placing.over(spec, slots, budget)
-        # The number of future rows is unknown. So the cache has the size that `budget` allows.
-        return device_placing.cached(spec, min(budget // slot_bytes(spec), most))
-
-    with rows_of(table).table_lock.lock:
-        return DeviceMirror(_pool_of(table), device, place, form_of(spec))
 
 
 def _budget_of_pool(table: Table, budget: int, device: torch.device) -> int:

@@ -65,14 +65,9 @@ class DeviceCache:
         self.records = torch.empty(count, form.record_bytes, dtype=torch.uint8, device=device)
         self.near, self.far = self.records.data_ptr(), far
         slots = count if self.is_cache else 0
-        self._use(
-            where,
-            torch.empty(slots, dtype=torch.int64, device=device),
-            torch.empty(slots, dtype=torch.float32, device=device),
-            torch.empty(slots, dtype=torch.int32, device=device),
-            torch.zeros(slots, dtype=torch.uint8, device=device),
-            torch.zeros(8, dtype=torch.int64, device=device),
-        )
+        dtypes = torch.int64, torch.float32, torch.int32, torch.uint8
+        state = [torch.empty(slots, dtype=dtype, device=device) for dtype in dtypes]
+        self._use(where, *state, torch.zeros(8, dtype=torch.int64, device=device))
         self.not_counted = torch.zeros_like(self.slots.tallies)
         self._hand, self.slot_count = 0, slots
         self.clear()
@@ -93,8 +88,7 @@ class DeviceCache:
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory."""
-        tensors = self.records, *self.slots
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in (self.records, *self.slots))
 
     def free(self) -> None:
         """Release the GPU memory. Nothing may use it any more."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import torch
-from torch import Tensor
 
 from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import DeviceCache, present
 from embedrock.device.copies import uploaded
-from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
+from embedrock.device.executor import COPIED_ROWS, GpuExecutor
 from embedrock.device.features import TableFamily
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.pinned import PinnedRecords, staging
@@ -24,7 +21,7 @@ from embedrock.storage.ram_backend import RamBackend, take_ram
 from embedrock.table.rows import TableState
 
 
-class DenseGpuExecutor(DevicePlannedExecutor):
+class DenseGpuExecutor(GpuExecutor):
     """Executor that keeps all rows on device, a cache of them, or none. The rest is used zero-copy in pinned RAM.
 
     Args:
@@ -39,6 +36,7 @@ class DenseGpuExecutor(DevicePlannedExecutor):
 
     judge = staticmethod(judge)
     batch = DeviceBatch
+    plans = True
 
     def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, placement: DeviceLayout) -> None:
         super().__init__(rows, rows.tier, device)
@@ -65,26 +63,17 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             some = bits[start : start + COPIED_ROWS].to(self.device).bool()
             self.where[start : start + COPIED_ROWS] = torch.where(some, FAR, ABSENT).to(torch.int32)
         if self.placement.mode == "device":
-            for ids in self._ids_where(present):
+            for ids in self._slots_where(present, self._count):
                 self.cache.records[ids] = uploaded(self._memory.records.bytes[ids.cpu().numpy()], self.device)
                 self.where[ids] = ids.to(torch.int32)
         self._seen = self._version.now
 
-    def _ids_where(self, holds: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        copied = self._rows_at_a_time
-        for start in range(0, self._count, copied):
-            ids = holds(self.where[start : start + copied]).nonzero()[:, 0] + start
-            if len(ids):
-                yield ids
-
-    def _finish(self) -> None:
-        self.timeline.finish()
-        self.faults.look()
+    def _write_back(self) -> None:
         if not self.is_newer:
             return
         if self.placement.mode == "device":
             self._check_ram()
-            self._write_back()
+            self._write_back_near()
         self.cache.write_back()
         bits = np.concatenate([present(part).cpu().numpy() for part in self.where.split(COPIED_ROWS)])
         index = self._memory.dense
@@ -100,10 +89,10 @@ class DenseGpuExecutor(DevicePlannedExecutor):
             remedy = "Nothing has changed. Free RAM and ask again, or pass memory= to say how much the table"
             take_ram(more * self.spec.record_bytes, f"{there} needs them in RAM", remedy)
 
-    def _write_back(self) -> None:
+    def _write_back_near(self) -> None:
         """Copy changed records to RAM, through pinned memory that the GPU writes."""
         size, through = self.spec.record_bytes, None
-        for ids in self._ids_where(lambda words: words >= CHANGED):
+        for ids in self._slots_where(lambda words: words >= CHANGED, self._count):
             if through is None:
                 through = staging(min(self._rows_at_a_time, self._count) * size, self.device)
             targets = through.data_ptr() + torch.arange(len(ids), device=self.device) * size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from embedrock.device import device_errors
 from embedrock.device.batch import DeviceBatch
 from embedrock.device.cache import BatchCounter, DeviceCache
-from embedrock.device.copies import on_device
+from embedrock.device.copies import on_device, uploaded
 from embedrock.device.features import NO_PADDING, FeatureBags, FeatureLayout, TableFamily, family_of
 from embedrock.device.gradients import DeviceRowGradients, RowSums
 from embedrock.device.lookup import DeviceLookup
@@ -28,6 +29,8 @@ from embedrock.kernels.gpu.runtime import RecordForm
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.table.rows import TableState
+
+COPIED_ROWS, COPIED_BYTES = 1 << 20, 64 << 20  # at most at a time, between GPU memory and unpinned RAM
 
 
 def form_of(spec: Spec) -> RecordForm:
@@ -129,8 +132,14 @@ class GpuExecutor(ABC):
         with self.timeline.ordered():
             self._finish()
 
+    def _finish(self) -> None:
+        self.timeline.finish()
+        self.faults.look()
+        self._write_back()
+
     @abstractmethod
-    def _finish(self) -> None: ...
+    def _write_back(self) -> None:
+        """Copy what is newer on the device to the backend. Waits for the device."""
 
     def check(self) -> None:
         if not self.timeline.is_recorded:
@@ -174,6 +183,30 @@ class GpuExecutor(ABC):
         of_row = int(self.spec.key) % 2**64, state, self.faults.tensor.data_ptr(), tuple(words.tolist())
         slots = tuple(part.data_ptr() if cache.is_cache else 0 for part in cache.slots[1:])
         return TableEntryWords(0, cache.limit, *places, *of_row, NO_PADDING, (*slots, len(cache.slots.owner)))
+
+    # ------------------------------------------------------------ where the device plans
+
+    def _draw_on_device(self) -> None:
+        drawn = drawn_by(self.spec.init)
+        assert drawn is not None  # else the host plans, and draws
+        self.first = rows.InitialRecord(drawn, uploaded(self.spec.first_state, self.device))
+
+    def _check_open(self) -> None:
+        rows = self._rows_of()
+        rows.table_lock.settle_steps()
+        rows.tier  # noqa: B018  # it is open
+
+    @property
+    def _rows_at_a_time(self) -> int:
+        return max(1, min(COPIED_ROWS, COPIED_BYTES // self.spec.record_bytes))
+
+    def _slots_where(self, holds: Callable[[Tensor], Tensor], count: int) -> Iterator[Tensor]:
+        """Return those of the first `count` slots whose address words fulfil a condition, some at a time."""
+        for start in range(0, count, self._rows_at_a_time):
+            stop = min(start + self._rows_at_a_time, count)
+            slots = holds(self.cache.slots.where[start:stop]).nonzero()[:, 0] + start
+            if len(slots):
+                yield slots
 
     # ------------------------------------------------------------ lookups
 
@@ -272,9 +305,6 @@ class GpuExecutor(ABC):
         Raises:
             ClosedTableError: the table is closed.
         """
-
-    def step_beside(self, numbers: Any) -> None:  # noqa: B027  # most need not
-        """Do the host's part of a counted step; `numbers` are the rule's step constants."""
 
     def mark_changed(self) -> None:
         """Make later reads of the backend's records wait for `finish`."""

@@ -14,8 +14,7 @@ from torch import Tensor
 from embedrock.batch.plan import Plan
 from embedrock.device.cache import DeviceCache
 from embedrock.device.copies import uploaded
-from embedrock.device.device_planned import COPIED_ROWS, DevicePlannedExecutor
-from embedrock.device.executor import GpuExecutor, form_of
+from embedrock.device.executor import COPIED_ROWS, GpuExecutor, form_of
 from embedrock.device.features import TableFamily
 from embedrock.device.gradients import DeviceRowGradients, RowSums, sum_rows
 from embedrock.device.hash_index import DeviceHashIndex
@@ -27,7 +26,6 @@ from embedrock.kernels.constants import MOST_SLOTS
 from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu.addresses import ABSENT, CHANGED, FAR, TableEntryWords
 from embedrock.kernels.gpu.binding import as_tensor
-from embedrock.spec.spec import Spec
 from embedrock.storage import device_layout as device_placing
 from embedrock.storage.device_layout import DeviceLayout
 from embedrock.storage.ram_backend import RamBackend
@@ -38,7 +36,7 @@ FIRST_SLOTS = 1024  # initial capacity of the hash index, if records are in RAM
 SPARE_SHARE = 8  # one part in `SPARE_SHARE` of the RAM for rows is reserved for future steps
 
 
-class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
+class HashedGpuExecutor(HostPlannedExecutor):
     """Executor of open ids with a hash index on the device, so that new rows wait for nobody.
 
     Rows are on device, in a cache or in RAM. A row has the same slot on the device as later in the backend. If records
@@ -63,11 +61,11 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     """
 
     batch = HashedBatch
+    plans = True
 
     def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, budget: int) -> None:
-        self._cache = _CachePlacement(rows.spec)
         with rows.table_lock.lock:
-            mirror = DeviceMirror(backend, device, self._cache, form_of(rows.spec))
+            mirror = DeviceMirror(backend, device, form_of(rows.spec))
         super().__init__(rows, mirror)
         self._memory, self.budget = backend, budget
         self._far, self._epoch = mirror.cache.far, backend.epoch
@@ -121,18 +119,15 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
             self.cache.records[start:stop] = uploaded(records[start:stop], self.device)
             where[start:stop] = torch.arange(start, stop, dtype=torch.int32, device=self.device)
 
-    def _finish(self) -> None:
+    def _write_back(self) -> None:
         if not self.plans:
-            return super()._finish()
-        self.timeline.finish()
-        self.faults.look()
-        if self.is_newer:
-            self._write_back()
+            super()._write_back()
+        elif self.is_newer:
+            self._write_back_planned()
             self.timeline.finish()
             self.is_newer = False
-        return None
 
-    def _write_back(self) -> None:
+    def _write_back_planned(self) -> None:
         backend, before, count = self._memory, self._memory.used_slots, self.index.count()
         if self.cache.is_identity:  # else RAM was taken before the step
             self.backend.check_ram(count - before)
@@ -141,12 +136,9 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         if not self.cache.is_identity:
             return self.cache.write_back()
         size = self.spec.record_bytes
-        for start in range(0, count, self._rows_at_a_time):
-            words = self.cache.slots.where[start : start + self._rows_at_a_time]
-            slots = (words >= CHANGED).nonzero()[:, 0] + start
-            if len(slots):
-                cache.copy_records(self.cache.near + slots * size, self.cache.far + slots * size, size)
-                self.cache.slots.where[slots] = slots.to(torch.int32)
+        for slots in self._slots_where(lambda words: words >= CHANGED, count):
+            cache.copy_records(self.cache.near + slots * size, self.cache.far + slots * size, size)
+            self.cache.slots.where[slots] = slots.to(torch.int32)
         return None
 
     def _switch_to_cache(self, count: int) -> None:
@@ -165,7 +157,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         self.first = self.ahead = None
         self.not_captured = GpuExecutor.not_captured
         self.use(self.cache)
-        self._cache.budget = self.budget
+        self.mirror.budget = self.budget
         self.mirror.move_out()  # the next use creates the mirror again, with that cache
 
     def _free(self) -> None:
@@ -361,16 +353,6 @@ def _keep_room(executor: HashedGpuExecutor, sums: Any, new: int) -> None:
 def absent(slots: int, device: torch.device) -> Tensor:
     """Return the address words of slots without records: int32 (slots,)."""
     return torch.full((slots,), ABSENT, dtype=torch.int32, device=device)
-
-
-class _CachePlacement:
-    """Placement of a table's records: in RAM, until there is a budget for a cache in GPU memory."""
-
-    def __init__(self, spec: Spec) -> None:
-        self._spec, self.budget = spec, 0
-
-    def __call__(self, slots: int) -> DeviceLayout:
-        return device_placing.cached(self._spec, self.budget // device_placing.slot_bytes(self._spec))
 
 
 def _stepped(grads: DeviceRowGradients) -> tuple[Tensor, Tensor]:

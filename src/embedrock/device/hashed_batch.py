@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from operator import attrgetter, sub
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from torch import Tensor
 from embedrock.device.batch import DeviceBatch, SteppedTables, space_of, tickets_of
 from embedrock.device.cache import load_rows
 from embedrock.device.workspace import carved, layout
-from embedrock.kernels.gpu import cache
+from embedrock.kernels.gpu import cache, rows
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
-from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.binding import TensorPart
 
 NARROW = 256  # maximum number of tables with indices of one byte
@@ -26,24 +25,6 @@ _STATE = attrgetter("known", "index.epoch")
 _ROOM, _MOST = attrgetter("index.room"), attrgetter("index.most")
 
 
-class FoundSlots(NamedTuple):
-    """The slots of a batch's rows, and the state of the hash indexes they come from.
-
-    Attributes:
-        plan: see `directory.search`.
-        tables, keys: for kernels.
-        counts, news: numbers of rows without a slot, see `directory.search`.
-        states: of the hash indexes.
-    """
-
-    plan: tuple[Any, ...]
-    tables: DeviceTables
-    keys: Tensor
-    counts: Tensor
-    news: Tensor | TensorPart
-    states: list[Any]
-
-
 class HashedBatch(DeviceBatch):
     """Batch of tables of hashed ids: see `DeviceBatch`. A search gives the rows their keys.
 
@@ -51,14 +32,13 @@ class HashedBatch(DeviceBatch):
 
     Attributes:
         of_positions: the table of each position, in the order of `order`; None: of one table.
-        slots: of the rows, from the last search.
         host, stepped: see `HostBatch`, once the host plans.
     """
 
     of_positions: Tensor | None = None
-    slots: FoundSlots | None = None
     host: Any = None
     stepped: Any = None
+    _states: list[Any] | None = None  # of the hash indexes at the last search
 
     # ------------------------------------------------------------ plans
 
@@ -69,47 +49,39 @@ class HashedBatch(DeviceBatch):
         self._space = self.layout.take(form, 80 * n, _space, self.family.device, n, k, is_cached)
         arrays, self.bounds, self.ends, self.paddings = self._space.arrays
         self.keys, self.ids, self.order, self.inverse, self.count, counts, self._moves, *parts = arrays
-        self.starts, self.tickets, scan, news = parts
+        of_positions, self.starts, self.tickets, scan, news = parts
         ids = given.to(torch.int64)
         plan = self.ids, self.starts, self.inverse, self.count, self.tickets
         if k == 1:
             self._ordered, self.order = torch.sort(ids, stable=True)
             plan_kernels.collect(self._ordered, 0, self.order, scan, plan, checked=None if is_ahead else self._range)
         else:
-            of_positions = torch.empty(n, dtype=torch.uint8 if k <= NARROW else torch.int32, device=ids.device)
             by_id, first = torch.sort(ids, stable=True)
             kernels.tables(first, self._begins, k, of_positions)
             self.of_positions, second = torch.sort(of_positions, stable=True)
             plan_kernels.collect(by_id, 0, self.order, scan, plan, of=(self.of_positions, second, first))
         self._new = counts, news
         if not is_ahead or is_cached:  # else the lookup finds the slots
-            self._find(counts, news)
-        if is_cached:
-            self._load()
+            self._find()
+        if is_cached and (search := self._victims()) is not None:
+            cache.touch(self.tables, search, self.keys, self.count)
+            load_rows(self.tables, search, self.keys, self.count)
         return self
 
     @property
     def _range(self) -> tuple[int, Tensor] | None:
         """The limit of the ids of one table, and its error; None: ids are open."""
         executor: Any = self.layout.first
-        rows = executor.spec.rows
-        return None if rows is None else (rows, executor.faults.tensor)
-
-    def _load(self) -> None:
-        """Load the rows into the device cache."""
-        search = self._victims()
-        if search is not None:
-            tables = self._found().tables
-            cache.touch(tables, search, self.keys, self.count)
-            load_rows(tables, search, self.keys, self.count)
+        count = executor.spec.rows
+        return None if count is None else (count, executor.faults.tensor)
 
     def look_up(self) -> None:
         """Find the slots of rows that were planned ahead, and record an id that is outside of its table."""
         if self._range is not None:
             plan_kernels.check(self._ordered, *self._range)
-        if self.slots is None:
+        if self._states is None:
             self.take_words()
-            self._find(*self._new)
+            self._find()
 
     @property
     def allocations(self) -> list[Tensor]:
@@ -117,24 +89,22 @@ class HashedBatch(DeviceBatch):
 
     # ------------------------------------------------------------ slots
 
-    def _find(self, counts: Tensor, news: Tensor | TensorPart) -> FoundSlots:
-        plan = self.ids, self.starts, self.of_positions, self.count, self._begins
-        states = list(map(_STATE, self.executors))
-        kernels.search(plan, self.tables.entries, self.keys, counts, news, self.bounds)
-        self.slots = FoundSlots(plan, self.tables, self.keys, counts, news, states)
-        return self.slots
+    def _find(self) -> None:
+        """Find the keys of the rows, and count those without a slot."""
+        self._plan = self.ids, self.starts, self.of_positions, self.count, self._begins
+        self._states = list(map(_STATE, self.executors))
+        kernels.search(self._plan, self.tables.entries, self.keys, *self._new, self.bounds)
 
-    def _found(self) -> FoundSlots:
-        """Return the current slots of the rows."""
-        slots = self.slots
-        if slots is None or slots.states != list(map(_STATE, self.executors)):  # rows may have got slots since
-            self.take_words()  # a table alone may have outgrown the last family
-            n, device = len(self.ids), self.family.device
-            keys, counts = carved(device, layout((2 * n, kernels.blocks(n + 1))))
-            news = torch.zeros(len(self.executors), dtype=torch.int32, device=device)
-            self.keys = keys.view(torch.int64)
-            return self._find(counts, news)
-        return slots
+    def _find_again(self) -> None:
+        """Find the keys again if rows may have got slots since the last search."""
+        if self._states == list(map(_STATE, self.executors)):
+            return
+        self.take_words()  # a table alone may have outgrown the last family
+        n, device = len(self.ids), self.family.device
+        keys, counts = carved(device, layout((2 * n, kernels.blocks(n + 1))))
+        self.keys = keys.view(torch.int64)
+        self._new = counts, torch.zeros(len(self.executors), dtype=torch.int32, device=device)
+        self._find()
 
     @property
     def _begins(self) -> TensorPart:
@@ -144,35 +114,50 @@ class HashedBatch(DeviceBatch):
 
     def count_new(self) -> int:
         """Return the number of rows of one table without a slot. Waits for the device."""
-        return int(self._found().counts.sum())
+        self._find_again()
+        return int(self._new[0].sum())
 
     def has_room(self, which: tuple[int, int]) -> bool:
+        if not (self.layout.is_quiet() and self.is_of_family()):
+            return False
         executors: Any = self.executors[slice(*which)]
         most = max(self.sizes.positions[slice(*which)])
-        if _spare(executors) < most:
-            for executor in executors:
-                executor.index.poll()
-        return self.layout.is_quiet() and self.is_of_family() and _spare(executors) >= most
+        if _spare(executors) >= most:
+            return True
+        for executor in executors:
+            executor.index.poll()
+        return _spare(executors) >= most
 
     # ------------------------------------------------------------ rows and steps
+
+    def read(self) -> Tensor:
+        executor: Any = self.layout.first
+        if executor.plans:
+            self._find_again()
+        if not (executor.plans and self.family.kind == "device") or executor.lags:
+            return self.read_rows().index_select(0, self.inverse)
+        self.layout.begin_read()
+        out = self.out()
+        rows.read(self.keys, self.sizes.n, self.tables, out, self.ids, of=self.inverse)
+        return out
 
     def read_rows(self) -> Tensor:
         executor: Any = self.layout.first
         if not executor.plans:
             return executor.read_by_host(self)
-        self._found()
+        self._find_again()
         return super().read_rows()
 
     def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
         executor: Any = self.layout.first
         if not executor.plans:
             return executor.ready_by_host(self, values, verdicts, clip)
-        return self.as_ready(functools.partial(self._enter, self._found(), which, verdicts))
+        self._find_again()
+        return self.as_ready(functools.partial(self._enter, which, verdicts))
 
-    def _enter(self, found: FoundSlots, which: tuple[int, int], verdicts: Any) -> None:
+    def _enter(self, which: tuple[int, int], verdicts: Any) -> None:
         """Give slots to the new rows of consecutive tables, by their verdicts."""
-        plan, tables, keys, counts, news, _ = found
-        kernels.enter(plan, tables.entries, keys, counts, news, self.tickets, which, verdicts)
+        kernels.enter(self._plan, self.tables.entries, self.keys, *self._new, self.tickets, which, verdicts)
         for table in range(*which):
             executor: Any = self.executors[table]
             executor.index.record_inserts(self.sizes.positions[table])
@@ -198,8 +183,9 @@ def _spare(executors: Sequence[Any]) -> int:
 
 
 def _space(device: torch.device, n: int, k: int, is_cached: bool) -> Any:
-    """Return keys, ids, order, inverse, count, counts and moves of rows into a cache, and news; see `space_of`."""
-    narrow = n, 1, kernels.blocks(n + 1), 6 * n if is_cached else 0
-    arrays, *bounds = space_of(device, 3, n, k, narrow, tickets_of(n, k) + k)
-    *_, tickets, _ = arrays
-    return [*arrays, tickets[-2 * k - 1 : -k - 1]], *bounds
+    """Return keys, ids, order, inverse, count, counts, moves into a cache, and tables; last news; see `space_of`."""
+    narrow = n, 1, kernels.blocks(n + 1), 6 * n if is_cached else 0, n if k > 1 else 0
+    (*arrays, tables, starts, tickets, scan), *bounds = space_of(device, 3, n, k, narrow, tickets_of(n, k) + k)
+    if k <= NARROW:
+        tables = tables.view(torch.uint8)[:n]
+    return [*arrays, tables, starts, tickets, scan, tickets[-2 * k - 1 : -k - 1]], *bounds

@@ -57,9 +57,7 @@ class HostPlannedExecutor(GpuExecutor):
         with rows.table_lock.lock:
             mirror.join(self)
 
-    def _finish(self) -> None:
-        self.timeline.finish()
-        self.faults.look()
+    def _write_back(self) -> None:
         self.mirror.finish()
 
     def _free(self) -> None:
@@ -289,8 +287,8 @@ class HostPlannedExecutor(GpuExecutor):
         return self.rows.shared.gradient(values.cpu().numpy(), np.arange(len(rows)))
 
     def step_beside(self, numbers: Any) -> None:
-        if not self.plans:
-            self.mirror.mark_changed()
+        """Do the host's part of a counted step; `numbers` are the rule's step constants."""
+        self.mirror.mark_changed()
         gradient, self._of_shared = self._of_shared, None
         if gradient is not None and (shared := self.rows.shared) is not None:
             shared.step(gradient, numbers, self.rows.steps)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +18,8 @@ from embedrock.device.pinned import PinnedRecords
 from embedrock.device.stream_order import StreamOrder
 from embedrock.kernels.gpu.addresses import FAR
 from embedrock.kernels.gpu.runtime import RecordForm
+from embedrock.storage import device_layout
 from embedrock.storage.backend import Backend
-from embedrock.storage.device_layout import DeviceLayout
 
 FIRST_MAP = 1024  # slots of the first map
 
@@ -34,11 +35,12 @@ class DeviceMirror:
     Args:
         backend: backend of the records.
         device: the GPU.
-        place: maps a number of slots in RAM to the placement of records on the device.
         form: layout of the records.
+        budget: bytes of GPU memory for records.
+        most: maximum number of records.
 
     Attributes:
-        backend, device: see above.
+        backend, device, budget: see above. A change of the budget counts once the records have moved.
         timeline, clock: shared by all executors.
         host_waits: number of times the host waited for the device.
         is_at_work: the device may use records since the last `finish`.
@@ -49,34 +51,35 @@ class DeviceMirror:
     """
 
     def __init__(
-        self, backend: Backend, device: torch.device, place: Callable[[int], DeviceLayout], form: RecordForm
+        self, backend: Backend, device: torch.device, form: RecordForm, budget: int = 0, most: int = sys.maxsize
     ) -> None:
-        self.backend, self.device, self._place, self._form = backend, device, place, form
+        self.backend, self.device, self._form, self.budget, self._most = backend, device, form, budget, most
         self.timeline, self.clock = StreamOrder(device, backend.subject), BatchCounter()
         self.host_waits, self.is_at_work = 0, False
         self._executors, self._seen = weakref.WeakSet[Any](), 0
         self.leaving: tuple[np.ndarray, Tensor] | None = None
-        self._known: tuple[PinnedRecords, DeviceCache] | None = self._begun()
+        self._known: tuple[PinnedRecords, DeviceCache] | None = None
+        self.cover()
         backend.add_listener(self)  # last, as a listener must be complete
-
-    def _begun(self) -> tuple[PinnedRecords, DeviceCache]:
-        """Pin the records at their current place, and create an empty cache."""
-        backend = self.backend
-        if backend.is_direct:  # all of it is pinned
-            backend.arena.expect_all()
-        pinned = PinnedRecords(backend.records.bytes, self.device, self.timeline.finish)
-        pinned.cover(self._covered(0))
-        placement = self._place(backend.used_slots)
-        slots = backend.used_slots if backend.evicts else FIRST_MAP
-        with torch.inference_mode(False):
-            where = self._map(slots if placement.near_rows else 0)
-            return pinned, DeviceCache(where, placement, self._form, pinned.address)
 
     @property
     def _parts(self) -> tuple[PinnedRecords, DeviceCache]:
-        """The pinned records and the cache, created again after the records have moved."""
+        """The pinned records and the cache, empty: created again after the records have moved."""
         if self._known is None:
-            self._known = self._begun()
+            backend = self.backend
+            if backend.is_direct:  # all of it is pinned
+                backend.arena.expect_all()
+            pinned = PinnedRecords(backend.records.bytes, self.device, self.timeline.finish)
+            pinned.cover(self._covered(0))
+            spec, slots = backend.spec, backend.used_slots
+            if backend.evicts:
+                placement = device_layout.over(spec, slots, self.budget)
+            else:  # the number of future rows is unknown: the cache has the size that the budget allows
+                near = min(self.budget // device_layout.slot_bytes(spec), self._most)
+                placement, slots = device_layout.cached(spec, near), FIRST_MAP
+            with torch.inference_mode(False):
+                where = self._map(slots if placement.near_rows else 0)
+                self._known = pinned, DeviceCache(where, placement, self._form, pinned.address)
             self._tell()
         return self._known
 
@@ -117,15 +120,11 @@ class DeviceMirror:
             self.cover()
             self.is_at_work = True
             self.timeline.wait_for_copies()
-            self._follow()
+            if self._seen != self._now():  # the CPU changed rows, after `finish`
+                self._empty()
             yield
 
     # ------------------------------------------------------------ changes by others
-
-    def _follow(self) -> None:
-        """Load the CPU's changes. The CPU changes rows only after `finish`."""
-        if self._seen != self._now():
-            self._empty()
 
     def mark_changed(self) -> None:
         """Record that the cache is as new as the tables."""

@@ -129,8 +129,8 @@ class DeviceStep(CheckedStep):
 
     def _begin(self) -> list[Callable[[], None]]:
         if self._rooms and self._runs is None:
-            for room in _by_room(self._rooms):
-                room[0].executor.cover_all([(part.executor, part.grads) for part in room])
+            for parts in _by_room(self._rooms):
+                parts[0][0].cover_all(parts)
         begun, k, runs = [], 0, self._runs or runs_of(self.steps)
         if (
             self.verdicts is None and self._runs is None and not _are_checked_in_step(runs)
@@ -264,7 +264,7 @@ def _step(
         counted = count_all(zip(map(_ROWS, steps), map(_EXECUTOR, steps), drafts, strict=True), number)
     else:
         counted = [captured.begin_step(part.executor, part.rule) for part in steps]
-    if executor.room is not None:
+    if not executor.plans:
         executor.step_beside(counted[0][1])
     for (_, _, clip, is_known), places in itertools.groupby(range(len(steps)), key=alike.__getitem__):
         begin, *others = places
@@ -322,11 +322,11 @@ def judge(requests: Sequence[StepRequest], alone: bool) -> list[DeviceStep]:
         return [made for step, finite in known if (made := _without_skipped(step, finite)).steps]
 
 
-def _by_room(due: Sequence[TableStep]) -> list[list[TableStep]]:
-    """Return the tables of a step that need room, grouped by shared room."""
-    rooms = dict[Any, list[TableStep]]()
+def _by_room(due: Sequence[TableStep]) -> list[list[tuple[Any, DeviceRowGradients]]]:
+    """Return the executors and gradients of tables that need room, grouped by shared room."""
+    rooms = dict[Any, list[tuple[Any, DeviceRowGradients]]]()
     for part in due:
-        rooms.setdefault(part.executor.room, []).append(part)
+        rooms.setdefault(part.executor.room, []).append((part.executor, part.grads))
     return [*rooms.values()]
 
 
@@ -339,7 +339,7 @@ def _are_checked_in_step(runs: Sequence[Sequence[TableStep]]) -> bool:
 def prepare(due: Sequence[TableStep]) -> None:
     """Find the rows of a step, and make room for new ones. Takes the table locks itself."""
     for parts in _by_room(due):
-        parts[0].executor.prepare_all([(part.executor, part.grads) for part in parts])
+        parts[0][0].prepare_all(parts)
 
 
 def _next_number(timeline: StreamOrder) -> int | Tensor:

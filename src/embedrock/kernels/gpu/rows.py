@@ -60,8 +60,8 @@ def _ids(lines, ids, here):
 
 @inlined
 def _read_rows(lines, entry, ids, fresh, out, stale, DRAW, REFRESH, KIND, FORM):
-    """Copy the weights of records to lines of `out`; `lines`: their indices, a mask, and their keys in the table."""
-    u, here, key = lines
+    """Copy the weights of records to `out`; `lines`: their indices, those of their rows, a mask, and their keys."""
+    u, row, here, key = lines
     place, known, has, _ = find(key, here, entry, KIND, FORM.record_bytes)
     may_read = known if KIND == "device" else has  # device memory exists even without a record
     _, inside = _elements(u, may_read, FORM)
@@ -72,7 +72,7 @@ def _read_rows(lines, entry, ids, fresh, out, stale, DRAW, REFRESH, KIND, FORM):
     else:
         absent = here & (has == 0)
         if tl.max(absent.to(tl.int32), 0) > 0:  # most rows have records
-            drawn = DRAW(_ids(lines, ids, absent), entry, FORM.block)
+            drawn = DRAW(_ids((row, here, key), ids, absent), entry, FORM.block)
             values = tl.where(absent[:, None], decode(encode_nearest(drawn, FORM), FORM), values)
     if REFRESH is not None:
         numbers, steps = stale
@@ -84,6 +84,7 @@ def _read_rows(lines, entry, ids, fresh, out, stale, DRAW, REFRESH, KIND, FORM):
 @kernel("count", "tables", "steps")
 def _read(
     keys,
+    of,
     ids,
     fresh,
     count,
@@ -99,7 +100,10 @@ def _read(
     FORM: tl.constexpr,
 ):
     u, here = rows_of_program(count, FORM)
-    key = tl.load(keys + u, mask=here, other=0).to(tl.int64)
+    row = u
+    if of is not None:
+        row = tl.load(of + u, mask=here, other=0)
+    key = tl.load(keys + row, mask=here, other=0).to(tl.int64)
     table, last = span_of(entries, tables, key, here, ALONE)
     while table <= last:
         entry = entries + table * _WORDS
@@ -107,7 +111,7 @@ def _read(
         mine = here
         if not ALONE:
             mine &= (own >= -1) & (own <= tl.load(entry + 1))
-        _read_rows((u, mine, own), entry, ids, fresh, out, (numbers, steps), DRAW, REFRESH, KIND, FORM)
+        _read_rows((u, row, mine, own), entry, ids, fresh, out, (numbers, steps), DRAW, REFRESH, KIND, FORM)
         table += 1
 
 
@@ -208,7 +212,7 @@ def _step(
         table += 1
 
 
-def read(keys, count, tables, out, ids=None, fresh=None, stale=None):
+def read(keys, count, tables, out, ids=None, fresh=None, stale=None, of=None):
     """Copy the weights of records to `out` float32 (n, dim).
 
     A row without a record gets its initial value, rounded to nearest as in its future record.
@@ -220,10 +224,11 @@ def read(keys, count, tables, out, ids=None, fresh=None, stale=None):
         fresh: float32; if the host creates the records of a table, key ``-1 - k`` is of ``fresh[k]``.
         stale: step constants of a dense rule, by which the copies catch up, see `step`; None: they are not stale. Rows
             without a record were never stepped: their state is 0.
+        of: int32 (lines,), the row of each line of `out`; `count` is of the lines. None: a line for each row.
     """
-    k = tables.entries.shape[0]
+    lines, k = keys if of is None else of, tables.entries.shape[0]
     rows, ready = _to_read(tables.form, tables.kind, tables.draw, type(stale), k == 1)
-    ready.launch(-(-keys.shape[0] // rows), keys, ids, fresh, count, tables.entries, k, out, *_apart(stale))
+    ready.launch(-(-lines.shape[0] // rows), keys, of, ids, fresh, count, tables.entries, k, out, *_apart(stale))
 
 
 class InitialRecord(NamedTuple):
