@@ -53,14 +53,14 @@ class ErrorLines:
     @staticmethod
     def of(device: torch.device) -> ErrorLines:
         """Return lines of which some are free."""
-        lines = _lines.get(device)
-        if lines is None or lines.used == LINES:
-            lines = _lines[device] = ErrorLines(device)
-        return lines
+        known = _lines.setdefault(device, [])
+        if not known or known[-1].used == LINES:
+            known.append(ErrorLines(device))
+        return known[-1]
 
 
 LINES = 64
-_lines: dict[torch.device, ErrorLines] = {}  # with free lines
+_lines: dict[torch.device, list[ErrorLines]] = {}  # kept, as work on a device may outlive its tables
 _events: dict[Any, DeviceEvent] = {}  # of each stream
 
 
