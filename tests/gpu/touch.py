@@ -30,4 +30,4 @@ def touch(records: Any, rows: Any, writes: bool) -> None:
     part = RecordForm(width, "float32", 4 * width, width, 0).tiled()
     constexprs = {"WIDTH": width, "WRITES": writes, "ROWS": part.rows, "BLOCK": part.block}
     args = rows, records, len(rows)  # first what is on the GPU, whose stream it is
-    launch(_touch_records, part.programs(len(rows)), *args, **constexprs, num_warps=part.warps)
+    launch(_touch_records, -(-len(rows) // part.rows), *args, **constexprs, num_warps=part.warps)

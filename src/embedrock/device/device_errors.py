@@ -97,7 +97,7 @@ class DeviceErrors:
             self._take()
 
     def look(self) -> None:
-        """Have the next check raise the current error. Waits for the device."""
+        """Make the next check raise the current error. Waits for the device."""
         self._answer = None
         ask([self])
         assert self._answer is not None  # it was asked for
@@ -184,7 +184,7 @@ def check(faults: Sequence[DeviceErrors]) -> None:
 
 
 def ask(faults: Sequence[DeviceErrors]) -> None:
-    """Have later checks raise the errors of tables on one device, once all work launched so far is done."""
+    """Make later checks raise the errors of tables on one device, once all work launched so far is done."""
     asked = [each for each in faults if each._answer is None]
     if not asked:
         return

@@ -54,10 +54,6 @@ class RecordForm(NamedTuple):
         rows = most_rows or max(1, 512 // block)
         return self._replace(rows=rows, block=block, align=gcd(self.record_bytes, ALIGNMENT))
 
-    def programs(self, count: int) -> int:
-        """Return the number of programs for `count` records."""
-        return -(-count // self.rows)
-
     @property
     def warps(self) -> int:
         """Number of warps of a program."""
