@@ -65,9 +65,8 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
     batch = HashedBatch
 
     def __init__(self, rows: TableState, backend: RamBackend, device: torch.device, budget: int) -> None:
-        self._cache = _CachePlacement(rows.spec)
         with rows.table_lock.lock:
-            mirror = DeviceMirror(backend, device, self._cache, form_of(rows.spec))
+            mirror = DeviceMirror(backend, device, functools.partial(_cached, rows.spec, 0), form_of(rows.spec))
         super().__init__(rows, mirror)
         self._memory, self.budget = backend, budget
         self._far, self._epoch = mirror.cache.memory.far, backend.epoch
@@ -83,7 +82,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         all_near = device_placing.all_open(self.spec, self.budget)
         if all_near.near_rows and count <= all_near.near_rows:
             return all_near
-        return device_placing.cached(self.spec, self.budget // device_placing.slot_bytes(self.spec))
+        return _cached(self.spec, self.budget, count)
 
     # ------------------------------------------------------------ copies between device and backend
 
@@ -165,7 +164,7 @@ class HashedGpuExecutor(DevicePlannedExecutor, HostPlannedExecutor):
         self.first = self._ahead = None
         self.not_captured = GpuExecutor.not_captured
         self.use(self.cache)
-        self._cache.budget = self.budget
+        self.mirror.place = functools.partial(_cached, self.spec, self.budget)
         self.mirror.move_out()  # the next use creates the mirror again, with that cache
 
     def _free(self) -> None:
@@ -363,14 +362,9 @@ def absent(slots: int, device: torch.device) -> Tensor:
     return torch.full((slots,), ABSENT, dtype=torch.int32, device=device)
 
 
-class _CachePlacement:
-    """Placement of a table's records: in RAM, until there is a budget for a cache in GPU memory."""
-
-    def __init__(self, spec: Spec) -> None:
-        self._spec, self.budget = spec, 0
-
-    def __call__(self, slots: int) -> DeviceLayout:
-        return device_placing.cached(self._spec, self.budget // device_placing.slot_bytes(self._spec))
+def _cached(spec: Spec, budget: int, slots: int) -> DeviceLayout:
+    """Return the layout of a cache of any number of slots in RAM; without a budget, of none."""
+    return device_placing.cached(spec, budget // device_placing.slot_bytes(spec))
 
 
 def _stepped(grads: DeviceRowGradients) -> tuple[Tensor, Tensor]:

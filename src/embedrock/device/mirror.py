@@ -38,7 +38,7 @@ class DeviceMirror:
         form: layout of the records.
 
     Attributes:
-        backend, device: see above.
+        backend, device, place: see above.
         timeline, clock: shared by all executors.
         host_waits: number of times the host waited for the device.
         is_at_work: the device may use records since the last `finish`.
@@ -51,7 +51,7 @@ class DeviceMirror:
     def __init__(
         self, backend: Backend, device: torch.device, place: Callable[[int], DeviceLayout], form: RecordForm
     ) -> None:
-        self.backend, self.device, self._place, self._form = backend, device, place, form
+        self.backend, self.device, self.place, self._form = backend, device, place, form
         self.timeline, self.clock = StreamOrder(device, backend.subject), BatchCounter()
         self.host_waits, self.is_at_work = 0, False
         self._executors, self._seen = weakref.WeakSet[Any](), 0
@@ -66,7 +66,7 @@ class DeviceMirror:
             backend.arena.expect_all()
         pinned = PinnedRecords(backend.records.bytes, self.device, self.timeline.finish)
         pinned.cover(self._covered(0))
-        placement = self._place(backend.used_slots)
+        placement = self.place(backend.used_slots)
         slots = backend.used_slots if backend.evicts else FIRST_MAP
         with torch.inference_mode(False):
             where = self._map(slots if placement.near_rows else 0)
