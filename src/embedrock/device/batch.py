@@ -159,7 +159,7 @@ class DeviceBatch:
     @property
     def allocations(self) -> list[Tensor]:
         """One tensor of each allocation."""
-        return [self.given, self.keys, self.order]
+        return [self.placed, self.given, self.keys, self.order]
 
     # Zeroed counters, by which programs find the last one, or count. The counters of sums come before them.
     @property
@@ -172,11 +172,12 @@ class DeviceBatch:
 
     def read(self) -> Tensor:
         """Return the weights of the row of each position, float32 (n, dim). The caller holds `working`."""
-        if self.positions is None or self.family.kind != "device" or self.layout.first.lags:
+        if self.family.kind != "device" or self.layout.first.lags:
             return self.read_rows().index_select(0, self.inverse)
         self.layout.begin_read()
         out = self.out()  # one kernel reads device rows into their final places
-        rows.read(self.positions, self.sizes.n, self.tables, out)
+        keys, of = (self.keys, self.inverse) if self.positions is None else (self.positions, None)
+        rows.read(keys, self.sizes.n, self.tables, out, self.ids, of=of)
         return out
 
     def read_rows(self) -> Tensor:

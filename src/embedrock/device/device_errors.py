@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embedrock.batch.wrong_ids import OPEN_IDS
 from embedrock.device.copies import DeviceEvent
+from embedrock.device.stream_order import wait_for_caller
 from embedrock.errors import ArgumentError, IdError, NonFiniteGradientError
 from embedrock.table.rows import TableState
 
@@ -47,6 +48,7 @@ def _line_of(device: torch.device) -> tuple[Tensor, np.ndarray]:
         flags = torch.zeros(LINES, 1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         lines = torch.zeros(LINES, 4, dtype=torch.int64, device=device)
         lines[:, 1] = flags.data_ptr() + flags.itemsize * torch.arange(LINES, device=device)
+        wait_for_caller(device)  # tables may be on other streams
         free += zip(lines.unbind(), flags.numpy(), strict=True)
         _kept.append((lines, flags))
     return free.pop()

@@ -13,7 +13,7 @@ from torch import Tensor
 from embedrock.device.batch import DeviceBatch, SteppedTables, space_of, tickets_of
 from embedrock.device.cache import load_rows
 from embedrock.device.workspace import carved, layout
-from embedrock.kernels.gpu import cache, rows
+from embedrock.kernels.gpu import cache
 from embedrock.kernels.gpu import directory as kernels
 from embedrock.kernels.gpu import plan as plan_kernels
 from embedrock.kernels.gpu.binding import TensorPart
@@ -132,14 +132,10 @@ class HashedBatch(DeviceBatch):
 
     def read(self) -> Tensor:
         executor: Any = self.layout.first
-        if executor.plans:
-            self._find_again()
-        if not (executor.plans and self.family.kind == "device") or executor.lags:
-            return self.read_rows().index_select(0, self.inverse)
-        self.layout.begin_read()
-        out = self.out()
-        rows.read(self.keys, self.sizes.n, self.tables, out, self.ids, of=self.inverse)
-        return out
+        if not executor.plans:
+            return executor.read_by_host(self).index_select(0, self.inverse)
+        self._find_again()
+        return super().read()
 
     def read_rows(self) -> Tensor:
         executor: Any = self.layout.first

@@ -8,7 +8,6 @@ Each table has its own index. The rows of a batch of several tables are in the o
 are slots, counted in the table's range of keys. The key before the first slot is of rows without a slot.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import triton.language as tl
@@ -17,7 +16,7 @@ from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu.addresses import WORDS
 from embedrock.kernels.gpu.plan import BLOCK, first_from, lanes_of, sum_before
 from embedrock.kernels.gpu.plan import blocks as blocks_of_positions
-from embedrock.kernels.gpu.runtime import ReadyKernel, inlined, kernel, launch
+from embedrock.kernels.gpu.runtime import inlined, kernel, launch
 from embedrock.kernels.gpu.sums import is_last
 
 LANES = 512
@@ -223,12 +222,8 @@ def search(plan, entries, keys, counts, news, bounds):
         bounds: see `plan.bounds`.
     """
     k = entries.shape[0]
-    _to_search(lanes_of(k)).launch(counts.shape[0], *plan, entries, keys, counts, news, bounds, k)
-
-
-@functools.cache
-def _to_search(tables):
-    return ReadyKernel(_search, LANES=LANES, TABLES=tables)
+    args = *plan, entries, keys, counts, news, bounds, k
+    launch(_search, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(k))
 
 
 @inlined
@@ -297,12 +292,7 @@ def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
         verdicts: see `rows.step`: without a step, no row of a table gets a slot.
     """
     args = *plan[:-1], entries, keys, counts, news, ticket, *gate.case_of(verdicts, which)[:4]
-    _to_enter(lanes_of(entries.shape[0])).launch(counts.shape[0], *args)
-
-
-@functools.cache
-def _to_enter(tables):
-    return ReadyKernel(_enter, LANES=LANES, TABLES=tables)
+    launch(_enter, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(entries.shape[0]))
 
 
 @kernel("size", "seed")
