@@ -201,5 +201,5 @@ def test_a_trace_of_open_ids_of_a_group_on_a_device(seed: int, tmp_path: Path):
 
 @pytest.mark.parametrize("seed", slow(*range(1, 41)))
 def test_a_trace_of_hashed_ids_of_a_group_on_a_device(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attach, "_may_be_planned_or_prefetched", lambda *_: False)  # as of tables that no RAM holds whole
+    monkeypatch.setattr(attach, "_may_be_planned_or_prefetched", lambda *_: False)  # as if no RAM held it whole
     play(case_of(seed, in_group=False), drawn_acts(seed, 100), tmp_path / "table", GroupedPair)
