@@ -20,8 +20,9 @@ def example_directory() -> None:
     rows, bounds = (keys, starts, None, count, keys), torch.zeros(3, dtype=torch.int32)
     for start in range(2):  # wherever counters begin
         directory.search(rows, entries, keys, counts, counts[start:], bounds)
-        for verdicts in (verdict, gate.VerdictCase(torch.ones(()), torch.ones(()), 0, 1, counts, 3)):
-            directory.enter(rows, entries, keys, counts, counts[start:], counts, (0, 1), verdicts)
+        for numbers, shown in ((verdict, None), (torch.ones(()), torch.ones(()))):
+            case = gate.VerdictCase(numbers, shown, 0, 1, counts, 3)
+            directory.enter(rows, entries, keys, counts, counts[start:], counts, case)
 
 
 def example_open_rows() -> None:

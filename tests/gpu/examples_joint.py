@@ -28,6 +28,11 @@ def case_of(count: int, start: int = 0) -> gate.VerdictCase:
     return gate.VerdictCase(numbers, numbers, 0, count, ONE, 3)
 
 
+def judged(count: int) -> gate.VerdictCase:
+    """Return tables with verdicts."""
+    return gate.VerdictCase(torch.zeros(count, gate.LINE, dtype=torch.int32), None, 0, count, ONE, 3)
+
+
 def example_plan() -> None:
     tables = tables_of(forms(Adam())[0], 3, True, "normal")
     for ids in (KEYS, KEYS.int()):
@@ -47,8 +52,8 @@ def example_open_ids() -> None:
         plan.collect(KEYS, 0, KEYS, counts, (KEYS, counts, counts, ONE, counts), of=(of, KEYS, KEYS))
         arrays, found = (KEYS, counts, of, ONE, words[start:]), (KEYS, counts, some[start:])
         directory.search(arrays, tables.entries, *found, counts)
-        for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count, start)):
-            directory.enter(arrays, tables.entries, *found, some[start:], (0, count), verdicts)
+        for case in (judged(count), case_of(count, start)):
+            directory.enter(arrays, tables.entries, *found, some[start:], case)
 
 
 WHERE = (False, False), (True, False), (False, True)  # all rows near; a cache
@@ -65,10 +70,10 @@ def example_rows() -> None:
             rows.read(KEYS, 8, tables, values, KEYS, of=KEYS.int())
         for were, ids, tables in itertools.product((None, values), (None, KEYS), every):
             count = len(tables.entries)
-            for verdicts in (torch.zeros(count, gate.LINE, dtype=torch.int32), case_of(count), case_of(count, 1)):
+            for verdicts in (judged(count), case_of(count), case_of(count, 1)):
                 rows.step(KEYS, ids, ONE, ONE, tables, (0, count), values, verdicts, None, 1, numbers(Adam(), 1), were)
     tables, values = tables_of(forms(SGD())[0], 3, True, "uniform"), torch.zeros(8, 64)
-    verdict, step = torch.zeros(1, gate.LINE).int(), torch.empty((), dtype=torch.int64)
+    verdict, step = judged(3), torch.empty((), dtype=torch.int64)
     rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdict, 0.5, 1, numbers(SGD(), 1))
     for verdicts in (verdict, case_of(3)._replace(step=step), case_of(3)._replace(ticket=None)):
         rows.step(KEYS, None, ONE, ONE, tables, (1, 2), values, verdicts, None, step, in_memory(numbers(SGD(), 1)))

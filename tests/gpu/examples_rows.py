@@ -19,7 +19,7 @@ from suites.kernels import DEFAULTS, DENSE, step_numbers
 
 STEPS = 1, 16, 17  # Triton compiles a kernel anew for 1 and for multiples of 16, unless it is told not to
 ONE = torch.zeros(1, dtype=torch.int32)
-VERDICT = torch.zeros(4, dtype=torch.int32)
+VERDICT = VerdictCase(torch.zeros(4, dtype=torch.int32), None, 0, 1, ONE, 3)
 CASE = VerdictCase(torch.ones(()), torch.ones(()), 0, 1, ONE, 3)
 KEYS = torch.zeros(8, dtype=torch.int64)
 WHERE, CACHE = torch.zeros(8, dtype=torch.int32), [torch.zeros(8, dtype=torch.int64)] * 5

@@ -26,11 +26,11 @@ def one(value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor([value], dtype=dtype, device=DEVICE)
 
 
-def verdict(live: int, factor: float = 1.0) -> torch.Tensor:
-    """Return a table's verdict, as `gate.judge` writes it: int32 (LINE,)."""
-    made = torch.zeros(gate.LINE, dtype=torch.int32, device=DEVICE)
-    made[gate.LIVE], made[gate.FACTOR] = live, int(np.float32(factor).view(np.int32))
-    return made
+def verdicts(live: Sequence[int], factor: float = 1.0, begin: int = 0) -> gate.VerdictCase:
+    """Return the verdicts of tables from `begin` on, as `gate.judge` writes them."""
+    made = torch.zeros(len(live), gate.LINE, dtype=torch.int32, device=DEVICE)
+    made[:, gate.LIVE], made[:, gate.FACTOR] = tensor(np.array(live)), int(np.float32(factor).view(np.int32))
+    return gate.VerdictCase(made, None, begin, begin + len(live), None, 0)
 
 
 def table(

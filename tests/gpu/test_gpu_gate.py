@@ -90,6 +90,6 @@ def test_verdicts_are_read_as_judge_has_written_them() -> None:
     addresses = faults.data_ptr() + 32 * torch.arange(2)
     numbers = tensor(np.array([0.5, 0, 2, 3], np.float32))
     gate.judge(numbers[:2], numbers[2:], tensor(addresses.numpy()), verdicts.inside, 9)
-    launch(_note, 2, *gate.case_of(verdicts.inside, (1, 3)), one(0), found.inside, LANES=4)
+    launch(_note, 2, *gate.VerdictCase(verdicts.inside, None, 1, 3, None, 0), one(0), found.inside, LANES=4)
     for lines in found.check(2 * 4).reshape(2, 4, 2):
         assert lines[:2].tolist() == [[1, np.float32(0.25).view(np.int32)], [0, 0]]

@@ -12,7 +12,7 @@ import race_detector
 import torch
 from gpu_device import INTERPRETED
 from gpu_models import on_device
-from tensors import Poisoned, one, same, tensor, verdict
+from tensors import Poisoned, one, same, tensor, verdicts
 from test_gpu_joint import JOINT, launches
 from test_gpu_open_ids import EXTREMES
 from torch import Tensor
@@ -383,10 +383,9 @@ class Directories:
         same(bounds.check(len(of_tables)), of_tables)
         assert int(counts.sum()) == wanted.sum()
 
-        verdicts, ticket = torch.stack([verdict(is_live) for is_live in live]), one(0)
-        which = begin, begin + len(live)
+        ticket = one(0)
         given = device.enter_tables(rows.ids, expected, self.tables, of_tables, begin, live)
-        directory.enter(arrays, self.entries, keys.inside, counts, news, ticket, which, verdicts)
+        directory.enter(arrays, self.entries, keys.inside, counts, news, ticket, verdicts(live, begin=begin))
         for number, used in enumerate(given, begin):
             self.tables[number] = self.tables[number]._replace(used=used)
         same(keys.check(len(rows.ids)), expected)

@@ -14,7 +14,7 @@ from gpu_device import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from tensors import table, verdict
+from tensors import table, verdicts
 
 import reference
 from embedrock.initializers import Zeros
@@ -112,7 +112,7 @@ def scatter_stochastic(words, slots, values, ids, seed, step, lo, hi):
 def run_step(records, slots, values, numbers, form, ids, seed, step, clip=None, factor=1.0, live=1):
     with OnDevice() as on:
         of_rows = on.tensor(ids), one(len(slots)), bounds(), on.table(records, form, seed=seed), (0, 1)
-        gradients = on.tensor(values), verdict(live, factor), clip
+        gradients = on.tensor(values), verdicts([live], factor), clip
         gpu.rows.step(on.keys(slots), *of_rows, *gradients, step, on.numbers(numbers))
 
 
@@ -298,7 +298,7 @@ def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[Any, ...])
             grads, numbers = torch.zeros(13, dim, device=DEVICE), on.tensor(np.append(ids, [5] * PADDING))
             begins = rows.InitialRecord(drawn, on.tensor(first))
             of = on.table(records, form_for(spec), where, first=begins, seed=SEED)
-            args = one(13), bounds(), of, (0, 1), grads, verdict(live), None, 1, SGDStep(1.0)
+            args = one(13), bounds(), of, (0, 1), grads, verdicts([live]), None, 1, SGDStep(1.0)
             gpu.rows.step(on.keys(slots), numbers, *args)
         np.testing.assert_array_equal(records.view(np.int32), wanted.view(np.int32))
     assert (where == homes.FAR).all()

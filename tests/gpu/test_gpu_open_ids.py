@@ -12,7 +12,7 @@ import race_detector
 import torch
 from gpu_device import DEVICE, INTERPRETED
 from gpu_models import on_device
-from tensors import Poisoned, one, tensor, verdict
+from tensors import Poisoned, one, tensor, verdicts
 
 import embedrock as er
 import embedrock.torch as ert
@@ -71,7 +71,7 @@ class Pair:
         assert bounds.check(3).tolist() == [0, n, -1]
         assert counts.inside.sum() == news[0] == np.count_nonzero(expected == device.NEW)
         of_new = slots.inside, counts.inside, news
-        kernels.enter(rows, self.words, *of_new, ticket, (0, 1), verdict(live)[None])
+        kernels.enter(rows, self.words, *of_new, ticket, verdicts([live]))
         assert int(ticket) == 0
         self.count = device.enter(ids, expected, live, self.ids, self.count)
         np.testing.assert_array_equal(slots.check(n), expected)

@@ -215,13 +215,13 @@ class DeviceBatch:
         """
         return True
 
-    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
+    def ready(self, which: tuple[int, int], values: Tensor, case: Any, clip: float | None) -> SteppedTables:
         """Return the tables from the first to the last of `which`, which have begun a step. No row changes.
 
         Args:
             which: the first table, and the one after the last.
             values: gradients of the rows of all tables.
-            verdicts: of these tables, see `rows.step`.
+            case: of these tables, see `gate.VerdictCase`.
             clip: limit of the gradients.
         """
         return self.as_ready()

@@ -144,16 +144,16 @@ class HashedBatch(DeviceBatch):
         self._find_again()
         return super().read_rows()
 
-    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
+    def ready(self, which: tuple[int, int], values: Tensor, case: Any, clip: float | None) -> SteppedTables:
         executor: Any = self.layout.first
         if not executor.plans:
-            return executor.ready_by_host(self, values, verdicts, clip)
+            return executor.ready_by_host(self, values, case, clip)
         self._find_again()
-        return self.as_ready(functools.partial(self._enter, which, verdicts))
+        return self.as_ready(functools.partial(self._enter, which, case))
 
-    def _enter(self, which: tuple[int, int], verdicts: Any) -> None:
-        """Give slots to the new rows of consecutive tables, by their verdicts."""
-        kernels.enter(self._plan, self.tables.entries, self.keys, *self._new, self.tickets, which, verdicts)
+    def _enter(self, which: tuple[int, int], case: Any) -> None:
+        """Give slots to the new rows of consecutive tables, by the verdicts of their steps."""
+        kernels.enter(self._plan, self.tables.entries, self.keys, *self._new, self.tickets, case)
         for table in range(*which):
             executor: Any = self.executors[table]
             executor.index.record_inserts(self.sizes.positions[table])

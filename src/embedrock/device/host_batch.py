@@ -106,5 +106,5 @@ class HostBatch(DeviceBatch):
     def read_rows(self) -> Tensor:
         return self.layout.first.read_by_host(self)
 
-    def ready(self, which: tuple[int, int], values: Tensor, verdicts: Any, clip: float | None) -> SteppedTables:
-        return self.layout.first.ready_by_host(self, values, verdicts, clip)
+    def ready(self, which: tuple[int, int], values: Tensor, case: Any, clip: float | None) -> SteppedTables:
+        return self.layout.first.ready_by_host(self, values, case, clip)

@@ -236,9 +236,9 @@ class HostPlannedExecutor(GpuExecutor):
         """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
         return self._stepped(grads.batch).plan
 
-    def ready_by_host(self, batch: Any, values: Tensor, verdicts: Tensor, clip: float | None) -> SteppedTables:
+    def ready_by_host(self, batch: Any, values: Tensor, case: Any, clip: float | None) -> SteppedTables:
         """Prepare a step of a batch: see `DeviceBatch.ready`."""
-        self._of_shared, verdict = None, verdicts[0]
+        self._of_shared, verdict = None, case.numbers[0]
         with self._table_lock(), self.mirror.at_work():
             due = self._due(batch, verdict)
             batch.take_words()

@@ -214,13 +214,12 @@ def begin_step(steps: Sequence[TableStep], verdicts: Tensor | None, number: int 
                 raise ArgumentError(f"`rule` must be laid out as that of {rows.subject}: got {rule}.")
             last, draft = what, draft_step(own, rows, rule)
         drafts.append(draft)
-    which, known = (first, first + len(steps)), verdicts
-    if known is None:
-        known = gate.VerdictCase(*_numbers(steps), *which, sums.batch.tickets, number)
+    which, found = (first, first + len(steps)), _numbers(steps) if verdicts is None else (verdicts, None)
+    case = gate.VerdictCase(*found, *which, sums.batch.tickets, number)
     scaled = steps[0].scaled
-    stepped = sums.batch.ready(which, sums.values, known, scaled and scaled.clip_value)
+    stepped = sums.batch.ready(which, sums.values, case, scaled and scaled.clip_value)
     executor.timeline.uses(sums.values, stepped.keys, sums.norms if verdicts is None else verdicts)
-    return functools.partial(_step, steps, stepped, which, known, number, drafts)
+    return functools.partial(_step, steps, stepped, case, number, drafts)
 
 
 def _numbers(steps: Sequence[TableStep]) -> tuple[Tensor, Tensor]:
@@ -241,14 +240,13 @@ def _in_a_row(numbers: Sequence[Tensor]) -> Tensor:
 def _step(
     steps: Sequence[TableStep],
     stepped: SteppedTables,
-    which: tuple[int, int],
-    verdicts: Any,
+    case: gate.VerdictCase,
     number: int | Tensor,
     drafts: Sequence[Any],
 ) -> None:
     """Step tables, by one kernel for neighbours with the same step constants."""
     tables, keys, ids, count, bounds, found, admit = stepped
-    executor, sums, (first, _) = steps[0].executor, steps[0].sums, which
+    executor, sums, first = steps[0].executor, steps[0].sums, case.first
     weights, versions = None, ()
     if found is not None and found.weights is not None:
         weights, versions, found.weights = found.weights, found.versions, None
@@ -269,10 +267,7 @@ def _step(
     for (_, _, clip, is_known), places in itertools.groupby(range(len(steps)), key=alike.__getitem__):
         begin, *others = places
         end = begin + 1 + len(others)
-        if type(verdicts) is not gate.VerdictCase:
-            own = verdicts[begin:end]
-        else:  # the last kernel records a refusal
-            own = verdicts if end == len(steps) else verdicts._replace(ticket=None)
+        own = case if end == len(steps) else case._replace(ticket=None)  # the last kernel records a refusal
         (step, numbers), run = counted[begin], (first + begin, first + end)
         were = weights if is_known else None
         kernels.step(keys, ids, count, bounds, tables, run, sums.values, own, clip, step, numbers, were)

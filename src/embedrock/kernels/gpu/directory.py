@@ -282,16 +282,15 @@ def _enter(
         _count_given(entries, news, every, begin, TABLES)
 
 
-def enter(plan, entries, keys, counts, news, ticket, which, verdicts):
+def enter(plan, entries, keys, counts, news, ticket, case):
     """Give the next slots to rows without one of some neighbouring tables, in their order, and insert their entries.
 
     Args:
         plan, entries, keys, counts, news: see `search`, which has written them; `keys` receives the new ones.
         ticket: int32 (1,), a zeroed counter, zero again afterwards.
-        which: the first of the tables, and the one after the last.
-        verdicts: see `rows.step`: without a step, no row of a table gets a slot.
+        case: of the tables, see `gate.VerdictCase`: without a step, no row of a table gets a slot.
     """
-    args = *plan[:-1], entries, keys, counts, news, ticket, *gate.case_of(verdicts, which)[:4]
+    args = *plan[:-1], entries, keys, counts, news, ticket, *case[:4]
     launch(_enter, counts.shape[0], *args, LANES=LANES, TABLES=lanes_of(entries.shape[0]))
 
 

@@ -21,7 +21,8 @@ class VerdictCase(NamedTuple):
     """Inputs of the check of a step's gradients, for the kernels of the step. They all decide alike.
 
     Attributes:
-        numbers: float32, current number of each table's gradients; or the first of them, if the others follow it.
+        numbers: float32, current number of each table's gradients; or the first of them, if the others follow it. Or
+            int32 (tables, LINE), their verdicts by `judge`, without `shown`.
         shown: the same of their norms as they were shown.
         first, stop: the first of the checked tables, and the one after the last.
         ticket: int32, a zeroed counter, zero again afterwards; None: another launch records a refusal.
@@ -34,11 +35,6 @@ class VerdictCase(NamedTuple):
     stop: int
     ticket: Any
     step: Any
-
-
-def case_of(verdicts, which):
-    """Return a `VerdictCase` for kernels, of which one without norms has the verdicts of the tables `which`."""
-    return verdicts if type(verdicts) is VerdictCase else VerdictCase(verdicts, None, *which, None, 0)
 
 
 @inlined
@@ -76,7 +72,7 @@ def _refuse(fault, code, own, refused, step):
 def verdicts_of(verdicts, shown, begin, end, ticket, step, entries, LANES: tl.constexpr):
     """Return `LIVE` and `FACTOR` of neighbouring tables, in each program of their step.
 
-    For the first arguments see `case_of`. All programs decide alike. The last one records a refusal, after all
+    For the first arguments see `VerdictCase`. All programs decide alike. The last one records a refusal, after all
     others have read the old errors.
     """
     lane = tl.arange(0, LANES)

@@ -244,7 +244,7 @@ class InitialRecord(NamedTuple):
     state: Any
 
 
-def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, numbers, were=None):
+def step(keys, ids, count, bounds, tables, which, values, case, clip, step, numbers, were=None):
     """Step the records of some neighbouring tables by summed gradients. 16-bit weights are rounded stochastically.
 
     The step marks rows as having records, and device records as dirty.
@@ -257,8 +257,7 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
         bounds: see `plan.bounds`. Padding rows are left out.
         which: the first of the stepped tables, and the one after the last.
         values: float32 (n, dim): the gradients.
-        verdicts: int32 (stepped tables, LINE) of `gate.judge`: decisions, and factors of gradients. Or a
-            `gate.VerdictCase`, which the kernel checks. The last step of its tables has the ticket.
+        case: see `gate.VerdictCase`. The last step of its tables has the ticket.
         clip: limit of the gradients' absolute values; None: no limit.
         step: the number of the step; or int64 () with it, and then all step constants are float32 (). The same for all.
         numbers: a tuple of `embedrock.kernels.arguments`, with the type of the rule and tensors as arrays.
@@ -267,7 +266,6 @@ def step(keys, ids, count, bounds, tables, which, values, verdicts, clip, step, 
     count_of_tables = tables.entries.shape[0]
     rows, ready = _to_step(tables.form, tables.kind, tables.draw, type(numbers), count_of_tables)
     clip = None if clip is None else float(clip)
-    case = verdicts if type(verdicts) is gate.VerdictCase else gate.case_of(verdicts, which)
     gradients = values, were, *case, clip
     of_rows = keys, ids, bounds, count, tables.entries, count_of_tables, *which
     number = step % 2**32 if type(step) is int else step
