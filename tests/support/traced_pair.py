@@ -6,11 +6,13 @@ Wherever a thread lets the lock of a store go, others may get ahead, as is drawn
 from __future__ import annotations
 
 import copy
+import copy
 import pickle
 import random
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -172,6 +174,8 @@ class TracedPair(Pair):
         super().__init__(case, folder)
         self.names: dict[str, int] = {}
         self._looked_at = 0
+        self._forgotten: list[np.ndarray] = []  # since the last commit or rollback
+        self._whole = weakref.WeakKeyDictionary[er.Table, tuple[er.Table, np.ndarray]]()  # and what they lack since
         self._readers: list[tuple[er.Table | er.Group, er.Table]] = []
         self._ticket: Any = None
         self._company: list[Company] = []
@@ -237,6 +241,7 @@ class TracedPair(Pair):
     def forget(self) -> None:
         (ids,) = self.batches(self._trace(), 1)
         assert len({table.forget(ids) for table in (self.table, self.ram)}) == 1
+        self._forgotten.append(ids)
         np.testing.assert_array_equal(self.table.lookup(ids), self.ram.lookup(ids))
 
     def load(self) -> None:
@@ -294,6 +299,23 @@ class TracedPair(Pair):
 
     # ---- commits
 
+    def _withhold(self) -> None:
+        """Take forgotten rows from all commits, as the next commit or rollback does."""
+        if not self._forgotten:
+            return
+        ids = np.concatenate(self._forgotten)
+        self._forgotten.clear()
+        for number, table in self.saved.items():  # open snapshots still have the rows
+            whole, gone = self._whole.get(table, (table, ids))
+            gone = np.union1d(gone, ids)
+            self.saved[number] = made = copy.deepcopy(whole)
+            made.forget(gone)  # all at once, as their order decides about later evictions
+            self._whole[made] = whole, gone
+
+    def commit(self, wait: bool = True, name: str | None = None) -> None:
+        self._withhold()
+        super().commit(wait, name)
+
     def named(self, wait: bool = True) -> None:
         if len(self.names) < NAMES:
             name = f"after {len(self.saved)}"
@@ -309,6 +331,7 @@ class TracedPair(Pair):
 
     def rollback(self, newest: bool = True) -> None:
         self.settle()  # or retention might drop that commit meanwhile
+        self._withhold()
         super().rollback(newest)
 
     def look_at_commits(self) -> None:
@@ -397,6 +420,7 @@ class TracedPair(Pair):
             self.bring()
         self.settle()
         super().reopen(committed)
+        self._forgotten.clear()
 
     # ---- what is drawn
 
@@ -426,7 +450,7 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "open": lambda pair: pair.grow(to_open=True),
     "refused": TracedPair.refused,
     "facts": TracedPair.facts,
-    "commit": Pair.commit,
+    "commit": TracedPair.commit,
     "commit behind": lambda pair: pair.commit(wait=False),
     "named": TracedPair.named,
     "named behind": lambda pair: pair.named(wait=False),
