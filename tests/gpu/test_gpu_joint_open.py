@@ -285,6 +285,19 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
             np.testing.assert_array_equal(got, expected)
 
 
+def test_the_others_stay_together_when_a_table_outgrows_the_memory() -> None:
+    model, batch = Model("together", 20), {name: torch.arange(9) for name in "abc"}
+    whole = ert.EmbeddingCollection({name: model.layers[name] for name in "abc"})
+    model.look_up = whole.__call__  # type: ignore[method-assign]
+    for reads in 1, 2:
+        for _ in range(2):
+            model.train(batch)
+        with launches() as counted:
+            model.train(batch)
+        assert counted["_read"] == reads
+        model.tables[0].assign(np.arange(100, 130), np.zeros((30, DIM), np.float32))
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_one_of_the_tables_outgrows_the_memory_in_a_step_with_known_ids(is_first: bool) -> None:
     exports = []

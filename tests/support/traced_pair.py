@@ -6,7 +6,6 @@ Wherever a thread lets the lock of a store go, others may get ahead, as is drawn
 from __future__ import annotations
 
 import copy
-import copy
 import pickle
 import random
 import threading
@@ -234,6 +233,8 @@ class TracedPair(Pair):
     def grow(self, to_open: bool = False) -> None:
         """Get more rows, or open ids: those that there are by now may be open already, as it goes back too."""
         if self.table.rows is not None:
+            if self.case.memory == "auto" and self._ticket is not None:
+                self.bring()  # or there may be no room for larger slots just now
             rows = None if to_open else int(self.rng.integers(self.table.rows, self.most + 1))
             for table in (self.table, self.ram):
                 table.grow(rows)

@@ -37,7 +37,7 @@ class TableStep(NamedTuple):
         rule: with the table's record layout.
         executor: that has the rows.
         sums: the gradients, of which index `table` has those of this table.
-        scaled: see above, if they are scaled or clipped; else None.
+        scaled: the gradients of the table, if they are scaled or clipped; else None.
     """
 
     rows: TableState
@@ -132,9 +132,8 @@ class DeviceStep(CheckedStep):
             for parts in _by_room(self._rooms):
                 parts[0][0].cover_all(parts)
         begun, k, runs = [], 0, self._runs or runs_of(self.steps)
-        if (
-            self.verdicts is None and self._runs is None and not _are_checked_in_step(runs)
-        ):  # the host has begun to plan
+        is_decided = self.verdicts is not None or self._runs is not None
+        if not is_decided and not _are_checked_in_step(runs):  # the host has begun to plan
             self.verdicts = _verdicts(self.steps, self.number)
         for run in runs:
             verdicts = None if self.verdicts is None else self.verdicts[k : k + len(run)]

@@ -155,7 +155,7 @@ class LayerLayout:
         if self.executor is None:
             self._executors = [handle.executor() for handle in self.handles]
             self._locks = [rows_of(handle.table).table_lock for handle in self.distinct]
-        self._generations = list(map(_GENERATION, self._locks))
+        self._generations, self._families = list(map(_GENERATION, self._locks)), list(map(_FAMILY, self._executors))
         self.by_executor = dict(zip(self._executors, self.handles, strict=False))
         self._on_device: dict[tuple[int, ...], Any] = {}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
@@ -200,8 +200,13 @@ class LayerLayout:
         return own is handle.executor()  # a process group may share the rows from now on
 
     def has_its_handles(self) -> bool:
-        """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it, and no GPU rows."""
+        """Return whether no layer has lost its handle, as `torch.func.functional_call` replaces it, and no GPU rows.
+
+        A table of open ids that outgrows its memory leaves its family: the others go on together.
+        """
         if list(map(_GENERATION, self._locks)) != self._generations:
+            return False
+        if list(map(_FAMILY, self._executors)) != self._families:
             return False
         try:
             return list(map(id, map(_HANDLE, self.parameters))) == self.owned
@@ -240,7 +245,7 @@ class LayerLayout:
 
 
 _PASSED_BY, _TRAINS = attrgetter("unapplied.passed_by"), attrgetter("requires_grad")
-_GENERATION = attrgetter("generation")
+_GENERATION, _FAMILY = attrgetter("generation"), attrgetter("family")
 _INT64, _TENSORS = np.dtype(np.int64), {Tensor}
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
 _IS_NEG: Callable[[Any], bool] = Tensor.is_neg
