@@ -87,7 +87,10 @@ class Prefetched(Steps):
 
     def run(self, count: int) -> None:
         for _ in range(count):
-            self._step(next(self._loop))
+            batch = next(self._loop)
+            if len(batch[0]) != len(self._gradient):  # it was prefetched before `take`
+                self._gradient = torch.zeros(len(batch[0]), DIM)
+            self._step(batch)
 
 
 class Forum:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -108,6 +109,25 @@ def test_a_step_of_zeroed_gradients_counts_and_touches_no_row(way: Way):
         train(model, batches(1, seed=2))
 
     both(way, loop)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("way", FEW, ids=by_name)
+def test_gradients_that_are_zeroed_may_have_been_nan(way: Way, on_nonfinite: str):
+    def loop(model: Model) -> None:
+        for seed, is_accumulated in enumerate((False, True), 1):
+            train(model, batches(1))
+            (loss_of(model, batches(1, seed=seed)[0]) * float("nan")).backward()
+            for parameter in model.whole.parameters():
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+            if is_accumulated:
+                loss_of(model, batches(1, seed=9)[0]).backward()
+            model.step()
+            model.zero_grad()
+        assert model.table.steps == 4
+
+    both(way, loop, on_nonfinite=on_nonfinite)
 
 
 @pytest.mark.parametrize("way", FEW, ids=by_name)
@@ -279,6 +299,30 @@ def test_a_step_that_one_table_cannot_make_is_made_by_none():
     for table, rows in zip(tables, before, strict=True):
         np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), rows)
         assert table.stats()["rows_touched"] == 0
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_the_error_of_a_table_is_raised_by_the_others_of_its_step(is_gone: bool):
+    layers = [ert.Embedding(ROWS, DIM, seed=k) for k in range(2)]
+    optimizer = ert.Adam(layers, lr=0.1)
+    on_device(torch.nn.ModuleList(layers))
+    for layer, factor in zip(layers, (float("inf"), 1.0), strict=True):
+        (layer(batches(1)[0]).sum() * factor).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    subject = re.escape(layers[0].table.subject)
+    expected = rf"gradients of {subject} must be finite: got NaN or Inf in an earlier step"
+    if is_gone:
+        del optimizer, layers[0], layer
+        gc.collect()
+        expected = r"was refused on the GPU\. Another table of that step, which is gone since, .* refused \(1 so far\)"
+    rest = layers[-1]
+    with pytest.raises(er.NonFiniteGradientError, match=expected):
+        rest(batches(1)[0])
+    assert rest.table.steps == 0
+    rest(batches(1)[0]).sum().backward()
+    ert.Adam(rest, lr=0.1).step()
+    assert rest.table.steps == 1
 
 
 @pytest.mark.parametrize("waits", [True, *slow(False)])

@@ -331,9 +331,10 @@ def judge(
     with np.errstate(all="ignore"):
         untouched = np.where(now == 0, np.float32(1), now)
         factors[:] = np.where(shown != 0, now / np.where(shown != 0, shown, np.float32(1)), untouched)
-        finite[:] = np.isfinite(shown * factors)
+        is_dropped = (now == 0) & (shown != 0)
+        finite[:] = np.isfinite(shown * factors) | is_dropped
     is_made = bool(finite.all()) and not codes.any()
-    live[:] = is_made & ~((now == 0) & (shown != 0))
+    live[:] = is_made & ~is_dropped
     if not is_made:
         faults[codes == 0, 0] = np.where(finite[codes == 0], 3, 2)
         faults[faults[:, 3] == 0, 3] = number

@@ -118,10 +118,19 @@ class DeviceErrors:
 
     def _take(self) -> None:
         code, value, first, refused = self._take_back()
-        if code != BESIDE:
-            for other in list(_all):
-                if other._rows_of() is not None and other._is_of_refused(first):
-                    other._take_back()
+        for other in [other for other in list(_all) if other._rows_of() is not None]:
+            if code == BESIDE and other._has_refused(first):
+                other._take()
+            elif code != BESIDE and other._is_of_refused(first):
+                other._take_back()
+        if code == BESIDE:
+            raise NonFiniteGradientError(
+                f"a step of {self._rows.subject} was refused on the GPU. Another table of that step, which is gone "
+                f"since, had NaN or Inf in its gradients, or wrong ids or offsets. {_undone(refused)} Keep all tables "
+                "until a later step or lookup has raised their errors.",
+                0,
+                np.empty(0, np.int64),
+            )
         if code == BAD_ID:
             raise IdError(
                 f"`ids` of {self._rows.subject} must lie in [0, {self._rows.spec.rows}): got {value} in an "
@@ -146,6 +155,11 @@ class DeviceErrors:
         """Return whether the table took part in a refused step and has no other error."""
         code, _, _, first = self.tensor.tolist()
         return code == BESIDE or (code == NONFINITE and first == step)
+
+    def _has_refused(self, step: int) -> bool:
+        """Return whether the table's own error has refused a step, as the first one."""
+        code, _, _, first = self.tensor.tolist()
+        return code not in (0, BESIDE) and first == step
 
     def _take_back(self) -> tuple[int, int, int, int]:
         """Undo the count of refused steps.

@@ -44,7 +44,8 @@ def _check(numbers, shown, fault, lane, here):
     # Zero gradients stay zero with any factor, but must not hide a nonfinite number.
     untouched = tl.where(grad == 0.0, 1.0, grad)
     factor = tl.where(known != 0.0, tl.div_rn(grad, tl.where(known != 0.0, known, 1.0)), untouched)
-    own, is_dropped = tl.abs(known * factor) <= FLOAT32_MAX, (grad == 0.0) & (known != 0.0)  # NaN is not finite
+    is_dropped = (grad == 0.0) & (known != 0.0)  # as of `grad.zero_()`, which also mends NaN and Inf
+    own = is_dropped | (tl.abs(known * factor) <= FLOAT32_MAX)  # NaN is not finite
     code = tl.load(fault, mask=here, other=0)
     good = tl.min((own & (code == 0)).to(tl.int32), axis=0)
     live = good * (here & (is_dropped == 0)).to(tl.int32)
