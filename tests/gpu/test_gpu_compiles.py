@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import pkgutil
@@ -28,7 +29,8 @@ def all_kernels() -> set[str]:
 def told(request: pytest.FixtureRequest) -> dict[str, str]:
     """Return what compile_all.py says, by the first word of its lines."""
     program = Path(__file__).with_name("compile_all.py")
-    done = subprocess.run([sys.executable, program, *request.param], capture_output=True, text=True)
+    faulthandler.cancel_dump_traceback_later()  # all kernels may take more than a test may: half an hour at most
+    done = subprocess.run([sys.executable, program, *request.param], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())
 
