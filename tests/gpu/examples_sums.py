@@ -27,7 +27,8 @@ def example_sums() -> None:
     for dim, dtype in itertools.product((64, 17, 1, WIDE), DTYPES):
         values = torch.zeros(N, dim)
         sums.sum_shares(sums.PLAIN, values.to(dtype), sums.NO_SHARE, PLAN, SKIP, scratch(dim), values, NORMS, *LAYOUT)
-        sums.norm(values, COUNT, *scratch(dim)[1:], NORMS)
+        _, squares, tickets = scratch(dim)
+        sums.norm(values, COUNT, squares, tickets, NORMS)
 
 
 def example_pooling() -> None:

@@ -306,14 +306,14 @@ def test_the_error_of_a_table_is_raised_by_the_others_of_its_step(is_gone: bool)
     layers = [ert.Embedding(ROWS, DIM, seed=k) for k in range(2)]
     optimizer = ert.Adam(layers, lr=0.1)
     on_device(torch.nn.ModuleList(layers))
-    for layer, factor in zip(layers, (float("inf"), 1.0), strict=True):
-        (layer(batches(1)[0]).sum() * factor).backward()
+    bad, good = (layer(batches(1)[0]).sum() for layer in layers)
+    (bad * torch.inf + good).backward()
     optimizer.step()
     optimizer.zero_grad()
     subject = re.escape(layers[0].table.subject)
     expected = rf"gradients of {subject} must be finite: got NaN or Inf in an earlier step"
     if is_gone:
-        del optimizer, layers[0], layer
+        del optimizer, layers[0], bad, good
         gc.collect()
         expected = r"was refused on the GPU\. Another table of that step, which is gone since, .* refused \(1 so far\)"
     rest = layers[-1]

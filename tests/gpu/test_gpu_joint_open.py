@@ -288,7 +288,7 @@ def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
 def test_the_others_stay_together_when_a_table_outgrows_the_memory() -> None:
     model, batch = Model("together", 20), {name: torch.arange(9) for name in "abc"}
     whole = ert.EmbeddingCollection({name: model.layers[name] for name in "abc"})
-    model.look_up = whole.__call__  # type: ignore[method-assign]
+    model.look_up = whole.__call__
     for reads in 1, 2:
         for _ in range(2):
             model.train(batch)
