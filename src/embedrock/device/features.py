@@ -362,9 +362,9 @@ class FeatureLayout:
 
     def begin_read(self) -> None:
         """Begin to read rows, after copies. Readers of the records wait for the executors: see `TableLock.use`."""
+        if any(map(_COPIED, self._timelines)):
+            self.wait_for_copies()
         for table_lock, executor in zip(self.locks, self.executors, strict=True):
-            if executor.timeline.copied is not None:
-                executor.timeline.wait_for_copies()
             if executor not in table_lock.running:
                 table_lock.use(executor)
 
