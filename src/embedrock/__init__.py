@@ -26,6 +26,7 @@ from embedrock.errors import (
     CorruptTableError,
     EmbedrockError,
     GradientError,
+    HistoryDroppedError,
     IdError,
     IdTypeError,
     MemoryBudgetError,
@@ -56,6 +57,7 @@ from embedrock.planner.proposal import NoPlanError, plan
 from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
+from embedrock.table.changed_rows import RowChanges
 from embedrock.table.group import Group
 from embedrock.table.numbers import StatsWarning, keep_stats
 from embedrock.table.opened import close, opened
@@ -84,6 +86,7 @@ __all__ = [
     "Ftrl",
     "GradientError",
     "Group",
+    "HistoryDroppedError",
     "IdError",
     "IdTypeError",
     "Initializer",
@@ -97,6 +100,7 @@ __all__ = [
     "Plan",
     "RMSprop",
     "ReadOnlyTableError",
+    "RowChanges",
     "RowGradients",
     "RowwiseAdagrad",
     "Rule",

@@ -85,6 +85,24 @@ class MissingFileError(CorruptTableError, FileNotFoundError):
     """Missing file of a commit: lost, or removed by the writer while a reader opened the commit."""
 
 
+class HistoryDroppedError(EmbedrockError, LookupError):
+    """Commit of which nothing says any more which rows changed since.
+
+    Attributes:
+        oldest: number of the oldest commit of which something does.
+    """
+
+    def __init__(self, subject: str, since: int, oldest: int) -> None:
+        super().__init__(
+            f"{subject} has no list of the rows that changed since commit {since}: its lists reach back to commit "
+            f"{oldest}. Ask for changes since that one or a later one, or read all rows: changes(None)."
+        )
+        self.subject, self.since, self.oldest = subject, since, oldest
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
+        return type(self), (self.subject, self.since, self.oldest)
+
+
 class NewerFormatError(EmbedrockError, ValueError):
     """Table written in a newer format than this release reads."""
 

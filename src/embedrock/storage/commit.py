@@ -127,7 +127,8 @@ class CommitWriter:
     def _freeze(self) -> int:
         cache, rows = self.tier.cache, 0
         if self._snapshot.is_whole:
-            for _, slots in cache.batches(LEAST_PART_SLOTS):
+            for ids, slots in cache.batches(LEAST_PART_SLOTS):
+                self._snapshot.dirty.append(ids[(cache.flags[slots] & DIRTY) != 0])
                 cache.flags[slots] = FROZEN
             return cache.count
         for _, flags in self._parts():

@@ -126,19 +126,24 @@ class FolderKind(Generic[AManifest]):
             raise damaged(where, f"commit {number}", f"commit {manifest.commit}")
         return manifest
 
-    def publish(self, system: System, folder: str, manifest: AManifest) -> None:
-        """Publish a commit as the newest of its folder, atomically and durably.
+    def publish(self, system: System, folder: str, manifest: AManifest, data: bytes | None = None) -> None:
+        """Publish a commit as the newest of its folder, atomically and durably. `data` has its bytes, if made before.
 
         Raises:
             FileExistsError: another writer has published this number.
             OSError: the manifest was not written. If only the sync of the folder failed, the manifest may exist.
         """
-        data, where = manifest.to_bytes(), self.path_of(folder, manifest.commit)
+        data, where = data or manifest.to_bytes(), self.path_of(folder, manifest.commit)
         self.parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
         write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", [data], link_to=where)
 
 
 # ---------------------------------------------------------------- bytes
+
+
+def sha_of(data: bytes) -> str:
+    """Return the SHA-256 in a manifest's second line, 64 hexadecimal digits."""
+    return data[-65:-1].decode("ascii")
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:

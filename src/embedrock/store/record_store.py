@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.kernels.keys import PART_BITS
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
+from embedrock.store.change_lists import decode, encode
 from embedrock.store.folder import Folder
 from embedrock.store.log_index import LogIndex
 from embedrock.store.manifest import KEYS, SegmentEntry, StoreEntry
@@ -36,11 +37,14 @@ class CommitSnapshot:
         is_whole: whether the logs have all rows, so that the commit needs no earlier segment.
         replaced: segments without use once the commit is published, empty logs too.
         parts, dropped: see `StoreEntry`.
+        dirty: ids of the rows that changed, if it is whole: its logs have others too.
     """
 
     def __init__(self, store: RecordStore, logs: Sequence[Log], is_whole: bool = False) -> None:
         self.store, self.logs, self.is_whole = store, list(logs), is_whole
         self.replaced: Sequence[Segment] = ()
+        self.dirty, self._before = list[np.ndarray](), [] if not is_whole else list(ids_of_logs(logs))
+        self.counted = len(store.handed), store.unlisted
         self.base = () if is_whole else store.base.runs
         self.delta = () if is_whole else tuple(store.delta)
         self.parts, self.dropped = store.parts, store.dropped
@@ -58,6 +62,18 @@ class CommitSnapshot:
         delta = tuple(segment.entry for segment in self.delta if segment.entry)
         files = {"base": tuple(_entry_of(segment, logs) for segment in self.base), "delta": (*delta, *entries)}
         return replace(self.store.content, **files, parts=self.parts, dropped=tuple(sorted(self.dropped)))
+
+    def changed(self) -> np.ndarray | None:
+        """Return the ids of rows that it writes or deletes, int64 (n,), ascending, before its logs are sealed.
+
+        None: any row may have changed.
+        """
+        handed, unlisted = self.counted
+        if unlisted:
+            return None
+        of_base = [decode(*one) for one in self.store.handed[:handed]]
+        of_logs = [*self._before, *self.dirty] if self.is_whole else ids_of_logs(self.logs)
+        return distinct([*of_base, *of_logs])
 
     def rewrite(self, only_broken: bool) -> None:
         """Rewrite the rows of its logs to new logs: of all logs, or of broken ones."""
@@ -95,6 +111,7 @@ class CommitSnapshot:
         store.delta = [*store.delta, *(log for log in self.logs if not log.is_empty)]
         store.logs = [log for log in store.logs if log not in self.logs]
         store.content, store.snapshot_files = content, set()
+        store.handed, store.unlisted = store.handed[self.counted[0] :], store.unlisted - self.counted[1]
         store.base_is_ahead = store.base_is_ahead and store.base.runs != self.base
 
     def forget_traces(self, rest: Callable[[float], None]) -> None:
@@ -173,6 +190,8 @@ class RecordStore:
         buffer_bytes: limit of RAM for rows on their way to or between files.
         snapshot_files: names of files that the running commit may publish.
         withheld: ids, ascending, that have a record in the commit to start from, and were deleted since.
+        handed: encoded ids, and their number, of rows whose uncommitted records were compacted into the base.
+        unlisted: number of changes since the last commit of which any row may be one.
     """
 
     def __init__(self, table_folder: Folder[Any], content: StoreEntry) -> None:
@@ -185,6 +204,7 @@ class RecordStore:
         self.counts |= {"bytes_compacted": 0}
         self.withheld = np.empty(0, np.int64)
         self.snapshot_files = set[str]()
+        self.handed, self.unlisted = list[tuple[bytes, int]](), 0
         segments: dict[int, Segment] = {}
         base = [self._open_segment(entry, content, segments) for entry in content.base]
         delta = [self._open_segment(entry, content, segments) for entry in content.delta]
@@ -409,6 +429,20 @@ class RecordStore:
                 gone.append(ids[in_base & are_gone])
         return np.concatenate(above), np.sort(np.concatenate(gone))
 
+    def ascending_ids(self, lo: int, end: int, size: int) -> Iterator[np.ndarray]:
+        """Iterate over the ids in ``[lo, end)`` that have records, in order, about `size` at a time."""
+        above, gone = self.ids_beside_base()
+        rest = np.sort(above[(above >= lo) & (above <= end - 1)])
+        for number, run in enumerate(self.base.runs):
+            for start in range(0, run.count if lo < run.hi and run.lo < end else 0, size):
+                ids = self.base.ids_of(number, start, start + size)
+                ids = ids[(ids >= lo) & (ids <= end - 1)]
+                if len(ids):
+                    below = int(np.searchsorted(rest, ids[-1]))
+                    yield np.sort(np.concatenate([ids[~np.isin(ids, gone)], rest[:below]]))
+                    rest = rest[below:]
+        yield from cut(rest, size)
+
     @property
     def disk_bytes(self) -> int:
         with self.lock:
@@ -452,6 +486,7 @@ class RecordStore:
         """Return a snapshot without uncommitted rows."""
         with self.lock:
             made = CommitSnapshot(self, ())
+            made.counted = 0, 0
             made.parts, made.dropped = self.content.parts, self.dropped.intersection(self.content.dropped)
             return made
 
@@ -481,10 +516,24 @@ class RecordStore:
     def forget(self, segments: Sequence[Segment]) -> None:
         """Remove compacted segments that no commit names. Retention removes the others."""
         with self.lock:
+            self._hand_over(ids_of_logs(log for log in self.logs if log in segments))
             self.logs = [log for log in self.logs if log not in segments]
             self._active = self._active if self._active in self.logs else None
             self.drop(segments)
             self.table_folder.unlink([segment.path for segment in segments if segment.path not in self.snapshot_files])
+
+    def _hand_over(self, parts: Iterable[np.ndarray]) -> None:
+        """Keep the ids of logs that no commit will name, for its list of changes."""
+        ids = distinct(parts)
+        if not len(ids):
+            return
+        if not self.snapshot_files:  # no running commit counts them
+            ids, self.handed = distinct([ids, *(decode(*one) for one in self.handed)]), []
+        coded = encode(ids)
+        if self.unlisted or sum(len(data) for data, _ in self.handed) + len(coded) > self.buffer_bytes:
+            self.unlisted += 1
+        else:
+            self.handed.append((coded, len(ids)))
 
     def close_logs(self) -> None:
         """Close the open log for appends. Later records are newer than all logs."""
@@ -568,6 +617,20 @@ def _ids_of(store: RecordStore, segment: Segment, size: int) -> Iterator[np.ndar
         number = store.base.runs.index(segment)
         return (store.base.ids_of(number, start, start + size) for start in range(0, segment.count, size))
     return cut(np.unique(segment.index()), size)
+
+
+def ids_of_logs(logs: Iterable[Log]) -> Iterator[np.ndarray]:
+    """Iterate over the ids of records in logs and over the deleted ids, in any order."""
+    for log in logs:
+        yield log.ids()
+        yield from log.noted
+
+
+def distinct(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Return the ids of some arrays, ascending, without repeats."""
+    ids = np.concatenate([np.empty(0, np.int64), *parts])
+    ids.sort()
+    return ids[np.append(True, ids[1:] != ids[:-1])] if len(ids) else ids
 
 
 def keys_of_part(number: int) -> tuple[int, int]:

@@ -6,21 +6,32 @@ import contextlib
 import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, CommitError, MissingFileError, TableFileError
+from embedrock.errors import (
+    ArgumentError,
+    CommitError,
+    EmbedrockError,
+    HistoryDroppedError,
+    MissingFileError,
+    TableFileError,
+)
 from embedrock.io.vfs import NO_SPACE, System
 from embedrock.kernels.keys import PART_BITS
+from embedrock.store import change_lists
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store.change_lists import ChangeList, ListFile
 from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry
+from embedrock.store.publishing import sha_of
 from embedrock.store.reading import check_table
-from embedrock.store.record_store import CommitSnapshot, RecordStore
+from embedrock.store.record_store import CommitSnapshot, RecordStore, distinct, keys_of_part
 from embedrock.system.scopes import on_failure
 
 
@@ -47,6 +58,10 @@ class TableFolder(Folder[Manifest]):
         self._deleted, self._deleting = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
         self._renamed, self._renaming = list[tuple[str, str]](), list[tuple[str, str]]()
         self._begun = list[str]()  # names of files of the running commit
+        self._listed = list[str]()  # names of change lists of the running commit
+        # SHA-256 of the manifest, and the store and part of each table in it.
+        self.sha, self._places = sha_of(manifest.to_bytes()), self._places_in(manifest, self.stores)
+        self._next_sha = self.sha
 
     @property
     def kind(self) -> str:
@@ -76,6 +91,8 @@ class TableFolder(Folder[Manifest]):
         super().prepare_to_write()
         if self.manifest.origin is not None:
             self.withheld = self._withhold(self.manifest, self.stores, self._forgotten(self.manifest))
+        lists = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
+        self.unlink([file.name for file in lists if file.commit > self.manifest.commit], lambda: False)
 
     @classmethod
     def _open_to_read(cls, system: System, folder: str, at: int | None) -> TableFolder:
@@ -133,6 +150,11 @@ class TableFolder(Folder[Manifest]):
     def rename(self, old: str, new: str) -> None:
         with self.lock:
             self._renamed.append((old, new))
+
+    def committed_name(self, name: str) -> str:
+        """Return the name of a member in the last commit."""
+        with self.lock:
+            return old_name(name, [MemberRenaming(0, *names) for names in (*self._renaming, *self._renamed)])
 
     def _forgotten(self, manifest: Manifest) -> Tombstones:
         files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
@@ -253,34 +275,138 @@ class TableFolder(Folder[Manifest]):
         Raises:
             OSError: the disk is full, or failed twice. The last commit is intact.
         """
+        changed = [snapshot.changed() for snapshot in snapshots]  # before their logs are sealed, or written anew
         try:
             for snapshot in snapshots:
                 snapshot.rewrite(only_broken=True)
-            manifest = self._publish(snapshots, changes)
+            manifest = self._publish(snapshots, changes, changed)
         except OSError as error:
             self._check_unpublished()
             if error.errno in NO_SPACE:
                 raise
-            manifest = self._publish_again(snapshots, changes)
+            manifest = self._publish_again(snapshots, changes, changed)
         with self.lock:
             for snapshot, content in zip(snapshots, manifest.pools, strict=True):
                 snapshot.take_published(content)
-            self.manifest = manifest
-            self._deleting, self._renaming, begun, self._begun = [], [], self._begun, []
-        self.unlink(begun[:-1])  # files of a failed first try
+            begun, listed = self._take(manifest, [snapshot.store for snapshot in snapshots])
+        self.unlink([*begun[:-1], *listed[:-1]])  # files of a failed first try
         for snapshot in snapshots:
             snapshot.store.remove(snapshot.replaced)
         self.collect(keep)
+        self._collect_lists()
         for snapshot in snapshots:
             snapshot.forget_traces(rest)
 
-    def _publish(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> Manifest:
+    def _take(self, manifest: Manifest, stores: Sequence[RecordStore]) -> tuple[list[str], list[str]]:
+        """Register a published manifest. Return the names of the files that the commit began."""
+        begun, listed = self._begun, self._listed
+        self.manifest, self.sha, self._places = manifest, self._next_sha, self._places_in(manifest, stores)
+        self._deleting, self._renaming, self._begun, self._listed = [], [], [], []
+        return begun, listed
+
+    def _publish(
+        self,
+        snapshots: Sequence[CommitSnapshot],
+        changes: Mapping[str, Any],
+        changed: Sequence[np.ndarray | None],
+    ) -> Manifest:
         contents, number = [snapshot.content() for snapshot in snapshots], self.manifest.commit + 1
         new = Tombstones.at(number, self._deleting, self._renaming)
         changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
         manifest = self.manifest.after(number, contents, changes)
-        manifests.publish(self.system, self.folder, manifest)
+        tables = self._changes_of(manifest, [snapshot.store for snapshot in snapshots], changed)
+        self._publish_with_list(manifest, tables, self._renaming, bool(self._deleting))
         return manifest
+
+    # ---------------------------------------------------------------- change lists
+
+    @staticmethod
+    def _places_in(manifest: Manifest, stores: Sequence[RecordStore]) -> dict[str, tuple[RecordStore, int | None]]:
+        return {member.name: (stores[member.pool], member.part) for member in manifest.members}
+
+    def _changes_of(
+        self, manifest: Manifest, stores: Sequence[RecordStore], changed: Sequence[np.ndarray | None]
+    ) -> dict[str, np.ndarray | None]:
+        """Return the changed ids of each table of the next commit, from those of its stores."""
+        renamings, tables = [MemberRenaming(0, *names) for names in self._renaming], dict[str, np.ndarray | None]()
+        for member in manifest.members:
+            keys, place = changed[member.pool], (stores[member.pool], member.part)
+            if keys is None or self._places.get(old_name(member.name, renamings)) != place:
+                tables[member.name] = None  # it is new, or was written anew
+            elif member.part is None:
+                tables[member.name] = keys
+            else:
+                lo, end = keys_of_part(member.part)
+                tables[member.name] = keys[np.searchsorted(keys, lo) : np.searchsorted(keys, end - 1, side="right")] - lo
+        return {name: ids for name, ids in tables.items() if ids is None or len(ids)}
+
+    def _publish_with_list(
+        self,
+        manifest: Manifest,
+        tables: Mapping[str, np.ndarray | None],
+        renamed: Sequence[tuple[str, str]],
+        forgets: bool,
+    ) -> None:
+        """Publish a manifest, after the list of its changes. Without that list, readers must read all rows."""
+        data = manifest.to_bytes()
+        self._next_sha, old = sha_of(data), self.manifest.commit
+        shas = self._next_sha, self.sha
+        with contextlib.suppress(OSError):
+            self._begin_list(ChangeList(manifest.uuid, manifest.commit, old, *shas, tables, tuple(renamed), forgets))
+        manifests.publish(self.system, self.folder, manifest, data)
+
+    def _begin_list(self, made: ChangeList) -> None:
+        data = made.to_bytes()
+        name = self.free_name(made.stem(len(data)), ".ids")
+        self._listed.append(name)
+        change_lists.write(self.system, self.folder, name, data)
+
+    def _changes_back_to(
+        self, target: Manifest, withheld: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    ) -> dict[str, np.ndarray | None]:
+        """Return the ids that a rollback changes, by name of the target's tables, with those that it withholds."""
+        tables, names = dict[str, np.ndarray | None](), {member.name for member in self.manifest.members}
+        try:
+            lists = self.lists_since(target.commit)
+        except HistoryDroppedError:
+            lists, names = [], set()
+        for member in target.members:
+            name = member.name
+            for old, new in (pair for one in reversed(lists) for pair in one.renamed):
+                name = new if name == old else name
+            ids = change_lists.ids_of(lists, name)[0] if name in names else None
+            tables[member.name] = ids if ids is None else distinct([ids, *withheld.get(member.name, ())[1:]])
+        return tables
+
+    def lists_since(self, commit: int) -> list[ChangeList]:
+        """Return the lists of changes from an earlier commit to this one, the newest first.
+
+        Raises:
+            HistoryDroppedError: they do not reach back so far.
+        """
+        newest = self.manifest.uuid, self.manifest.commit, self.sha
+        return change_lists.chain(self.system, self.folder, newest, commit)
+
+    def _collect_lists(self) -> None:
+        """Remove lists of changes that are too old, and join old ones. A failure costs disk space or a list."""
+        try:
+            files = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
+            numbers = manifests.numbers(self.system, self.folder)
+            nbytes = sum(entry.size for pool in self.manifest.pools for entry in (*pool.base, *pool.delta))
+            gone = change_lists.superfluous(files, numbers[0], nbytes)
+            self.unlink([file.name for file in gone], lambda: False)
+            single = [file for file in files if file not in gone and file.since == file.commit - 1]
+            if len(single) >= change_lists.SINGLE:
+                self._join_lists(single[: change_lists.JOINED])
+        except (OSError, EmbedrockError):
+            self._count_failure()
+
+    def _join_lists(self, files: Sequence[ListFile]) -> None:
+        lists = [change_lists.read(self.system, self.folder, file) for file in reversed(files)]
+        if all(one.parent == before.manifest for one, before in pairwise(lists)):
+            self._begin_list(change_lists.joined(lists))
+            self._listed = []
+        self.unlink([file.name for file in files], lambda: False)
 
     def _publish_again(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> Manifest:
         """Retry once with new files. After a failed write or sync, the content of the old files is unknown."""
@@ -330,7 +456,7 @@ class TableFolder(Folder[Manifest]):
             later = [(old_name(name, back), ids) for name, ids in self._deleted]
             self._deleted, self._deleting = [*self._deleting, *later], []
             self._renamed, self._renaming = [*self._renaming, *self._renamed], []
-            begun, self._begun = self._begun, []
+            begun, self._begun, self._listed = [*self._begun, *self._listed], [], []
         self.unlink([*(part.file for part in history), *begun])
 
     def rollback(self, target: Manifest, time: str, keep: int) -> None:
@@ -352,21 +478,22 @@ class TableFolder(Folder[Manifest]):
             stores += [RecordStore(self, content) for content in manifest.pools]
             histories = self._histories_of(manifest)
             withheld = self._withhold(manifest, stores, self._forgotten(manifest))
-            manifests.publish(self.system, self.folder, manifest)
+            self._publish_with_list(manifest, self._changes_back_to(target, withheld), back, bool(deleted))
         except BaseException as error:
             if isinstance(error, OSError):
                 self._check_unpublished()
             for store in stores:
                 store.give_up()
-            begun, self._begun = self._begun, []
+            begun, self._begun, self._listed = [*self._begun, *self._listed], [], []
             self.unlink(begun)
             raise
         logs = [log.path for store in self.stores for log in store.logs]
         with self.lock:
             for before, store in zip(self.stores, stores, strict=False):
                 store.counts = before.counts
-            self.stores, self.manifest, self.histories = stores, manifest, histories
-            self.withheld, self._deleted, self._renamed, self._begun = withheld, [], [], []
+            self.stores, self.histories = stores, histories
+            self._take(manifest, stores)
+            self.withheld, self._deleted, self._renamed = withheld, [], []
         self.unlink(logs)
         self.collect(keep)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from embedrock.errors import CorruptTableError, EmbedrockError, counted
 from embedrock.io.vfs import OS_SYSTEM, System
+from embedrock.store import change_lists
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
 from embedrock.store.folder import strange_files
@@ -60,11 +61,24 @@ def verify_commits(folder: str, system: System = OS_SYSTEM) -> tuple[Verificatio
             records += count
         found = needs.keys() & set(manifests.numbers(system, folder))
     needed = set[Hashable]().union(*(needs[number] for number in found))
+    of_lists = _problems_of_lists(system, folder)
     bad = [part for part, texts in problems.items() if texts and part in needed]
     good = [number for number in found if needs[number].isdisjoint(bad)]
-    messages = [text for part in bad for text in problems[part]]
+    messages = [*(text for part in bad for text in problems[part]), *of_lists]
     whole = Verification(messages, max(good, default=None), len(problems), records, strange_files(system, folder))
     return whole, good
+
+
+def _problems_of_lists(system: System, folder: str) -> list[str]:
+    """Return the problems of lists of changes. No commit needs them."""
+    newest = manifests.numbers(system, folder)[-1:]
+    try:
+        files = change_lists.files_in(system, folder, manifests.read(system, folder, newest[0]).uuid)
+    except (EmbedrockError, OSError, IndexError):
+        return []
+    found = [(file, _problems_of(functools.partial(change_lists.read, system, folder, file))) for file in files]
+    # A writer may have removed a file meanwhile.
+    return [text for file, texts in found for text in texts if system.exists(f"{folder}/{file.name}")]
 
 
 def _check_commit(

@@ -43,6 +43,7 @@ from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, opened
 from embedrock.table.batches import FeatureLayout
+from embedrock.table.changed_rows import RowChanges
 from embedrock.table.changes import change_policies, set_rule
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of, rows_of_last_commit
@@ -414,6 +415,11 @@ class Group(StoredVerbs):
         """
         ids_of = {self[name]: lambda batch, name=name: batch.get(name, _NO_IDS) for name in self}
         return prefetch(batches, ids_of, depth)
+
+    def changes(self, since: int | None) -> dict[str, RowChanges]:
+        """Return the rows of each member that changed since a commit, as of the last one. See `Table.changes`."""
+        self._check_usable()
+        return self._on_disk().changes(index(since))
 
     def bring(self, ids: Mapping[Table, npt.ArrayLike]) -> Pin:
         """Load rows of members from disk for a later batch, those of a pool at once: see `Table.bring`.

@@ -54,6 +54,7 @@ from embedrock.system import forks
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import parse_seconds
+from embedrock.table.changed_rows import RowChanges, changes_in
 from embedrock.table.options import OpenOptions
 from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
@@ -325,6 +326,16 @@ class StorageManager(Location):
                 }
             )
         return lines
+
+    def changes(self, since: int | None, names: list[str] | None = None) -> dict[str, RowChanges]:
+        """Return the changes of members, all by default, up to the last commit. See `changes_in`."""
+        committed = None if names is None else [self.table_folder.committed_name(name) for name in names]
+        if self.writes:  # training goes on, and compacts the files
+            opened = TableFolder.open(self.opening.system, self.opening.path, None, False, False)
+        else:
+            opened = self.table_folder
+        found = changes_in(opened, since, committed)
+        return found if names is None else dict(zip(names, found.values(), strict=True))
 
     def refresh(self) -> bool:
         if self.writes:

@@ -24,6 +24,7 @@ from embedrock.storage.ram_layout import memory_for
 from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.table import changes, checks, opened, reading, saved
+from embedrock.table.changed_rows import RowChanges
 from embedrock.table.changes import first_scale, give_rule
 from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
@@ -483,6 +484,25 @@ class Table(StoredVerbs):
         return saved.export_batches(self._rows, batch_rows)
 
     @exclusive
+    def changes(self, since: int | None) -> RowChanges:
+        """Return the rows that changed since a commit, as of the last one: an iterable of `ChangedRows`.
+
+        Its cost follows the number of changed rows. Uncommitted rows are not in it, and training goes on meanwhile.
+
+        Args:
+            since: number of the commit. None: all rows with a record.
+
+        Raises:
+            HistoryDroppedError: nothing says any more what changed since. The error's `oldest` is a commit that works.
+            ArgumentError: there was no such commit.
+            UnsupportedError: it lives in RAM, or its rule moves rows without a gradient (``dense=True``).
+
+        Example:
+            ``for ids, rows, gone in table.changes(since): index.add(ids, rows); index.remove(gone)``
+        """
+        self._check_usable()
+        return self._on_disk().changes(index(since), [self._checked_rows().name])[self._checked_rows().name]
+
     def state(self) -> dict[str, Any]:
         """Return the input of `load_state`: scalars, and arrays that later steps do not change."""
         return saved.snapshot(self._checked_rows())

@@ -1,0 +1,118 @@
+"""`RowChanges`: the rows of a table that changed since an earlier commit, read in bounded chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from embedrock.batch.plan import counting
+from embedrock.errors import ArgumentError, HistoryDroppedError, UnsupportedError
+from embedrock.initializers import Zeros
+from embedrock.spec.description import read_spec
+from embedrock.spec.spec import Spec
+from embedrock.storage.records import Records
+from embedrock.store import change_lists
+from embedrock.store.manifest import TableEntry
+from embedrock.store.record_store import keys_of_part
+from embedrock.store.table_folder import TableFolder
+from embedrock.system.arena import cut
+
+CHUNK_ROWS = 65_536
+_ALL_IDS = -(2**63), 2**63
+
+
+class ChangedRows(NamedTuple):
+    """Chunk of changed rows.
+
+    Attributes:
+        ids: ids of rows with a record, int64 (n,), ascending.
+        rows: their weights, float32 (n, dim).
+        gone: ids without a record, int64 (m,), ascending. These rows have their first values.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+    gone: np.ndarray
+
+
+class RowChanges:
+    """Rows of a table that differ between two commits. Iterating reads them as of the later one.
+
+    Each row that differs is in it once. A few rows that do not differ may be, too. Any thread may iterate.
+
+    Attributes:
+        since: number of the earlier commit. None: all rows with a record are in it.
+        commit: number of the later commit.
+        ids: ids of the rows, int64 (n,), ascending. None: of all rows with a record.
+
+    Example:
+        >>> import tempfile, embedrock as er
+        >>> table = er.Table(rows=100, dim=2, path=tempfile.mkdtemp() + "/t", rule=er.SGD(lr=1.0), init=er.Zeros())
+        >>> since = table.commit()
+        >>> table.update([7], [[1.0, 1.0]])
+        >>> commit = table.commit()
+        >>> [(ids.tolist(), rows.tolist(), gone.tolist()) for ids, rows, gone in table.changes(since)]
+        [([7], [[-1.0, -1.0]], [])]
+        >>> table.close()
+    """
+
+    def __init__(self, table_folder: TableFolder, member: TableEntry, spec: Spec, since: int | None) -> None:
+        self._folder, self._spec = table_folder, spec
+        self._store = table_folder.stores[member.pool]
+        self._lo, self._end = _ALL_IDS if member.part is None else keys_of_part(member.part)
+        self._first = self._lo if member.part is not None else 0
+        self.since, self.commit, self.ids = since, table_folder.manifest.commit, _changed_ids(table_folder, member, since)
+
+    def __iter__(self) -> Iterator[ChangedRows]:
+        for ids in self._parts():
+            found = self._store.located(ids + self._first)
+            is_gone = np.ones(len(ids), bool)
+            is_gone[found.positions] = False
+            records = Records(self._spec, np.empty(len(found.ids) * self._spec.record_bytes, np.uint8))
+            rows, slots = np.empty((len(found.ids), self._spec.dim), np.float32), np.arange(len(found.ids))
+            self._store.read(found, records.bytes, slots)
+            records.read(slots, counting(len(slots)), rows[:0], rows)
+            yield ChangedRows(ids[found.positions], rows, ids[is_gone])
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        if self.ids is not None:
+            return cut(self.ids, CHUNK_ROWS)
+        return (keys - self._first for keys in self._store.ascending_ids(self._lo, self._end, CHUNK_ROWS))
+
+
+def _changed_ids(table_folder: TableFolder, member: TableEntry, since: int | None) -> np.ndarray | None:
+    if since is None:
+        return None
+    ids, reached = change_lists.ids_of(table_folder.lists_since(since), member.name)
+    if ids is None:
+        raise HistoryDroppedError(f"{table_folder.folder}{f'#{member.name}' * bool(member.name)}", since, reached)
+    return ids
+
+
+def changes_in(table_folder: TableFolder, since: int | None, names: list[str] | None = None) -> dict[str, RowChanges]:
+    """Return the changes of the members of a folder by name, as of its opened commit. None: all members.
+
+    Raises:
+        ArgumentError: there was no commit `since`, or a member has no commit yet.
+        HistoryDroppedError: nothing says any more what changed since.
+        UnsupportedError: a table's rule moves rows without a gradient.
+    """
+    last, where = table_folder.manifest.commit, table_folder.folder
+    if since is not None and not 0 <= since <= last:
+        raise ArgumentError(f"`since` must be a commit of {where}, 0 to {last}, or None for all rows: got {since}.")
+    members = {member.name: member for member in table_folder.manifest.members}
+    found = dict[str, RowChanges]()
+    for name in members if names is None else names:
+        if name not in members:
+            raise ArgumentError(f"no commit of {where} has table {name!r} yet. Call commit() before changes().")
+        spec = read_spec({**members[name].spec, "init": Zeros().describe()}, None, where)
+        if spec.rule is not None and spec.rule.history() is not None:
+            raise UnsupportedError(
+                f"changes of {where}{f'#{name}' * bool(name)} cannot be listed: {spec.rule} also moves rows without a "
+                "gradient, so that each step may change every row. Read all rows: "
+                f'er.open({where!r}, mode="r") and its export_batches().'
+            )
+        found[name] = RowChanges(table_folder, members[name], spec, since)
+    return found
