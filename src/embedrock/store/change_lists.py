@@ -60,7 +60,9 @@ class ChangeList(NamedTuple):
     def to_bytes(self) -> bytes:
         coded = {name: None if ids is None else encode(ids) for name, ids in self.tables.items()}
         payload = b"".join(part for part in coded.values() if part)
-        counts = [[name, None if ids is None else len(ids), len(coded[name] or b"")] for name, ids in self.tables.items()]
+        counts = [
+            [name, None if ids is None else len(ids), len(coded[name] or b"")] for name, ids in self.tables.items()
+        ]
         fields = {key: value for key, value in self._asdict().items() if key != "forgets"}
         return publishing.to_bytes({"format": FORMAT, **fields, "tables": counts, "crc": zlib.crc32(payload)}) + payload
 
@@ -201,7 +203,7 @@ def superfluous(files: list[ListFile], oldest: int, table_bytes: int) -> list[Li
         if file.commit > oldest:
             continue
         room -= file.nbytes
-        gone = gone or room < 0 or file.forgets  # the chain ends here
+        gone = gone or room < 0 or (file.forgets and file.commit < files[-1].commit)  # the chain ends here
         removed += [file] * gone
     return removed
 
@@ -220,7 +222,11 @@ def parse(data: bytes, where: str) -> ChangeList:
     check_fields(body, _FIELDS, where, "a list of changes")
     payload, tables, start = memoryview(data)[end:], dict[str, np.ndarray | None](), 0
     crc = zlib.crc32(payload)
-    if crc != body["crc"] or body["since"] >= body["commit"] or sum(size for *_, size in body["tables"]) != len(payload):
+    if (
+        crc != body["crc"]
+        or body["since"] >= body["commit"]
+        or sum(size for *_, size in body["tables"]) != len(payload)
+    ):
         raise damaged(where, f"ids with CRC-32 {body['crc']:#010x}, of commits in order", f"{crc:#010x}")
     for name, count, size in body["tables"]:
         part, start = payload[start : start + size], start + size

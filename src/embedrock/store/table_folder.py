@@ -337,7 +337,9 @@ class TableFolder(Folder[Manifest]):
                 tables[member.name] = keys
             else:
                 lo, end = keys_of_part(member.part)
-                tables[member.name] = keys[np.searchsorted(keys, lo) : np.searchsorted(keys, end - 1, side="right")] - lo
+                tables[member.name] = (
+                    keys[np.searchsorted(keys, lo) : np.searchsorted(keys, end - 1, side="right")] - lo
+                )
         return {name: ids for name, ids in tables.items() if ids is None or len(ids)}
 
     def _publish_with_list(

@@ -63,7 +63,11 @@ class RowChanges:
         self._store = table_folder.stores[member.pool]
         self._lo, self._end = _ALL_IDS if member.part is None else keys_of_part(member.part)
         self._first = self._lo if member.part is not None else 0
-        self.since, self.commit, self.ids = since, table_folder.manifest.commit, _changed_ids(table_folder, member, since)
+        self.since, self.commit, self.ids = (
+            since,
+            table_folder.manifest.commit,
+            _changed_ids(table_folder, member, since),
+        )
 
     def __iter__(self) -> Iterator[ChangedRows]:
         for ids in self._parts():

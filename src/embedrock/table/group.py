@@ -53,6 +53,7 @@ from embedrock.table.options import (
     TableOptions,
     defaults,
     filled,
+    index,
     refuse_options_of_files,
     refuse_unknown,
     shows,
