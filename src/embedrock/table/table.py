@@ -483,7 +483,6 @@ class Table(StoredVerbs):
             raise ArgumentError(f"`batch_rows` must be at least 1: got {batch_rows!r}.")
         return saved.export_batches(self._rows, batch_rows)
 
-    @exclusive
     def changes(self, since: int | None) -> RowChanges:
         """Return the rows that changed since a commit, as of the last one: an iterable of `ChangedRows`.
 
@@ -503,6 +502,7 @@ class Table(StoredVerbs):
         self._check_usable()
         return self._on_disk().changes(index(since), [self._checked_rows().name])[self._checked_rows().name]
 
+    @exclusive
     def state(self) -> dict[str, Any]:
         """Return the input of `load_state`: scalars, and arrays that later steps do not change."""
         return saved.snapshot(self._checked_rows())
