@@ -1,247 +1,175 @@
-"""Snapshots that go on with the newest commit: `refresh`, for services that follow a table that is trained."""
+"""`refresh` of a reader: it reads new logs only, keeps the unchanged rows of its cache, and says what changed."""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import embedrock as er
-from embedrock.table import storage
-from embedrock.table.storage import StorageManager
+from slow import slow
 
-IDS = np.arange(40) * 23 % 1000
+ROWS, DIM = 500, 4
 
 
-def trained(path: Path, steps: int = 1, **options) -> er.Table:
-    """Return a table on disk whose rows of `IDS` are the number of its steps, as of its last commit."""
-    table = er.Table(rows=1000, dim=3, path=path, rule=er.SGD(lr=1.0), init=er.Zeros(), **options)
-    for _ in range(steps):
-        step(table)
+def writer(path: Path, **options: Any) -> er.Table:
+    table = er.Table(rows=ROWS, dim=DIM, path=path, rule=er.SGD(lr=1.0), seed=3, **options)
+    table.update(np.arange(ROWS), np.ones((ROWS, DIM)))
+    table.commit()
     return table
 
 
-def step(table: er.Table) -> None:
-    table.update(IDS, -np.ones((len(IDS), table.dim), np.float32))
-    table.commit(step=table.steps)
+def told(changes: er.RowChanges) -> dict[int, bytes | None]:
+    found = dict[int, bytes | None]()
+    for ids, rows, gone in changes:
+        found |= {int(i): row.tobytes() for i, row in zip(ids, rows, strict=True)} | dict.fromkeys(gone.tolist())
+    return found
 
 
-def looked_up(table: er.Table) -> float:
-    found = np.unique(table.lookup(IDS))
-    assert len(found) == 1
-    return float(found[0])
-
-
-def test_a_snapshot_moves_when_it_is_told_to(tmp_path: Path):
-    with trained(tmp_path / "t") as table, er.open(tmp_path / "t", mode="r") as snapshot:
-        assert not snapshot.refresh()
-        step(table)
-        step(table)
-        assert (looked_up(snapshot), snapshot.last_step) == (1, 1)
-        assert snapshot.refresh()
-        assert not snapshot.refresh()
-        assert (looked_up(snapshot), snapshot.last_step, snapshot.steps) == (3, 3, 3)
-        assert snapshot.last_commit == table.last_commit
-        assert not snapshot.uncommitted
-
-
-def test_a_snapshot_of_an_earlier_commit_moves_to_the_newest(tmp_path: Path):
-    with trained(tmp_path / "t", steps=2) as table, er.open(tmp_path / "t", mode="r", at=1) as snapshot:
-        assert looked_up(snapshot) == 1
-        assert snapshot.refresh()
-        assert looked_up(snapshot) == looked_up(table) == 2
-
-
-def test_what_a_table_has_become(tmp_path: Path):
-    with trained(tmp_path / "t", steps=2) as table, er.open(tmp_path / "t", mode="r") as snapshot:
-        table.rollback(1)
-        assert snapshot.refresh()
-        assert looked_up(snapshot) == 1
-        table.grow(5000)
-        table.set_rule(er.Adam(), reset_state=True)
-        table.assign([4999], [[7.0, 8.0, 9.0]])
+def test_unchanged_rows_stay_in_the_cache(tmp_path: Path) -> None:
+    table = writer(tmp_path / "t")
+    with er.open(tmp_path / "t", mode="r") as reader:
+        reader.lookup(np.arange(100))
+        reads = reader.stats()["reads"]
+        table.update([3, 4, 400], np.ones((3, DIM)))
         table.commit()
-        table.compact()
-        assert snapshot.refresh()
-        assert (snapshot.rows, snapshot.rule) == (5000, er.Adam())
-        assert snapshot.lookup([4999]).tolist() == [[7, 8, 9]]
-        assert looked_up(snapshot) == 1
+        assert reader.refresh()
+        assert not reader.refresh()
+        np.testing.assert_array_equal(reader.lookup(np.arange(100)), table.lookup(np.arange(100)))
+        assert reader.stats()["reads"] == reads + 2
+    table.close()
 
 
-def test_threads_see_one_commit_or_another(tmp_path: Path):
-    with trained(tmp_path / "t") as table, er.open(tmp_path / "t", mode="r") as snapshot:
-        seen, done = [1.0], threading.Event()
+@pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 100))])
+def test_a_reader_follows_any_life(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table = writer(tmp_path / "t", keep=2)
+    mirror = dict[int, bytes]()
+    with er.open(tmp_path / "t", mode="r", memory="1MiB") as reader:
+        mirror = {i: row.tobytes() for i, row in enumerate(reader.lookup(np.arange(ROWS)))}
+        for _ in range(40):
+            ids = np.unique(rng.integers(0, ROWS, rng.integers(1, 30)))
+            match rng.choice(
+                ["update", "update", "forget", "commit", "compact", "rollback", "look", "refresh", "rule"]
+            ):
+                case "update":
+                    table.update(ids, rng.normal(size=(len(ids), DIM)))
+                case "forget" if rng.random() < 0.4:
+                    table.forget(ids)
+                case "commit":
+                    table.commit()
+                case "compact":
+                    table.compact()
+                case "rollback" if rng.random() < 0.4:
+                    table.rollback(table.commits()[0]["commit"])
+                case "rule" if rng.random() < 0.2:
+                    table.set_rule(er.Adagrad() if table.rule == er.SGD(lr=1.0) else er.SGD(lr=1.0), reset_state=True)
+                case "look":
+                    expected = np.stack([np.frombuffer(mirror[i], np.float32) for i in ids.tolist()])
+                    np.testing.assert_array_equal(reader.lookup(ids), expected)
+                case "refresh":
+                    changes = reader.refresh(changes=True)
+                    with er.open(tmp_path / "t", mode="r") as fresh:
+                        now = {i: row.tobytes() for i, row in enumerate(fresh.lookup(np.arange(ROWS)))}
+                        assert reader.last_commit == fresh.last_commit
+                    found = told(changes)
+                    if changes.since is not None:
+                        assert {i for i in now if now[i] != mirror[i]} <= found.keys()
+                    assert all(row is None or row == now[i] for i, row in found.items())
+                    mirror = now
+                    rows = reader.lookup(np.arange(ROWS))
+                    assert {i: row.tobytes() for i, row in enumerate(rows)} == now
+                case _:
+                    pass
+        table.commit()
+    table.close()
 
-        def serve() -> None:
-            while not done.is_set():
-                seen.append(looked_up(snapshot))
 
-        service = threading.Thread(target=serve)
-        service.start()
-        try:
-            for _ in range(10):
-                step(table)
-                assert snapshot.refresh()
-        finally:
-            done.set()
-            service.join()
-        assert seen == sorted(seen)
-        assert looked_up(snapshot) == 11
-
-
-def test_a_table_of_a_group_that_no_commit_has_yet(tmp_path: Path):
-    with er.Group(path=tmp_path / "g", memory="1MiB") as group:
-        group.table("users", rows=10, dim=2)
-        with er.open(tmp_path / "g", mode="r") as snapshot:
-            later = (
-                r"This reader shows commit 0: a table that was made since comes by refresh\(\), once its writer has com"
-            )
-            with pytest.raises(er.UnknownTableError, match=rf"has no table 'users': it is empty\. {later}"):
-                snapshot["users"]
+def test_members_of_a_group_refresh_as_one(tmp_path: Path) -> None:
+    with er.Group(path=tmp_path / "g") as group:
+        for name in "ab":
+            group.table(name, rows=ROWS, dim=DIM, rule=er.SGD(lr=1.0), init=er.Zeros())
+        group.commit()
+        with er.open(tmp_path / "g", mode="r") as reader:
+            a, b = reader["a"], reader["b"]
+            a.lookup([1, 2]), b.lookup([1, 2])
+            group.update({"a": [1], "b": [2]}, {"a": np.ones((1, DIM)), "b": np.ones((1, DIM))})
             group.commit()
-            assert snapshot.refresh()
-            assert snapshot["users"].rows == 10
-            with pytest.raises(er.UnknownTableError, match=r"has 'users'\. Did you mean 'users'\?$"):
-                snapshot["user"]
-        with pytest.raises(er.UnknownTableError, match=r"no table 'items': it has 'users'\.$"):
-            group["items"]
+            changes = reader.refresh(changes=True)
+            assert {name: [*told(each)] for name, each in changes.items()} == {"a": [1], "b": [2]}
+            assert a.lookup([1, 2])[:, 0].tolist() == [-1, 0]
+            assert b.lookup([1, 2])[:, 0].tolist() == [0, -1]
+            assert reader["a"] is a
+            group.table("c", rows=9, dim=2)  # all caches begin anew
+            group.commit()
+            assert a.refresh()
+            assert a.lookup([1, 2])[:, 0].tolist() == [-1, 0]
+            assert reader["c"].rows == 9
 
 
-def test_batches_that_were_asked_for_before(tmp_path: Path):
-    with trained(tmp_path / "t") as table, er.open(tmp_path / "t", mode="r") as snapshot:
-        found = []
-        for ids in snapshot.prefetch([IDS[:9]] * 5, depth=2):
-            found.append(float(snapshot.lookup(ids)[0, 0]))
-            step(table)
-            assert snapshot.refresh()
-        assert found == [1, 2, 3, 4, 5]
-        old = snapshot.plan(IDS)
-        step(table)
-        assert snapshot.refresh()
-        assert snapshot.read(old)[0, 0] == 7
+def test_lookups_beside_refreshes_are_of_one_commit(tmp_path: Path) -> None:
+    # Each commit sets all rows to its number.
+    table = er.Table(rows=2000, dim=2, path=tmp_path / "t", rule=er.SGD(lr=1.0), init=er.Zeros())
+    ids, seen, ended, errors = np.arange(0, 2000, 7), list[float](), threading.Event(), list[BaseException]()
+    table.assign(np.arange(2000), np.zeros((2000, 2)))
+    table.commit()
+    with er.open(tmp_path / "t", mode="r", memory="1MiB") as reader:
+
+        def look() -> None:
+            try:
+                while not ended.is_set():
+                    values = np.unique(reader.lookup(ids))
+                    assert len(values) == 1
+                    seen.append(float(values[0]))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for number in range(1, 30):
+            table.assign(np.arange(2000), np.full((2000, 2), float(number)))
+            table.commit()
+            assert reader.refresh()
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert seen == sorted(seen) or len(threads) > 1
+    table.close()
 
 
-def test_files_of_the_commit_before_are_closed(tmp_path: Path):
-    with trained(tmp_path / "t") as table, er.open(tmp_path / "t", mode="r") as snapshot:
+def test_changes_read_the_commit_that_they_are_of(tmp_path: Path) -> None:
+    table = writer(tmp_path / "t")
+    with er.open(tmp_path / "t", mode="r") as reader:
+        table.update([1], np.full((1, DIM), 5.0))
+        table.commit()
+        changes = reader.refresh(changes=True)
+        expected = table.lookup([1])[0].tobytes()
         for _ in range(3):
-            step(table)
-            assert snapshot.refresh()
-        named = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        logs = {re.sub(r" \(deleted\)$", "", name) for name in named if f"{tmp_path}/t/delta" in name}
-        assert logs <= {str(log) for log in (tmp_path / "t" / "delta").iterdir()}
+            table.update([1], np.ones((1, DIM)))
+            table.commit()
+            table.compact()
+            reader.refresh()
+        assert told(changes) == {1: expected}
+    table.close()
 
 
-def test_a_commit_that_is_damaged_leaves_the_snapshot_as_it_is(tmp_path: Path):
-    with trained(tmp_path / "t") as table, er.open(tmp_path / "t", mode="r") as snapshot:
-        step(table)
-        newest = max((tmp_path / "t" / "manifest").iterdir())
-        newest.write_bytes(newest.read_bytes()[:-40])
-        with pytest.raises(er.CorruptTableError, match=r"\d+"):
-            snapshot.refresh()
-        assert (looked_up(snapshot), snapshot.last_commit) == (1, 1)
-
-
-def test_a_failure_on_the_way_leaves_the_snapshot_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with trained(tmp_path / "t") as table, er.open(tmp_path / "t", mode="r") as snapshot:
-        looked_up(snapshot)
-        step(table)
-        with monkeypatch.context() as patch:
-            patch.setattr(storage, "history_of", failing := Failing(storage.history_of))
-            with pytest.raises(MemoryError):
-                snapshot.refresh()
-        assert failing.calls == 2
-        assert (looked_up(snapshot), snapshot.last_commit) == (1, 1)
-        assert snapshot.refresh()
-        assert looked_up(snapshot) == 2
-
-
-class Failing:
-    """A method that fails the first time."""
-
-    def __init__(self, method) -> None:
-        self.method, self.calls = method, 0
-
-    def __call__(self, *args):
-        self.calls += 1
-        if self.calls == 1:
-            raise MemoryError
-        return self.method(*args)
-
-    def __get__(self, instance, owner):
-        return lambda *args: self(instance, *args)
-
-
-def test_another_table_at_its_path(tmp_path: Path):
-    trained(tmp_path / "t").close()
-    with er.open(tmp_path / "t", mode="r") as snapshot:
-        shutil.rmtree(tmp_path / "t")
-        with pytest.raises(er.TableFileError, match="there is no table here"):
-            snapshot.refresh()
-        with trained(tmp_path / "t", steps=1, seed=2) as other:
-            expected = re.escape(f"another table lies here now, {other.uuid}, not the one that was opened")
-            with pytest.raises(er.TableFileError, match=expected + ".*Open it anew"):
-                snapshot.refresh()
-        assert looked_up(snapshot) == 1
-
-
-def test_tables_that_are_no_snapshots(tmp_path: Path):
-    with trained(tmp_path / "t") as table:
-        refused = r"table '.*' is open for writing, .*refresh\(\) is for snapshots, er\.open\('.*', mode=\"r\"\)"
-        with pytest.raises(er.UnsupportedError, match=refused):
-            table.refresh()
-    with pytest.raises(er.UnsupportedError, match="lives in RAM and has no commits"):
-        er.Table(rows=10, dim=2).refresh()
-    with pytest.raises(er.UnsupportedError, match="the group lives in RAM and has no commits"):
-        er.Group().refresh()
-    with er.open(tmp_path / "t", mode="r") as snapshot:
-        pass
-    with pytest.raises(er.ClosedTableError):
-        snapshot.refresh()
-
-
-def test_a_group(tmp_path: Path):
-    with er.Group(path=tmp_path / "g") as group:
-        for name in ("users", "items", "old"):
-            group.table(name, rows=1000, dim=3, rule=er.SGD(lr=1.0), init=er.Zeros())
-        group.commit(step=0)
-        with er.open(tmp_path / "g", mode="r") as snapshot:
-            users, old = snapshot["users"], snapshot["old"]
-            assert not snapshot.refresh()
-            for name in ("users", "items"):
-                group[name].update(IDS, -np.ones((len(IDS), 3), np.float32))
-            group.drop("old")
-            group.table("new", rows=10, dim=2, init=er.Constant(5.0))
-            group.commit(step=1)
-            assert looked_up(users) == 0
-            assert users.refresh()
-            assert (looked_up(users), looked_up(snapshot["items"]), snapshot.last_step) == (1, 1, 1)
-            assert list(snapshot) == ["users", "items", "new"]
-            assert snapshot["users"] is users
-            assert snapshot["new"].lookup([3]).tolist() == [[5, 5]]
-            with pytest.raises(er.ClosedTableError):
-                old.lookup([1])
-            assert not users.refresh()
-
-
-def test_a_failure_on_the_way_leaves_all_members_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with er.Group(path=tmp_path / "g") as group:
-        for name in ("users", "items"):
-            group.table(name, rows=1000, dim=3, rule=er.SGD(lr=1.0), init=er.Zeros())
-        group.commit(step=0)
-        with er.open(tmp_path / "g", mode="r") as snapshot:
-            users, items = snapshot["users"], snapshot["items"]
-            group["items"].update(IDS, -np.ones((len(IDS), 3), np.float32))
-            group.drop("users")
-            group.commit(step=1)
-            with monkeypatch.context() as patch:
-                patch.setattr(StorageManager, "_wake", Failing(StorageManager._wake))
-                with pytest.raises(MemoryError):
-                    snapshot.refresh()
-            assert (looked_up(users), looked_up(items), snapshot.last_step) == (0, 0, 0)
-            assert snapshot.refresh()
-            assert looked_up(items) == 1
+def test_a_writer_and_a_dense_rule_are_refused(tmp_path: Path) -> None:
+    with er.Table(rows=9, dim=2, path=tmp_path / "t", rule=er.AdamW(dense=True)) as table:
+        table.update([1], [[1.0, 1.0]])
+        table.commit()
+        with pytest.raises(er.UnsupportedError, match="is open for writing"):
+            table.refresh(changes=True)
+        with er.open(tmp_path / "t", mode="r") as reader:
+            reader.lookup([1, 2])
+            table.update([2], [[1.0, 1.0]])
+            table.commit()
+            with pytest.raises(er.UnsupportedError, match="also moves rows without a gradient"):
+                reader.refresh(changes=True)
+            assert reader.last_commit == 1
+            assert reader.refresh()
+            np.testing.assert_array_equal(reader.lookup([1, 2, 3]), table.lookup([1, 2, 3]))

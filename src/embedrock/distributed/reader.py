@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Unpack
@@ -16,11 +17,19 @@ import numpy as np
 from embedrock.batch.plan import NO_DIRECT, SlotIndex
 from embedrock.distributed.commits import ShardCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
 from embedrock.distributed.owners import Shard
-from embedrock.errors import ArgumentError, CacheTooSmallError, CorruptTableError, TableFileError, UnsupportedError
+from embedrock.errors import (
+    ArgumentError,
+    CacheTooSmallError,
+    CorruptTableError,
+    HistoryDroppedError,
+    TableFileError,
+    UnsupportedError,
+)
 from embedrock.spec.description import check_same, describe_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend, RamLayout
 from embedrock.storage.records import Records
+from embedrock.store.record_store import distinct
 from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import Verification, verify_commits
 from embedrock.system.arena import Arena
@@ -28,6 +37,7 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.paths import local_path
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import parse_bytes
+from embedrock.table.changed_rows import ChangedRows, RowChanges
 from embedrock.table.group import asked
 from embedrock.table.group import open_table as open_alone
 from embedrock.table.options import OpenArguments, OpenOptions, shows
@@ -205,6 +215,27 @@ def _check_like(first: Table, other: Table, contents: Sequence[str]) -> None:
     check_same({**got, **{key: expected[key] for key in contents}}, got, str(other.path))
 
 
+class ShardChanges(RowChanges):
+    """Rows of a sharded table that differ between two commits, one shard after the other."""
+
+    def __init__(self, shards: OpenShards, since: int | None) -> None:
+        self.since, self.commit = since, shards.commit.numbers[0]
+        numbers: Sequence[int | None] = [None] * len(shards.tables)
+        if since == self.commit:
+            numbers = shards.commit.numbers
+        elif since is not None:
+            known = {each.numbers[0]: each.numbers for each in readable_of(shards.layout)}
+            if since not in known:
+                raise HistoryDroppedError(shards.layout.path, since, min(known, default=self.commit))
+            numbers = known[since]
+        self._shards = [table.changes(number) for table, number in zip(shards.tables, numbers, strict=True)]
+        found = [part.ids for part in self._shards if part.ids is not None]
+        self.ids = distinct(found) if len(found) == len(self._shards) else None
+
+    def __iter__(self) -> Iterator[ChangedRows]:
+        return itertools.chain.from_iterable(self._shards)
+
+
 class ShardedTableReader(StorageManager):
     """The files of a sharded table, read as of a commit that all shards have."""
 
@@ -255,6 +286,13 @@ class ShardedTableReader(StorageManager):
     def _exchange(self, opened: Any) -> OpenShards:
         before, self._parts, self.table_folder = self._parts, opened, opened.table_folder
         return before
+
+    def _release(self, before: OpenShards, newest: OpenShards) -> None:
+        before.close()
+
+    def changes(self, since: int | None, names: list[str] | None = None) -> dict[str, RowChanges]:
+        """Return the changes of all shards. `since` is the number of a commit that all shards still have."""
+        return {"": ShardChanges(self._parts, since)}
 
     def stats(self) -> dict[str, float]:
         """Return admission and eviction statistics of all shards; each shard decides by itself."""

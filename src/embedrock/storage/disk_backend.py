@@ -50,6 +50,7 @@ class DiskBackend(Backend):
 
     Attributes:
         hits, misses: rows that batches found in the cache, and that they did not.
+        entered: ids of rows that came into the cache, while `leave` is under way.
     """
 
     evicts = True
@@ -79,6 +80,7 @@ class DiskBackend(Backend):
         self._users, self._batch = 0, NO_KEYS
         self._pins = weakref.WeakSet[_CachePin]()
         self._count = store.content.count - len(store.withheld)
+        self.entered: list[np.ndarray] | None = None
         self._is_known = False  # the batch was counted: a lookup and its step count once
         self.hits = self.misses = self._evictions = self._spilled = self._changes = 0
         self.watch, self._is_made = OnlineMissCurve(policy, self.is_shared), True
@@ -201,6 +203,8 @@ class DiskBackend(Backend):
         bytes.
         """
         made = self.cache.insert(ids)
+        if self.entered is not None:
+            self.entered.append(ids)
         try:
             if used:
                 self.cache.use(made)
@@ -318,6 +322,22 @@ class DiskBackend(Backend):
         for pin in list(self._pins):
             pin.free(slots)
         self.cache.remove(slots)
+        self.new_epoch()
+
+    def leave(self, ids: np.ndarray) -> None:
+        """Remove unchanged rows from the cache. Later reads take them from the files."""
+        slots = self.cache.find(ids)
+        own = slots[slots >= 0]
+        if own.size:
+            self._write_back(own)
+            self._drop(own)
+
+    def follow(self, store: RecordStore) -> None:
+        """Read from the files of a later commit. Rows that differ have left the cache."""
+        store.counts = self.store.counts
+        self.store = store
+        self._follow_placement()
+        self._count = store.content.count - len(store.withheld)
         self.new_epoch()
 
     def paste_ascending(self, batches: Iterable[tuple[np.ndarray, np.ndarray]], most: int) -> None:
@@ -575,9 +595,9 @@ class DiskBackend(Backend):
     def _bring_part(self, ids: np.ndarray, pin: _CachePin) -> np.ndarray:
         """Load records; return the ids that moved meanwhile."""
         with held_back(), self.table_lock.lock:
-            slots = self.cache.find(ids)
+            slots, store = self.cache.find(ids), self.store
             pin.hold(slots[slots >= 0])
-            found = self.store.located(ids[slots < 0])
+            found = store.located(ids[slots < 0])
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self._read(found, staged, np.arange(len(staged)))
         with held_back(), self.table_lock.alone(beside_executors=True):
@@ -588,7 +608,7 @@ class DiskBackend(Backend):
             self._make_free(len(found.ids))  # first, as others may have the table meanwhile
             slots = self.cache.find(found.ids)
             pin.hold(slots[slots >= 0])
-            good = (slots < 0) & (self.store.locate(found.ids) == found.locations)
+            good = (slots < 0) & (self.store.locate(found.ids) == found.locations) & (self.store is store)
             if good.any():
                 with self._new_rows(found.ids[good], used=False) as made:
                     self.records.bytes[made] = staged[good]

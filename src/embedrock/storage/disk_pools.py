@@ -62,6 +62,15 @@ class DiskPools(RecordPools):
             parts[-1].admitted(member.count - len(withheld))
         return parts
 
+    def follow(self, table_folder: TableFolder, members: Sequence[TableEntry], tiers: Sequence[Any]) -> None:
+        """Read from the files of a later commit with the same tables, whose backends are `tiers`."""
+        self._table_folder = table_folder
+        for pool, store in zip(self._pools, table_folder.stores, strict=True):
+            pool.follow(store)
+        for member, tier in zip(members, tiers, strict=True):
+            if member.part is not None:
+                tier.admitted(member.count - tier.count)
+
     def _pool(self, layout: Spec, number: int, members: list[int]) -> DiskBackend:
         how = self._budgets.share(), self._policy, self._table_lock, self._subject
         made = DiskBackend(layout, self._table_folder.stores[number], *how, members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import numpy as np
@@ -53,6 +54,14 @@ class LogIndex:
         self._memory = platform.private_memory(PAGE)
         self._map()
         self._homes = self._rebuild(len(self._entries))
+
+    def copy(self) -> LogIndex:
+        """Return another index of the same rows, which may take further ones."""
+        made = copy.copy(self)
+        made._memory = platform.private_memory(len(self._memory))
+        made._map()
+        made._entries[:] = self._entries
+        return made
 
     def _map(self) -> None:
         self._entries = np.frombuffer(self._memory, np.uint64).reshape(-1, 2)

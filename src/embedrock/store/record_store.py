@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -172,6 +173,7 @@ class RecordStore:
     Args:
         table_folder: the folder of its files.
         content: its entry in the commit to start from.
+        before: the store of an earlier commit, whose open files and indexes are used. It stays as it is.
 
     Attributes:
         lock: lock of all attributes, that of the folder.
@@ -194,7 +196,7 @@ class RecordStore:
         unlisted: number of changes since the last commit of which any row may be one.
     """
 
-    def __init__(self, table_folder: Folder[Any], content: StoreEntry) -> None:
+    def __init__(self, table_folder: Folder[Any], content: StoreEntry, before: RecordStore | None = None) -> None:
         self.table_folder, self.lock = table_folder, table_folder.lock
         self.system, self.folder = table_folder.system, table_folder.folder
         self.compacting, self.flush, self.commit_is_awaited = threading.Lock(), False, False
@@ -206,12 +208,18 @@ class RecordStore:
         self.snapshot_files = set[str]()
         self.handed, self.unlisted = list[tuple[bytes, int]](), 0
         segments: dict[int, Segment] = {}
-        base = [self._open_segment(entry, content, segments) for entry in content.base]
-        delta = [self._open_segment(entry, content, segments) for entry in content.delta]
-        for segment, entry in zip(base, content.base, strict=True):
-            segment.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(segments)
-        log_index, index = LogIndex(), Base(base)
-        for segment in delta:
+        known = {} if before is None else {one.path: one for one in (*before.base.runs, *before.delta)}
+        base, delta = (
+            [self._open_segment(entry, content, segments, known) for entry in entries]
+            for entries in (content.base, content.delta)
+        )
+        if before is not None and before.is_continued_by(content):
+            index, log_index, new = before.base, before.log_index.copy(), delta[len(before.delta) :]
+        else:
+            for segment, entry in zip(base, content.base, strict=True):
+                segment.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(segments)
+            index, log_index, new = Base(base), LogIndex(), delta
+        for segment in new:
             for part in _index_of(segment):
                 log_index.insert(*newer_than(index, segment, *part))
         named = sum(entry.gone for entry in content.delta)
@@ -234,15 +242,32 @@ class RecordStore:
             where = manifests.path_of(self.folder, content.commit)
             raise damaged(where, f"`count` in [{low}, {high}], as the indexes of its files say", content.count)
 
-    def _open_segment(self, entry: SegmentEntry, content: StoreEntry, segments: dict[int, Segment]) -> Segment:
-        segment = open_run(self.system, self.folder, entry, content, len(segments))
-        segments[segment.number] = segment
+    def _open_segment(
+        self, entry: SegmentEntry, content: StoreEntry, segments: dict[int, Segment], known: Mapping[str, Segment]
+    ) -> Segment:
+        segment, number = known.get(entry.file), len(segments)
+        if segment is None or segment.entry != entry:
+            segment = open_run(self.system, self.folder, entry, content, number)
+        elif segment.number != number:
+            segment = copy.copy(segment)
+            segment.number = number
+        segments[number] = segment
         return segment
 
-    def close(self) -> None:
+    def is_continued_by(self, content: StoreEntry) -> bool:
+        """Return whether a later commit has the same sorted segments, and the same logs and more."""
+        own, logs = self.content, len(self.content.delta)
+        is_same = own.base == content.base and own.delta == content.delta[:logs] and len(self.delta) == logs
+        numbers = [segment.number for segment in (*self.base.runs, *self.delta)]
+        return is_same and numbers == list(range(len(numbers))) and not len(self.withheld)
+
+    def close(self, but: Iterable[RecordStore] = ()) -> None:
+        """Close its files, except those that other stores use."""
+        kept = {id(segment.file) for store in but for segment in store.runs.values()}
         with self.lock:
             for segment in self.runs.values():
-                segment.file.close()
+                if id(segment.file) not in kept:
+                    segment.file.close()
             self.runs = {}
 
     # ---------------------------------------------------------------- records

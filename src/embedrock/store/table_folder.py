@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,20 @@ class TableFolder(Folder[Manifest]):
         withheld: pairs of ids by table name ("" for a table alone). The first ids were deleted after the opened or
             restored commit. The second ids are those of them with a record in that commit.
         broken: reason why commits are refused. None: they are accepted.
+        readers: users of its files beside the tables. The files stay open for them.
+
+    Args:
+        before: the same folder as of an earlier commit, for reading: see `RecordStore`.
     """
 
-    def __init__(self, system: System, folder: str, manifest: Manifest, held: int | None) -> None:
+    def __init__(
+        self, system: System, folder: str, manifest: Manifest, held: int | None, before: TableFolder | None = None
+    ) -> None:
         super().__init__(system, folder, manifest, held)
         self.broken: str | None = None
-        self.stores = [RecordStore(self, content) for content in manifest.pools]
+        self.readers = weakref.WeakSet[Any]()
+        stores = [] if before is None else before.stores
+        self.stores = [RecordStore(self, *each) for each in zip_longest(manifest.pools, stores[: len(manifest.pools)])]
         self.histories = self._histories_of(manifest)
         self.withheld = dict[str, tuple[np.ndarray, np.ndarray]]()
         # Deleted ids and renamed members that no commit has yet, and those of the running commit.
@@ -95,12 +104,14 @@ class TableFolder(Folder[Manifest]):
         self.unlink([file.name for file in lists if file.commit > self.manifest.commit], lambda: False)
 
     @classmethod
-    def _open_to_read(cls, system: System, folder: str, at: int | None) -> TableFolder:
+    def _open_to_read(
+        cls, system: System, folder: str, at: int | None, before: TableFolder | None = None
+    ) -> TableFolder:
         """Open all files of a commit. Open files stay readable after the writer removes them."""
         while True:
             commit = manifests.numbers(system, folder)[-1] if at is None else at
             try:
-                table_folder = cls(system, folder, folders.manifest_at(system, folder, commit), None)
+                table_folder = cls(system, folder, folders.manifest_at(system, folder, commit), None, before)
                 if at is not None or table_folder.manifest.origin is not None:
                     forgotten = table_folder._newest_forgotten()
                     withhold = table_folder._withhold
@@ -123,10 +134,10 @@ class TableFolder(Folder[Manifest]):
         with contextlib.suppress(MissingFileError):  # a writer has dropped it meanwhile: then a newer one exists
             if folders.newest(self.system, self.folder) == self.manifest:
                 return None
-        made = self._open_to_read(self.system, self.folder, None)
+        made = self._open_to_read(self.system, self.folder, None, self)
         if made.manifest.uuid == self.manifest.uuid:
             return made
-        made.close()
+        made.close(self)
         raise TableFileError(
             errno.ESTALE,
             f"another {made.kind} lies here now, {made.manifest.uuid}, not the one that was opened, "
@@ -199,10 +210,11 @@ class TableFolder(Folder[Manifest]):
     def _histories_of(self, manifest: Manifest) -> dict[str, dict[str, np.ndarray]]:
         return {part.file: read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.history}
 
-    def close(self) -> None:
+    def close(self, but: TableFolder | None = None) -> None:
+        """Close its files, except those of another commit that is open."""
         with self.lock:
             for store in self.stores:
-                store.close()
+                store.close(() if but is None else but.stores)
             self.unlock()
 
     # ---------------------------------------------------------------- stores
@@ -410,12 +422,12 @@ class TableFolder(Folder[Manifest]):
             self._listed = []
         self.unlink([file.name for file in files], lambda: False)
 
-    def _publish_again(self, snapshots: Sequence[CommitSnapshot], changes: Mapping[str, Any]) -> Manifest:
+    def _publish_again(self, snapshots: Sequence[CommitSnapshot], *args: Any) -> Manifest:
         """Retry once with new files. After a failed write or sync, the content of the old files is unknown."""
         try:
             for snapshot in snapshots:
                 snapshot.rewrite(only_broken=False)
-            return self._publish(snapshots, changes)
+            return self._publish(snapshots, *args)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 self.broken = str(error)

@@ -60,6 +60,7 @@ class RowChanges:
 
     def __init__(self, table_folder: TableFolder, member: TableEntry, spec: Spec, since: int | None) -> None:
         self._folder, self._spec = table_folder, spec
+        table_folder.readers.add(self)
         self._store = table_folder.stores[member.pool]
         self._lo, self._end = _ALL_IDS if member.part is None else keys_of_part(member.part)
         self._first = self._lo if member.part is not None else 0
@@ -68,6 +69,10 @@ class RowChanges:
             table_folder.manifest.commit,
             _changed_ids(table_folder, member, since),
         )
+
+    def __bool__(self) -> bool:
+        """Return whether any row may differ."""
+        return self.ids is None or len(self.ids) > 0
 
     def __iter__(self) -> Iterator[ChangedRows]:
         for ids in self._parts():

@@ -24,6 +24,7 @@ from embedrock.errors import (
     ArgumentError,
     CommitError,
     CorruptTableError,
+    HistoryDroppedError,
     ReadOnlyTableError,
     TableFileError,
     UnsupportedError,
@@ -42,15 +43,17 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.disk_pools import DiskOfTable, DiskPools
 from embedrock.storage.ram_layout import check_budget
 from embedrock.storage.table_lock import TableLock
+from embedrock.store import change_lists, publishing
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
-from embedrock.store import publishing
 from embedrock.store.compaction import compact
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEntry, is_name
 from embedrock.store.reading import holds_table
+from embedrock.store.record_store import keys_of_part
 from embedrock.store.segments import damaged
 from embedrock.store.table_folder import TableFolder
 from embedrock.system import forks
+from embedrock.system.arena import cut
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import parse_seconds
@@ -59,6 +62,7 @@ from embedrock.table.options import OpenOptions
 from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
 
+LEAVING_ROWS = 4096  # rows that leave a cache at a time: a fraction of a millisecond
 MOST_CHANGES = 32  # files of lifecycle changes before a full one is written ...
 WHOLE_OVER_CHANGES = 2  # ... or once they come to 1/WHOLE_OVER_CHANGES of a full one
 LOOK_STEPS = 16  # steps between checks whether ...
@@ -95,6 +99,7 @@ class StorageManager(Location):
         self._commit: StorageCommit | None = None  # the last one
         self.pending: StorageCommit | None = None
         self._process = os.getpid()
+        self._refreshing = threading.Lock()
         self._is_closing = self._closed = self._is_told_of_none = False
         self._begun, self._opened = -math.inf, time.monotonic()  # times of the last commit and of opening
         self._opened_at = caller()
@@ -337,27 +342,104 @@ class StorageManager(Location):
         found = changes_in(opened, since, committed)
         return found if names is None else dict(zip(names, found.values(), strict=True))
 
-    def refresh(self) -> bool:
+    def refresh(self, changes: bool = False) -> Any:
         if self.writes:
             raise UnsupportedError(
                 f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
                 f'snapshots, er.open({self.opening.path!r}, mode="r").'
             )
-        newest = self._newest()  # opened before the lock is taken
-        if newest is None:
-            return False
-        with self.table_lock.whole():
-            self.wait_for_quiet()
-            before = self._exchange(newest)
+        since = self.last_commit
+        with self._refreshing:
+            since = self.last_commit
+            if changes:
+                with contextlib.suppress(HistoryDroppedError):
+                    self.changes(since)  # or its errors would come after the refresh
+            newest = self._newest()  # opened before the lock is taken
+            if newest is not None:
+                self._follow(newest)
+            if not changes:
+                return newest is not None
             try:
-                self.resume()
-            except BaseException:
-                self._exchange(before)
-                self.resume()
-                newest.close()
-                raise
-            before.close()
-        return True
+                return self.changes(since)
+            except HistoryDroppedError:
+                return self.changes(None)
+
+    def _changed_keys(self, newest: TableFolder) -> list[np.ndarray] | None:
+        """Return the keys that changed in each pool up to a newer commit. None: not known."""
+        if not isinstance(newest, TableFolder) or not self._is_like(newest):
+            return None
+        try:
+            lists = newest.lists_since(self.last_commit)
+        except HistoryDroppedError:
+            return None
+        keys = [[np.empty(0, np.int64)] for _ in newest.stores]
+        for member in newest.manifest.members:
+            ids, _ = change_lists.ids_of(lists, member.name)
+            if ids is None:
+                return None
+            keys[member.pool].append(ids + (keys_of_part(member.part)[0] if member.part is not None else 0))
+        return [np.concatenate(each) for each in keys]
+
+    def _is_like(self, newest: TableFolder) -> bool:
+        """Return whether the backends of an earlier commit serve a later one: the tables and pools are the same."""
+        both = self.table_folder, newest
+        members = [[(each.name, each.pool, each.part, each.spec) for each in one.manifest.members] for one in both]
+        pools = [[(pool.record_bytes, pool.parts is None) for pool in one.manifest.pools] for one in both]
+        is_plain = self.is_of_this_process and not any(one.withheld for one in both)
+        return (
+            is_plain
+            and members[0] == members[1]
+            and pools[0] == pools[1]
+            and not any(rows.executor is not None for rows in self.open_rows())
+        )
+
+    def _follow(self, newest: Any) -> None:
+        """Read from a newer commit. Caches keep the rows that did not change, if these are known."""
+        keys, tiers = self._changed_keys(newest), self.pools.tiers
+        try:
+            for tier, own in zip(tiers, keys or (), strict=False):
+                tier.entered = []
+                for part in cut(own, LEAVING_ROWS):  # lookups go on meanwhile
+                    with self.table_lock.whole():
+                        tier.leave(part)
+            with self.table_lock.whole():
+                self.wait_for_quiet()
+                is_kept = keys is not None and tiers == self.pools.tiers and self._is_like(newest)
+                for tier, own in zip(tiers, keys or (), strict=False):
+                    late = np.concatenate([own[:0], *(tier.entered or ())])
+                    tier.leave(late[np.isin(late, own)])
+                before = self._exchange(newest)
+                if is_kept:
+                    self._go_on_with(newest.manifest.members)
+                else:
+                    self._begin_anew(newest, before)
+        finally:
+            for tier in tiers:
+                tier.entered = None
+        self._release(before, newest)
+
+    def _release(self, before: Any, newest: Any) -> None:
+        """Close the files of an earlier commit, except those of the newest one."""
+        if not before.readers:
+            before.close(newest)
+
+    def _begin_anew(self, newest: Any, before: Any) -> None:
+        try:
+            self.resume()
+        except BaseException:
+            self._exchange(before)
+            self.resume()
+            self._release(newest, before)
+            raise
+
+    def _go_on_with(self, members: Sequence[TableEntry]) -> None:
+        """Restore the members as of a commit with the same tables, in their backends."""
+        tiers = [member.tier for each in members if (member := self.get(each.name)) is not None]
+        self.pools.follow(self.table_folder, members, tiers)
+        found = dict[str, ClosedMember]()
+        for of, tier in zip(members, tiers, strict=True):
+            found[of.name] = ClosedMember(tier, of.spec, of.steps, of.skipped_steps, of.history)
+        self._take_over(found)
 
     def _newest(self) -> Any:
         """Open the newest commit of a snapshot's table; return None if the snapshot is of that."""
@@ -554,7 +636,7 @@ class StorageManager(Location):
                 'here with mode="r", or use it in the parent only',
                 self.opening.path,
             )
-        self._process = os.getpid()
+        self._process, self._refreshing = os.getpid(), threading.Lock()
         self.resume()
 
     # ---------------------------------------------------------------- for its tables

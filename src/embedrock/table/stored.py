@@ -11,6 +11,7 @@ from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store.verify import Verification, verify
 from embedrock.table import opened
+from embedrock.table.changed_rows import RowChanges
 from embedrock.table.options import index
 from embedrock.table.rows import ChangeCounter
 from embedrock.table.storage import StorageManager
@@ -157,18 +158,28 @@ class StoredVerbs(ABC):
             self._check_usable()
             return self._on_disk().rollback(index(commit))
 
-    def refresh(self) -> bool:
+    def refresh(self, changes: bool = False) -> Any:
         """Move a snapshot (``mode="r"``) to the newest commit; return whether there was a newer one.
 
-        Layers that have the table continue with it. Other threads wait while it changes; its cache is empty then.
+        Layers that have the table continue with it. Only rows that changed leave its cache. Other threads wait for
+        less than a millisecond, unless a table came, went or changed its rule: then all caches are empty afterwards.
         Tables that the commit does not have are closed.
 
+        Args:
+            changes: return the changes since the commit before, as `Table.changes` or `Group.changes` does. They are
+                false if there are none, and have all rows (`since` is None) if nothing says which ones changed.
+
         Raises:
-            UnsupportedError: it is no snapshot, or is sharded.
+            UnsupportedError: it is no snapshot. With `changes`: its rule moves rows without a gradient.
             TableFileError: its path has another table now, or none. The snapshot stays.
         """
         self._check_usable()
-        return self._on_disk().refresh()
+        found = self._on_disk().refresh(changes)
+        return self._own(found) if changes else found
+
+    def _own(self, changes: dict[str, RowChanges]) -> Any:
+        """Return the changes of what it is: of a table, or of the members of a group."""
+        return changes
 
     def compact(self) -> int:
         """Compact the changes of past commits into the base, and commit that; return the last commit's number.

@@ -502,6 +502,9 @@ class Table(StoredVerbs):
         self._check_usable()
         return self._on_disk().changes(index(since), [self._checked_rows().name])[self._checked_rows().name]
 
+    def _own(self, changes: dict[str, RowChanges]) -> RowChanges:
+        return changes[self._checked_rows().name]
+
     @exclusive
     def state(self) -> dict[str, Any]:
         """Return the input of `load_state`: scalars, and arrays that later steps do not change."""
