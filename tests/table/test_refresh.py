@@ -158,6 +158,16 @@ def test_changes_read_the_commit_that_they_are_of(tmp_path: Path) -> None:
     table.close()
 
 
+def test_two_tables_that_are_no_group_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in "ab":
+        writer(tmp_path / name).close()
+    with caplog.at_level("INFO", "embedrock"), er.open(tmp_path / "a", mode="r"), er.open(tmp_path / "b", mode="r"):
+        assert "are read each by itself, so that after refresh() one may be of a later step" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", "embedrock"), er.open(tmp_path / "a", mode="r"), er.open(tmp_path / "b", mode="r"):
+        assert "each by itself" not in caplog.text
+
+
 def test_a_writer_and_a_dense_rule_are_refused(tmp_path: Path) -> None:
     with er.Table(rows=9, dim=2, path=tmp_path / "t", rule=er.AdamW(dense=True)) as table:
         table.update([1], [[1.0, 1.0]])

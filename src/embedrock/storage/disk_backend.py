@@ -324,13 +324,14 @@ class DiskBackend(Backend):
         self.cache.remove(slots)
         self.new_epoch()
 
-    def leave(self, ids: np.ndarray) -> None:
-        """Remove unchanged rows from the cache. Later reads take them from the files."""
+    def leave(self, ids: np.ndarray) -> np.ndarray:
+        """Remove unchanged rows from the cache, and return their ids. Later reads take them from the files."""
         slots = self.cache.find(ids)
         own = slots[slots >= 0]
         if own.size:
             self._write_back(own)
             self._drop(own)
+        return ids[slots >= 0]
 
     def follow(self, store: RecordStore) -> None:
         """Read from the files of a later commit. Rows that differ have left the cache."""

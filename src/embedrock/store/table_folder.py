@@ -20,7 +20,7 @@ from embedrock.errors import (
     MissingFileError,
     TableFileError,
 )
-from embedrock.io.vfs import NO_SPACE, System
+from embedrock.io.vfs import NO_SPACE, System, read_whole
 from embedrock.kernels.keys import PART_BITS
 from embedrock.store import change_lists
 from embedrock.store import folder as folders
@@ -30,7 +30,7 @@ from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry
-from embedrock.store.publishing import sha_of
+from embedrock.store.publishing import MAX_BYTES, sha_of
 from embedrock.store.reading import check_table
 from embedrock.store.record_store import CommitSnapshot, RecordStore, distinct, keys_of_part
 from embedrock.system.scopes import on_failure
@@ -131,8 +131,9 @@ class TableFolder(Folder[Manifest]):
             TableFileError: the folder has another table now, or none.
         """
         check_table(self.system, self.folder)
-        with contextlib.suppress(MissingFileError):  # a writer has dropped it meanwhile: then a newer one exists
-            if folders.newest(self.system, self.folder) == self.manifest:
+        with contextlib.suppress(FileNotFoundError):  # a writer has dropped it meanwhile: then a newer one exists
+            where = manifests.path_of(self.folder, manifests.numbers(self.system, self.folder)[-1])
+            if sha_of(read_whole(self.system, where, MAX_BYTES)) == self.sha:
                 return None
         made = self._open_to_read(self.system, self.folder, None, self)
         if made.manifest.uuid == self.manifest.uuid:

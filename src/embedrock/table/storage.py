@@ -49,7 +49,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.compaction import compact
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEntry, is_name
 from embedrock.store.reading import holds_table
-from embedrock.store.record_store import keys_of_part
+from embedrock.store.record_store import distinct, keys_of_part
 from embedrock.store.segments import damaged
 from embedrock.store.table_folder import TableFolder
 from embedrock.system import forks
@@ -69,6 +69,8 @@ LOOK_STEPS = 16  # steps between checks whether ...
 PATIENCE_SECONDS = 600.0  # ... this time passed without a commit
 
 
+_readers: weakref.WeakSet[StorageManager] = weakref.WeakSet()  # of tables alone
+_told_of = set[str]()  # folders around them
 REMEDY = 'Pass commit_every="5min" where it is made, or its layer, or call commit() before.'
 
 
@@ -105,9 +107,28 @@ class StorageManager(Location):
         self._opened_at = caller()
         self._refused: Exception | None = None  # error that prevented an automatic commit
         self._gave_up = False  # on the remaining changes
+        if is_alone and not self.writes:
+            self._tell_of_others()
         self._dropped = set[str]()  # names of members
         self._named_at = dict[str, int]()  # of a name that went to another table: the first commit that has this
         self._saving: list[RowLifecycle] = []  # lifecycles saved by the last started commit
+
+    def _tell_of_others(self) -> None:
+        """Say once that tables alone are refreshed each by itself: a model with both may have two steps."""
+        others = [each.opening.path for each in list(_readers) if not each.is_closed]
+        _readers.add(self)
+        own, place = self.opening.path, os.path.dirname(self.opening.path)
+        near = next((path for path in others if path != own and os.path.dirname(path) == place), None)
+        if near is not None and place not in _told_of:
+            _told_of.add(place)
+            tell(
+                f"{self.subject} and table {near!r} are read each by itself, so that after refresh() one may be of a "
+                "later step than the other. Tables of one model that are members of one er.Group are always of one."
+            )
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def last_commit(self) -> int:
@@ -378,7 +399,7 @@ class StorageManager(Location):
             if ids is None:
                 return None
             keys[member.pool].append(ids + (keys_of_part(member.part)[0] if member.part is not None else 0))
-        return [np.concatenate(each) for each in keys]
+        return list(map(distinct, keys))
 
     def _is_like(self, newest: TableFolder) -> bool:
         """Return whether the backends of an earlier commit serve a later one: the tables and pools are the same."""
@@ -395,19 +416,20 @@ class StorageManager(Location):
 
     def _follow(self, newest: Any) -> None:
         """Read from a newer commit. Caches keep the rows that did not change, if these are known."""
-        keys, tiers = self._changed_keys(newest), self.pools.tiers
+        keys, tiers, left = self._changed_keys(newest), self.pools.tiers, list[tuple[DiskBackend, np.ndarray]]()
         try:
             for tier, own in zip(tiers, keys or (), strict=False):
                 tier.entered = []
                 for part in cut(own, LEAVING_ROWS):  # lookups go on meanwhile
                     with self.table_lock.whole():
-                        tier.leave(part)
+                        left.append((tier, tier.leave(part)))
             with self.table_lock.whole():
                 self.wait_for_quiet()
                 is_kept = keys is not None and tiers == self.pools.tiers and self._is_like(newest)
                 for tier, own in zip(tiers, keys or (), strict=False):
-                    late = np.concatenate([own[:0], *(tier.entered or ())])
-                    tier.leave(late[np.isin(late, own)])
+                    for late in tier.entered or () if len(own) else ():
+                        places = np.minimum(np.searchsorted(own, late), len(own) - 1)
+                        left.append((tier, tier.leave(late[own[places] == late])))
                 before = self._exchange(newest)
                 if is_kept:
                     self._go_on_with(newest.manifest.members)
@@ -417,6 +439,8 @@ class StorageManager(Location):
             for tier in tiers:
                 tier.entered = None
         self._release(before, newest)
+        for tier, own in left if is_kept else ():  # lookups will want these rows again
+            tier.bring_ahead(own).release()
 
     def _release(self, before: Any, newest: Any) -> None:
         """Close the files of an earlier commit, except those of the newest one."""
