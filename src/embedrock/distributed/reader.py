@@ -9,6 +9,7 @@ import contextlib
 import errno
 import itertools
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Unpack
 
@@ -34,6 +35,7 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import Verification, verify_commits
 from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
+from embedrock.system.log import tell
 from embedrock.system.paths import local_path
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import parse_bytes
@@ -336,6 +338,24 @@ def verify_parts(layout: ShardFolders) -> Verification:
     )
 
 
+_readers: weakref.WeakSet[StorageManager] = weakref.WeakSet()  # of tables alone
+_told_of = set[str]()  # folders around them
+
+
+def _tell_of_others(storage: StorageManager) -> None:
+    """Say once that tables alone are refreshed each by itself: a model with both may have rows of two steps."""
+    own, place = storage.opening.path, os.path.dirname(storage.opening.path)
+    others = [each.opening.path for each in list(_readers) if not each.is_closed]
+    _readers.add(storage)
+    near = next((path for path in others if path != own and os.path.dirname(path) == place), None)
+    if near is not None and place not in _told_of:
+        _told_of.add(place)
+        tell(
+            f"{storage.subject} and table {near!r} are read each by itself, so that after refresh() one may be of a "
+            "later step than the other. Tables of one model that are members of one er.Group are always of one."
+        )
+
+
 @shows(OpenArguments)
 def open_table(
     path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
@@ -372,7 +392,10 @@ def open_table(
     """
     layout = layout_of(os.path.abspath(local_path(path)))
     if layout is None:
-        return open_alone(path, mode, at, **options)
+        opened = open_alone(path, mode, at, **options)
+        if isinstance(opened.storage, StorageManager) and mode == "r" and opened.storage.is_alone:
+            _tell_of_others(opened.storage)
+        return opened
     given, opening = asked(layout.path, mode, at, options)
     if mode != "r":
         raise TableFileError(

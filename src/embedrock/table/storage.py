@@ -69,8 +69,6 @@ LOOK_STEPS = 16  # steps between checks whether ...
 PATIENCE_SECONDS = 600.0  # ... this time passed without a commit
 
 
-_readers: weakref.WeakSet[StorageManager] = weakref.WeakSet()  # of tables alone
-_told_of = set[str]()  # folders around them
 REMEDY = 'Pass commit_every="5min" where it is made, or its layer, or call commit() before.'
 
 
@@ -107,24 +105,9 @@ class StorageManager(Location):
         self._opened_at = caller()
         self._refused: Exception | None = None  # error that prevented an automatic commit
         self._gave_up = False  # on the remaining changes
-        if is_alone and not self.writes:
-            self._tell_of_others()
         self._dropped = set[str]()  # names of members
         self._named_at = dict[str, int]()  # of a name that went to another table: the first commit that has this
         self._saving: list[RowLifecycle] = []  # lifecycles saved by the last started commit
-
-    def _tell_of_others(self) -> None:
-        """Say once that tables alone are refreshed each by itself: a model with both may have two steps."""
-        others = [each.opening.path for each in list(_readers) if not each.is_closed]
-        _readers.add(self)
-        own, place = self.opening.path, os.path.dirname(self.opening.path)
-        near = next((path for path in others if path != own and os.path.dirname(path) == place), None)
-        if near is not None and place not in _told_of:
-            _told_of.add(place)
-            tell(
-                f"{self.subject} and table {near!r} are read each by itself, so that after refresh() one may be of a "
-                "later step than the other. Tables of one model that are members of one er.Group are always of one."
-            )
 
     @property
     def is_closed(self) -> bool:
