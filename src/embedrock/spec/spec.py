@@ -77,7 +77,7 @@ class Spec:
         check_count("`dim`", self.dim)
         check_choice("dtype", self.dtype, (*STORAGES, *CODECS))
         if self.codec is not None and (self.rule is not None or self.has_residents):
-            raise untrained(f"got rule={self.rule}" if self.rule is not None else "got admission= or eviction=")
+            raise untrained(self.dtype, f"rule={self.rule}" if self.rule is not None else "admission= or eviction=")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
         self.init.check(self.rows, self.dim)
@@ -102,10 +102,15 @@ class Spec:
         """The form of int8 and int4 weights; None for floats."""
         return CODECS.get(self.dtype)
 
+    @property
+    def value_dtype(self) -> str:
+        """The dtype of weights when they are read: `dtype`, or "float32" of int8 and int4."""
+        return self.dtype if self.codec is None else "float32"
+
     @forks.cached_property
     def words(self) -> np.dtype:
-        """The dtype of float weights in a record."""
-        return STORAGES[self.dtype]
+        """The dtype of `value_dtype` in a record of floats."""
+        return STORAGES[self.value_dtype]
 
     @property
     def weight_bytes(self) -> int:
@@ -146,11 +151,11 @@ class Spec:
         return replace(self, rule=rule)
 
 
-def untrained(got: str, subject: str = "a table") -> UnsupportedError:
-    """Return the error for a change of rows that are only read."""
+def untrained(dtype: str, got: str, subject: str = "a table") -> UnsupportedError:
+    """Return the error for training of rows that are only read."""
     return UnsupportedError(
-        f"{subject} with dtype {' or '.join(map(repr, CODECS))} must be only read: {got}. Nothing has changed. Train a "
-        "table of floats, and publish or export it with this dtype."
+        f"{subject} with rows of {dtype} must be only read: got {got}. Nothing has changed. Train a table of "
+        f'dtype="float32", and write a copy as {dtype}: embedrock export TABLE COPY --dtype {dtype}.'
     )
 
 
