@@ -278,9 +278,11 @@ def _packed(rows: TableState, source: TableState) -> SavedState:
     if source.default_row() is not None or first_scale(source) != 1.0:
         raise UnsupportedError(
             f"{rows.subject}, of {rows.spec.dtype}, must have the first values of {source.subject}: got rows of "
-            "another value, by admission= or by a rule with dense=True. Export all rows to a file and import that."
+            "another value, by admission= or by a rule with dense=True. Write all rows to a file (embedrock export "
+            "--all), import it, and take that table."
         )
     header = _header(source) | {"dtype": rows.spec.dtype, "rule": None, "steps": 0, "skipped_steps": 0}
+    header = {key: value for key, value in header.items() if key not in POLICIES}
     batches = (
         (ids, encode(rows.spec, ids, weights_of(source, ids), source.subject))
         for ids in source.tier.ascending_ids(_loaded_rows(4 * source.spec.dim))
