@@ -21,7 +21,10 @@ def spec_of(dtype: str, dim: int = 5, rule: Any = None) -> Spec:
 
 @EVERY
 def test_records_are_those_of_a_table(dtype: str):
-    rule, values = None if dtype in CODECS else er.Adagrad(initial_accumulator_value=0.5), np.linspace(-1, 1, 35, dtype="f4").reshape(7, 5)
+    rule, values = (
+        None if dtype in CODECS else er.Adagrad(initial_accumulator_value=0.5),
+        np.linspace(-1, 1, 35, dtype="f4").reshape(7, 5),
+    )
     spec, ids = spec_of(dtype, rule=rule), np.arange(10, 17)
     records = encode(spec, ids, values)
     assert (records.dtype, records.shape) == (np.uint8, (7, spec.record_bytes))
@@ -43,7 +46,9 @@ def test_rows_that_are_not_finite_are_refused_by_id(dtype: str, bad: float):
     values[[3, 11], [0, 4]] = bad
     with pytest.raises(er.GradientError) as refused:
         encode(spec_of(dtype), np.arange(20) * 10**12, values, "table 'users'")
-    expected = f"rows of table 'users' must be finite as {dtype}: got NaN, Inf or values too large in 2 rows, first ids "
+    expected = (
+        f"rows of table 'users' must be finite as {dtype}: got NaN, Inf or values too large in 2 rows, first ids "
+    )
     assert str(refused.value).startswith(expected + "[3000000000000, 11000000000000]. Nothing has changed.")
 
 

@@ -77,7 +77,10 @@ def _export_table(path: Path, arguments: Namespace) -> dict[str, Any]:
     shutil.rmtree(part, ignore_errors=True)
     with opened(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
         spec, done = table.spec, on_failure(lambda: shutil.rmtree(part, ignore_errors=True))
-        with done, er.Table(spec.rows, spec.dim, path=part, dtype=arguments.dtype, init=spec.init, seed=spec.seed) as made:
+        with (
+            done,
+            er.Table(spec.rows, spec.dim, path=part, dtype=arguments.dtype, init=spec.init, seed=spec.seed) as made,
+        ):
             made.load_state(table)
             made.commit(step=table.last_step)
         os.rename(part, path)
