@@ -117,8 +117,10 @@ def test_a_form_is_decoded_by_hand():
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "nbytes"),
-    [("int8", 64, 68), ("int8", 16, 20), ("int8", 1, 8), ("int8", 33, 40), ("int4", 64, 40), ("int4", 1, 8)]
-    + [("int4", 33, 28), ("int4", 31, 20)],
+    [
+        *(("int8", 64, 68), ("int8", 16, 20), ("int8", 1, 8), ("int8", 33, 40)),
+        *(("int4", 64, 40), ("int4", 1, 8), ("int4", 33, 28), ("int4", 31, 20)),
+    ],
 )
 def test_bytes_of_a_record(dtype: str, dim: int, nbytes: int):
     assert Spec(None, dim, dtype, None, Zeros(), 0).record_bytes == nbytes

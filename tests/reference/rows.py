@@ -14,7 +14,7 @@ from embedrock.kernels.packed import PackedRows
 from reference import codec, directory, packed, rules
 
 
-def gather(weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
+def gather(weights: Any, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
     """Copy the weights of ``slots[positions]`` to ``out`` (n, dim).
 
     A slot ``-1 - k`` stands for ``fresh[k]``, a row that has no record yet.
@@ -43,7 +43,7 @@ def look_up(
     gather(weights, slots, positions, fresh, out)
 
 
-def scatter(weights: np.ndarray, slots: np.ndarray, values: np.ndarray) -> None:
+def scatter(weights: Any, slots: np.ndarray, values: np.ndarray) -> None:
     """Overwrite weights by ``values`` (n, dim), rounded to nearest. Slots do not repeat."""
     if isinstance(weights, PackedRows):
         return packed.pack(weights, slots, values)

@@ -21,11 +21,8 @@ def spec_of(dtype: str, dim: int = 5, rule: Any = None) -> Spec:
 
 @EVERY
 def test_records_are_those_of_a_table(dtype: str):
-    rule, values = (
-        None if dtype in CODECS else er.Adagrad(initial_accumulator_value=0.5),
-        np.linspace(-1, 1, 35, dtype="f4").reshape(7, 5),
-    )
-    spec, ids = spec_of(dtype, rule=rule), np.arange(10, 17)
+    rule = None if dtype in CODECS else er.Adagrad(initial_accumulator_value=0.5)
+    spec, ids, values = spec_of(dtype, rule=rule), np.arange(10, 17), np.linspace(-1, 1, 35, dtype="f4").reshape(7, 5)
     records = encode(spec, ids, values)
     assert (records.dtype, records.shape) == (np.uint8, (7, spec.record_bytes))
     got, slots = np.empty((7, 5), np.float32), np.arange(7)

@@ -20,9 +20,10 @@ ROWS, DIM, ALL = 300, 33, np.arange(300)
 HELD = np.arange(0, 300, 3)
 
 
-def trained(**options: Any) -> er.Table:
+def trained(**given: Any) -> er.Table:
     """Return a table of floats, of which every third row has a record."""
-    table = er.Table(ROWS, DIM, **{"rule": er.Adam(), "seed": 3, **options})
+    options: dict[str, Any] = {"rule": er.Adam(), "seed": 3, **given}
+    table = er.Table(ROWS, DIM, **options)
     rng = np.random.default_rng(0)
     for ids in (HELD[::2], HELD):
         table.update(ids, rng.standard_normal((len(ids), DIM)).astype(np.float32))
@@ -50,7 +51,8 @@ def expected_of(dtype: str, source: er.Table) -> np.ndarray:
 @pytest.mark.parametrize("source_dtype", ["float32", "bfloat16"])
 def test_rows_are_those_of_the_table_it_was_filled_from(dtype: str, on_disk: bool, source_dtype: str, tmp_path: Path):
     source = trained(dtype=source_dtype, **({"path": tmp_path / "source"} if on_disk else {}))
-    source.commit() if on_disk else None
+    if on_disk:
+        source.commit()
     made = packed(dtype, source, **({"path": tmp_path / "made"} if on_disk else {}))
     # First values are not rounded: they are those of float32.
     first = er.Table(ROWS, DIM, seed=3).lookup(ALL)
@@ -156,7 +158,8 @@ def test_rows_that_are_not_finite_change_nothing(dtype: str, on_disk: bool, tmp_
     with pytest.raises(er.GradientError, match=text):
         made.load_state(source)
     np.testing.assert_array_equal(made.lookup(ALL), before)
-    made.commit() if on_disk else None
+    if on_disk:
+        made.commit()
     made.close()
 
 

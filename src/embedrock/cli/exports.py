@@ -76,11 +76,10 @@ def _export_table(path: Path, arguments: Namespace) -> dict[str, Any]:
         fail(part, "no such folder", "one, perhaps of an export that was cut off", RESTART)
     shutil.rmtree(part, ignore_errors=True)
     with opened(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
-        spec, done = table.spec, on_failure(lambda: shutil.rmtree(part, ignore_errors=True))
-        with (
-            done,
-            er.Table(spec.rows, spec.dim, path=part, dtype=arguments.dtype, init=spec.init, seed=spec.seed) as made,
-        ):
+        spec = table.spec
+        own: dict[str, Any] = {"dtype": arguments.dtype, "init": spec.init, "seed": spec.seed}
+        undone = on_failure(lambda: shutil.rmtree(part, ignore_errors=True))
+        with undone, er.Table(spec.rows, spec.dim, path=part, **own) as made:
             made.load_state(table)
             made.commit(step=table.last_step)
         os.rename(part, path)
