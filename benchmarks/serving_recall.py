@@ -1,4 +1,4 @@
-"""Recall of the top 20 by rows of int8, int4 and bfloat16, against float32: ``python -m benchmarks.serving_recall LOG``.
+"""Recall of the top 20 by rows of int8, int4 and bfloat16: ``python -m benchmarks.serving_recall LOG``.
 
 Factors of users and items are trained on a log of ratings. Then rows of items, or of both, are rounded to another
 dtype. The squared loss of all pairs gives wider gaps between scores than the BPR loss, and so a higher recall.
