@@ -24,6 +24,7 @@ from embedrock.cli import exports, imports
 from embedrock.cli.formats import FORMATS, base
 from embedrock.cli.main import FAILED, INTERRUPTED, main
 from embedrock.cli.tables import DAMAGED
+from embedrock.spec.codecs import CODECS
 from slow import slow
 
 USAGE = 2  # argparse's exit status
@@ -266,6 +267,55 @@ def test_rollback_and_compact(run: Run, refused: Refused):
     assert told["bytes"] > 0
     assert_rows("t.rock", np.arange(ROWS), vectors)
     assert "has no commit 77" in refused("rollback", "t.rock", 77)
+
+
+# ---------------------------------------------------------------- tables of another dtype
+
+
+@pytest.mark.parametrize("dtype", CODECS)
+def test_export_of_a_table_that_is_only_read(dtype: str, run: Run, refused: Refused):
+    vectors = make_table(ids=np.arange(0, ROWS, 2))
+    told = run("export", "t.rock", "small.rock", "--dtype", dtype)
+    assert (told["rows"], told["dim"], told["commit"], told["format"]) == (len(vectors), DIM, 2, dtype)
+    assert told["files"] == [str(Path("small.rock").absolute())]
+    with er.open("t.rock", mode="r") as table, er.open("small.rock") as made:
+        assert (made.spec.dtype, made.rule, made.last_step) == (dtype, None, 20)
+        np.testing.assert_array_equal(made.lookup(range(1, ROWS, 2)), table.lookup(range(1, ROWS, 2)))
+        np.testing.assert_allclose(made.lookup(range(0, ROWS, 2)), vectors, atol=0.01 if dtype == "int8" else 0.2)
+        assert not np.array_equal(made.lookup([0]), vectors[:1])
+    assert run("verify", "small.rock")["records"] == len(vectors)
+    run("export", "t.rock", "first.rock", "--dtype", dtype, "--at", 1)
+    assert not np.array_equal(rows_of("first.rock")[1], rows_of("small.rock")[1])
+    run("export", "small.rock", "rows.npz")  # and back to floats, by way of a file
+    run("import", "rows.npz", "again.rock")
+    np.testing.assert_array_equal(rows_of("again.rock")[1], rows_of("small.rock")[1])
+    assert "expected a file that is not there yet" in refused("export", "t.rock", "small.rock", "--dtype", dtype)
+    for option in (["--all"], ["--format", "npy"]):
+        assert "Leave --all, --format and --words out" in refused("export", "t.rock", "x", "--dtype", dtype, *option)
+    assert sorted(path.name for path in Path().iterdir()) == [
+        "again.rock",
+        "first.rock",
+        "rows.npz",
+        "small.rock",
+        "t.rock",
+    ]
+
+
+def test_an_export_of_a_table_leaves_nothing_half_done(run: Run, refused: Refused):
+    make_table()
+    with er.open("t.rock") as table:
+        table.set_rule(er.SGD(lr=1.0))
+        for _ in range(2):
+            table.update([7], np.full((1, DIM), -3e38, np.float32))
+        table.commit()
+    text = refused("export", "t.rock", "small.rock", "--dtype", "int8")
+    assert "must be finite as int8: got NaN, Inf or values too large in 1 row, first ids [7]." in text
+    assert [path.name for path in Path().iterdir()] == ["t.rock"]
+    (Path("small.rock" + base.PART) / "base").mkdir(parents=True)  # as a killed process would leave it
+    text = refused("export", "t.rock", "small.rock", "--dtype", "int8", "--at", 1)
+    assert "expected no such folder; got one, perhaps of an export that was cut off. Begin anew: --restart." in text
+    run("export", "t.rock", "small.rock", "--dtype", "int8", "--at", 1, "--restart")
+    assert sorted(path.name for path in Path().iterdir()) == ["small.rock", "t.rock"]
 
 
 # ---------------------------------------------------------------- import and export

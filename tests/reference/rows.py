@@ -1,7 +1,7 @@
 """Reading, summing and stepping rows: the specification of ``kernels/cpu/rows.py``.
 
 ``weights`` (slots, >= dim) are storage words and ``records`` (slots, record_floats) float32: two views of the same
-records, whose state columns start at ``state_start``.
+records, whose state columns start at ``state_start``. Rows that are only read may be `PackedRows` instead of words.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from reference import codec, directory, rules
+from embedrock.kernels.packed import PackedRows
+from reference import codec, directory, packed, rules
 
 
-def gather(weights: np.ndarray, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
+def gather(weights: Any, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
     """Copy the weights of ``slots[positions]`` to ``out`` (n, dim).
 
     A slot ``-1 - k`` stands for ``fresh[k]``, a row that has no record yet.
     """
     dim, wanted = out.shape[1], slots[positions]
     here = wanted >= 0
-    out[here] = codec.decode(weights[wanted[here], :dim])
+    if isinstance(weights, PackedRows):
+        out[here] = packed.unpack(weights, wanted[here], dim)
+    else:
+        out[here] = codec.decode(weights[wanted[here], :dim])
     out[~here] = fresh[-1 - wanted[~here]]
 
 
@@ -39,8 +43,10 @@ def look_up(
     gather(weights, slots, positions, fresh, out)
 
 
-def scatter(weights: np.ndarray, slots: np.ndarray, values: np.ndarray) -> None:
+def scatter(weights: Any, slots: np.ndarray, values: np.ndarray) -> None:
     """Overwrite weights by ``values`` (n, dim), rounded to nearest. Slots do not repeat."""
+    if isinstance(weights, PackedRows):
+        return packed.pack(weights, slots, values)
     weights[slots, : values.shape[1]] = codec.encode_nearest(values, weights.dtype)
 
 

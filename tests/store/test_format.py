@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.spec.codecs import CODECS
 from embedrock.store import manifest as manifests
 from embedrock.store import segments as runs
-from format_reader import read_group, read_history, read_manifest, read_table
+from format_reader import read_group, read_history, read_manifest, read_table, weights_in
 from golden.make import (
     COME_AND_GO,
     FORGOTTEN,
@@ -235,3 +236,19 @@ def test_the_reader_notices_damage(pattern: str, version: int, tmp_path: Path):
 def everything(folder: Path) -> Any:
     manifest, records = read_table(folder)
     return records, read_history(folder, manifest)
+
+
+@pytest.mark.parametrize("dtype", CODECS)
+@pytest.mark.parametrize("dim", [1, 31, 32, 33, 64])
+def test_records_that_are_only_read(dtype: str, dim: int, tmp_path: Path):
+    source, ids = er.Table(90, dim, seed=2), np.arange(0, 90, 4)
+    source.assign(ids, np.random.default_rng(dim).standard_normal((len(ids), dim)).astype(np.float32))
+    with er.Table(90, dim, dtype=dtype, seed=2, path=tmp_path / "t") as table:
+        table.load_state(source)
+        table.commit()
+        expected = table.lookup(ids)
+    manifest, records = read_table(tmp_path / "t")
+    assert (manifest["format"], manifest["spec"]["dtype"], manifest["spec"]["rule"]) == (2, dtype, None)
+    assert sorted(records) == ids.tolist()
+    for row, weights in zip(ids.tolist(), expected, strict=True):
+        np.testing.assert_array_equal(weights_in(records[row], dim, dtype), weights)

@@ -18,7 +18,7 @@ import mutation_trials
 from embedrock.store import reading
 from embedrock.store.segments import Segment
 from mutation_trials import Failure, run
-from mutations import Case, case_of, images
+from mutations import Case, case_of, images, packed_image
 from slow import slow
 
 MANY = int(os.environ.get("EMBEDROCK_MUTATIONS", "20000"))
@@ -42,7 +42,7 @@ def test_histories_that_were_taken_for_sound(seed: int):
 
 
 def test_tables_are_what_they_are_before_they_are_mutated():
-    for image in images():
+    for image in (*images(), packed_image()):
         assert mutation_trials.try_case(Case(0, image, image.files, False, []))
 
 

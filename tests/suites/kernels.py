@@ -16,10 +16,12 @@ from embedrock.initializers import Zeros
 from embedrock.kernels.arguments import SGDStep
 from embedrock.kernels.keys import PART_BITS
 from embedrock.optimizers import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
+from embedrock.spec.codecs import CODECS
 from embedrock.spec.spec import STORAGES, RecordLayout, Spec
 from embedrock.system.arena import reserve
 
 DIMS = (1, 3, 8, 17, 64)
+PACKED_DIMS = (*DIMS, 2, 31, 32, 33)  # groups of 32
 DEFAULTS = tuple(kind() for kind in RULES)
 DENSE = tuple(cast(Any, kind)(dense=True) for kind in RULES if hasattr(kind, "dense"))
 FORMS = (  # of the rules, besides what they are by default: every step of `arguments.STEPS` is one's or the other's
@@ -132,6 +134,27 @@ class KernelSuite:
             np.testing.assert_array_equal(got.inside, expected)
             found.check()
             got.check()
+
+    @pytest.mark.parametrize("dtype", CODECS)
+    @pytest.mark.parametrize("dim", PACKED_DIMS)
+    def test_gather_and_scatter_packed(self, dim: int, dtype: str) -> None:
+        rng, width = np.random.default_rng(dim), make_layout(None, dim, dtype).record_bytes
+        records, where = [Guarded((50, width), np.uint8) for _ in range(2)], rng.permutation(50)[:30]
+        values = rng.standard_normal((30, dim)).astype(np.float32)
+        values[:20] *= np.exp(rng.uniform(-87, 80, (20, 1))).astype(np.float32)
+        values[20:25], values[25], values[26] = values[20:25, :1] + np.float32(3e4), 0, 1e-45
+        expected, got = (CODECS[dtype].rows_of(each.inside, dim) for each in records)
+        reference.rows.scatter(expected, where, values)
+        self.call(self.backend.rows.scatter, 30, got, where, values)
+        np.testing.assert_array_equal(records[1].inside, records[0].inside)
+        slots, positions = np.append(where, [-2, -1]), rng.integers(0, 32, 67).astype(np.int32)
+        fresh, rows = rng.standard_normal((2, dim)).astype(np.float32), np.empty((67, dim), np.float32)
+        reference.rows.gather(expected, slots, positions, fresh, rows)
+        out = Guarded((67, dim), np.float32)
+        self.call(self.backend.rows.gather, 67, got, slots, positions, fresh, out.inside)
+        np.testing.assert_array_equal(out.inside.view(np.int32), rows.view(np.int32))
+        for each in (*records, out):
+            each.check()
 
     @pytest.mark.parametrize("dim", DIMS)
     def test_put(self, dim: int) -> None:

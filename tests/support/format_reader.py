@@ -54,6 +54,18 @@ def read_run(
     return ids, stored[:, :-4], np.frombuffer(gone, "<i8")
 
 
+def weights_in(record: bytes, dim: int, dtype: str) -> np.ndarray:
+    """Return the weights in a record of int8 or int4: float32 (dim,)."""
+    if dtype == "int8":
+        (scale,) = np.frombuffer(record, "<f4", 1, -(-dim // 4) * 4)
+        return np.frombuffer(record, "i1", dim) * scale
+    packed = np.frombuffer(record, "u1", -(-dim // 2))
+    codes, groups = np.stack([packed % 16, packed // 16], 1).reshape(-1)[:dim], -(-dim // 32)
+    words = np.frombuffer(record, "<u2", 2 * groups, -(-len(packed) // 2) * 2).astype("<u4") << 16
+    scales, offsets = np.repeat(words.view("<f4").reshape(2, groups), 32, axis=1)[:, :dim]
+    return codes.astype("<f4") * scales + offsets
+
+
 def check_header(data: bytes, width: int, name: str, manifest: dict[str, Any]) -> int | None:
     """Check the first page of a file, and return its salt; files of version 1 have none."""
     (version,), nonce = struct.unpack("<I", data[8:12]), data[40:48]

@@ -28,7 +28,7 @@ import numpy as np
 
 import embedrock as er
 from embedrock.store.verify import verify
-from mutations import Case, case_of, images, names_in, system_of, table_in
+from mutations import Case, case_of, images, names_in, packed_image, system_of, table_in
 
 MEMORY = "256KiB"
 MORE_BYTES = 64 << 20  # beyond what the process has when it begins
@@ -190,7 +190,7 @@ def _look_up(batches: list[tuple[er.Table, np.ndarray]]) -> None:
 
 def run(kind: str, seeds: range) -> list[Failure]:
     """Run cases in children, and return those that failed."""
-    for image in images():  # all code is compiled and loaded before there are children
+    for image in (*images(), packed_image()):  # all code is compiled and loaded before there are children
         try_case(Case(0, image, image.files, kind == "sealed", []))
     failures, first = list[Failure](), seeds.start
     while first < seeds.stop:

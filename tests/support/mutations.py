@@ -49,6 +49,7 @@ INTEGERS = (
     *(2**k + d for k in (31, 32, 40, 53, 62, 63, 64) for d in (-1, 0, 1)),
 )
 VALUES = (*INTEGERS, *(-k for k in INTEGERS), 10**30, 10**400, 1e308, 1.5, -0.0, float("nan"), float("inf"))
+DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 OTHERS = (None, True, False, "", "x" * 70, "0" * 32, "bits", "ids", "full", "base/../x", "\ud800", "\x00", [], {}, [[]])
 
 
@@ -195,6 +196,32 @@ def _group() -> dict[str, bytes]:
                 group["d"].forget([1, 2, 3])
         group.commit()
     return {path.removeprefix("/t/"): data for path, data in system.files().items()}
+
+
+def _packed() -> dict[str, bytes]:
+    """Return the files of a group of int8 and int4, which no step changes: filled twice, and forgotten rows."""
+    system, rng = FaultFS(), np.random.default_rng(3)
+    kinds = {"a": (150, "int8"), "b": (None, "int4"), "c": (90, "int8")}
+    with mock.patch("os.urandom", rng.bytes), er.Group(path="/t", system=system, keep=3, memory="1MiB") as group:
+        for seed, (name, (rows, dtype)) in enumerate(kinds.items()):
+            group.table(name, rows, 35, dtype=dtype, init=er.Normal(), seed=seed)
+        for step in range(3):
+            for name, (rows, _) in kinds.items():
+                source = er.Table(rows, 35, init=er.Normal(), seed=group[name].spec.seed)
+                ids = rng.permutation(rows or 60)[:40]
+                source.assign(ids, rng.standard_normal((40, 35)).astype(np.float32))
+                group[name].load_state(source)
+            group["a"].forget([1, 2, 3])
+            group.commit(step=step)
+            if step == 1:
+                group.compact()
+        group.commit()
+    return {path.removeprefix("/t/"): data for path, data in system.files().items()}
+
+
+@functools.cache
+def packed_image() -> Image:
+    return image_of("packed", _packed())
 
 
 @functools.cache
@@ -406,7 +433,9 @@ def edit(draft: Draft) -> str:
             node = node[key]
             continue
         how = draft.rng.random()
-        if how < 0.1:
+        if key == "dtype" and how < 0.5:
+            node[key] = draft.rng.choice(DTYPES)
+        elif how < 0.1:
             del node[key]
         elif how < 0.15:
             node[key] = node[draft.rng.choice(list(node))] if isinstance(node, dict) else draft.rng.choice(node)
@@ -656,6 +685,7 @@ def case_of(seed: int, sealed: bool) -> Case:
     """Return the case of a number."""
     rng = random.Random(2 * seed + sealed)
     image = rng.choice([image for image in images() if sealed or not image.name.startswith("version-1")])
+    image = packed_image() if seed % 11 == 5 else image  # not one of `images`: other seeds stay the cases that they are
     draft = Draft(rng, {path: bytearray(data) for path, data in image.files.items()}, sealed)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         change = rng.choice(SEALED if sealed else PLAIN)

@@ -161,7 +161,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"dtype": "float64"},
         er.ArgumentError,
-        "`dtype` must be one of float32, bfloat16, float16: got 'float64'",
+        "`dtype` must be one of float32, bfloat16, float16, int8, int4: got 'float64'",
     ),
     ({"dtype": np.float32}, er.ArgumentError, "`dtype` must be one of"),
     ({"seed": 2**64}, er.ArgumentError, "`seed` must be a whole number of at most 64 bits"),

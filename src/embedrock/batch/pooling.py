@@ -71,7 +71,7 @@ class PooledSource(NamedTuple):
     """The rows of a batch, as ``tests/reference/pooling.py`` defines them.
 
     Attributes:
-        words: stored words of records, (slots, at least dim), in the stored dtype.
+        words: stored words of records, (slots, at least dim), in the stored dtype. `gather` also takes `PackedRows`.
         slots: int64 (unique,); ``-1 - k`` stands for ``fresh[k]``.
         fresh: float32 (new, dim), rows without records.
     """

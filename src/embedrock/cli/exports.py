@@ -1,10 +1,15 @@
-"""``embedrock export``: writes rows of a table to a file. The same command continues an interrupted export."""
+"""``embedrock export``: writes rows of a table to a file, or to a table of int8 or int4.
+
+The same command continues an interrupted export to a file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import io
+import os
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +24,8 @@ from embedrock.cli.formats.files import opened_text
 from embedrock.cli.imports import RESTART, Journal, words_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
-from embedrock.io.vfs import explained_if_full, full_disk
+from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
+from embedrock.system.scopes import on_failure
 
 SYNC_BYTES = 256 << 20  # of vectors, between two entries in the journal
 
@@ -29,9 +35,11 @@ Rows = tuple[np.ndarray, np.ndarray]  # ids int64 (n,), vectors float32 (n, dim)
 def run_export(arguments: Namespace) -> dict[str, Any]:
     """Export, and return a summary."""
     path = Path(arguments.file).absolute()
-    kind = format_to_write(path, arguments.format)
+    kind = None if arguments.dtype else format_to_write(path, arguments.format)
     if path.exists():
         fail(path, "a file that is not there yet", "one that is", "Move it away, or choose another name.")
+    if kind is None:
+        return _export_table(path, arguments)
     with opened(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
         output = _output(table, kind, path, arguments)
         words = None if output.words is None else str(output.words)
@@ -56,6 +64,28 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
         result = described | {"table": str(table.path), "files": [str(one) for one in made], "continued_at": start}
         order = "table", "commit", "files", "format", "rows", "continued_at", "dim", "all", "words"
         return {key: result[key] for key in order}
+
+
+def _export_table(path: Path, arguments: Namespace) -> dict[str, Any]:
+    """Write a table of another dtype. Its folder gets its name when it is complete."""
+    if arguments.all or arguments.format or arguments.words:
+        remedy = "Leave --all, --format and --words out: the rows without a record keep their first values."
+        fail(path, "a table, as --dtype is given", "an option of files", remedy)
+    part = part_of(path)
+    if part.exists() and not arguments.restart:
+        fail(part, "no such folder", "one, perhaps of an export that was cut off", RESTART)
+    shutil.rmtree(part, ignore_errors=True)
+    with opened(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
+        spec = table.spec
+        own: dict[str, Any] = {"dtype": arguments.dtype, "init": spec.init, "seed": spec.seed}
+        undone = on_failure(lambda: shutil.rmtree(part, ignore_errors=True))
+        with undone, er.Table(spec.rows, spec.dim, path=part, **own) as made:
+            made.load_state(table)
+            made.commit(step=table.last_step)
+        os.rename(part, path)
+        OS_SYSTEM.fsync_folder(str(path.parent))
+        found = {"table": str(table.path), "commit": table.last_commit, "files": [str(path)], "format": arguments.dtype}
+        return found | {"rows": int(table.stats()["rows_touched"]), "continued_at": 0, "dim": spec.dim, "all": False}
 
 
 def _output(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> Output:

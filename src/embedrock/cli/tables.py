@@ -26,6 +26,7 @@ from embedrock.distributed.reader import verify_parts
 from embedrock.errors import CorruptTableError, did_you_mean
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.planner.demand import RULE_NAMES
+from embedrock.spec.codecs import CODECS
 from embedrock.spec.description import POLICIES, describe_spec
 from embedrock.spec.spec import STORAGES
 from embedrock.store import folder as folders
@@ -81,6 +82,7 @@ def _add_export(subparsers: Any) -> None:
     parser = _add(subparsers, "export", _export, "write the rows of a table to a file")
     parser.add_argument("file", type=file, metavar="FILE", help="to write; what it is called says its format")
     parser.add_argument("--at", type=_commit, metavar="COMMIT", help="as of this commit (default: the last one)")
+    parser.add_argument("--dtype", choices=CODECS, help="write a table of this dtype, only to be read, as folder FILE")
     parser.add_argument("--all", action="store_true", help="rows without a record too, with their first values")
     parser.add_argument("--words", metavar="FILE", help="a word per row, for text; '': ids (default: TABLE.words.txt)")
     _add_format(parser, [one.name for one in FORMATS if one.sink is not None])

@@ -27,8 +27,11 @@ def device_side(table: Table, device: torch.device) -> GpuExecutor | None:
     """Return the executor of a table on a GPU; None, with a warning, where only the CPU can use the rows.
 
     Raises:
-        UnsupportedError: a requirement of GPU kernels is missing, and the table has `device_memory=`.
+        UnsupportedError: the table has `device_memory=`, and a requirement of GPU kernels is missing, or its rows are
+            int8 or int4.
     """
+    if table.spec.codec is not None:
+        return _decoded_by_cpu(table)
     lack = lack_for_kernels(device.type)
     if lack is None:
         from embedrock.device.attach import side_of
@@ -44,6 +47,13 @@ def device_side(table: Table, device: torch.device) -> GpuExecutor | None:
         stacklevel=3,
     )
     return None
+
+
+def _decoded_by_cpu(table: Table) -> None:
+    what = f"{table.subject} has rows of {table.spec.dtype}, which the CPU decodes"
+    if (given := device_memory_of(table)) is not None:
+        raise UnsupportedError(f"{what}: it cannot have device_memory={given}. Leave that out.")
+    warnings.warn(f"{what}: weights are copied to the GPU, as float32.", PlacementWarning, stacklevel=4)
 
 
 class MissingRequirement(NamedTuple):

@@ -39,7 +39,7 @@ class RowSource(NamedTuple):
     @staticmethod
     def of(table: Table, wire: str = "float32") -> RowSource:
         spec = table.spec
-        return RowSource(table, spec.dim, wire if spec.dtype == "float32" else spec.dtype, wire)
+        return RowSource(table, spec.dim, wire if spec.value_dtype == "float32" else spec.dtype, wire)
 
     def words(self, rows: int) -> int:
         """Return the size of rows in words."""

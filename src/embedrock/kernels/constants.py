@@ -28,6 +28,15 @@ NUMERATOR = _float32(
 )  # fmt: skip
 DENOMINATOR = _float32(3.7379534e-06, 0.000248412, 0.0023113347, 0.034651984, 0.09520273, 1.0)
 
+# ---------------------------------------------------------------- rows in 8 or 4 bits: docs/format.md
+
+LEAST_NORMAL = np.float32(2.0**-126)  # of float32; smaller weights count as 0
+LEAST_SCALE = np.float32(2.0**-124)  # of int8: weights below LEAST_NORMAL have the code 0
+# Of int4. All weights are multiples of 2**-125 (8 bits of a bfloat16 below 2**-117), so that none is subnormal. The
+# least step is twice the least offset: weights from -LEAST_OFFSET to 0 have the offset 0.
+LEAST_OFFSET, LEAST_STEP = np.float32(2.0**-118), 2.0**-117
+MOST_OF_INT8 = np.float32(3.4e38)  # 127 * (this / 127) does not overflow when the quotient is rounded up
+
 # ---------------------------------------------------------------- files
 
 RUN_SHIFT = 40  # of a record's location: lower bits are a position, higher ones a file

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.errors import CorruptTableError, TableFileError, not_one_of
+from embedrock.errors import CorruptTableError, TableFileError, UnsupportedError, not_one_of
 from embedrock.initializers import INITIALIZERS, FromArray, Initializer
 from embedrock.optimizers import RULES, Rule, describe_rule
 from embedrock.spec.admission import Admission
@@ -51,7 +51,7 @@ def read_spec(description: dict[str, Any], init: Initializer | None, where: str)
         return Spec(rows, dim, dtype, rule, first, seed, **policies_of(description))
     except TableFileError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, UnsupportedError) as error:
         raise CorruptTableError(
             f"the manifest of {where} must describe a table: got {str(description)[:200]} ({error!r})."
         ) from error

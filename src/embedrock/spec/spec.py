@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError, check_choice
+from embedrock.spec.codecs import CODECS, Codec
 from embedrock.system import forks
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class Spec:
     Args:
         rows: number of rows, or None for open ids (any int64).
         dim: columns of weights in a row.
-        dtype: of the weights: "float32", "bfloat16" or "float16". Optimizer state is always float32.
+        dtype: of the weights: "float32", "bfloat16" or "float16". Optimizer state is always float32. "int8" and "int4"
+            are for rows that are only read, without a rule.
         rule: the sparse optimizer, or None for a table that is only read (or gets its rule later).
         init: initializer of rows.
         seed: of initial values and of stochastic rounding.
@@ -57,7 +59,7 @@ class Spec:
 
     Raises:
         ArgumentError: an invalid value.
-        UnsupportedError: dynamic rows under a rule that moves rows without a gradient.
+        UnsupportedError: dynamic rows under a rule that moves rows without a gradient; training of int8 or int4.
     """
 
     rows: int | None
@@ -73,7 +75,9 @@ class Spec:
         if self.rows is not None:
             check_count("`rows`", self.rows, OPEN_IDS)
         check_count("`dim`", self.dim)
-        check_choice("dtype", self.dtype, STORAGES)
+        check_choice("dtype", self.dtype, (*STORAGES, *CODECS))
+        if self.codec is not None and (self.rule is not None or self.has_residents):
+            raise untrained(self.dtype, f"rule={self.rule}" if self.rule is not None else "admission= or eviction=")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
         self.init.check(self.rows, self.dim)
@@ -93,19 +97,34 @@ class Spec:
         """Return whether some stepped rows have no record, or lose it."""
         return self.admission is not None or self.eviction is not None
 
+    @property
+    def codec(self) -> Codec | None:
+        """The form of int8 and int4 weights; None for floats."""
+        return CODECS.get(self.dtype)
+
+    @property
+    def value_dtype(self) -> str:
+        """The dtype of weights when they are read: `dtype`, or "float32" of int8 and int4."""
+        return self.dtype if self.codec is None else "float32"
+
     @forks.cached_property
     def words(self) -> np.dtype:
-        """The dtype of weights in a record."""
-        return STORAGES[self.dtype]
+        """The dtype of `value_dtype` in a record of floats."""
+        return STORAGES[self.value_dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of a record."""
+        return self.dim * self.words.itemsize if self.codec is None else self.codec.nbytes(self.dim)
 
     @forks.cached_property
     def layout(self) -> RecordLayout:
-        state_start = -(-self.dim * self.words.itemsize // STATE_BYTES)
+        state_start = -(-self.weight_bytes // STATE_BYTES)
         state_width = 0 if self.rule is None else self.rule.state_width(self.dim)
         used = (state_start + state_width) * STATE_BYTES
-        alignment = min(MAX_ALIGNMENT, 1 << (used - 1).bit_length())
+        alignment = min(MAX_ALIGNMENT, 1 << (used - 1).bit_length()) if self.codec is None else STATE_BYTES
         record_bytes = -(-used // alignment) * alignment
-        gaps = (self.dim * self.words.itemsize, state_start * STATE_BYTES), (used, record_bytes)
+        gaps = (self.weight_bytes, state_start * STATE_BYTES), (used, record_bytes)
         return RecordLayout(record_bytes, state_start, state_width, tuple(gap for gap in gaps if gap[0] < gap[1]))
 
     @forks.cached_property
@@ -130,6 +149,14 @@ class Spec:
 
     def with_rule(self, rule: Rule | None) -> Spec:
         return replace(self, rule=rule)
+
+
+def untrained(dtype: str, got: str, subject: str = "a table") -> UnsupportedError:
+    """Return the error for training of rows that are only read."""
+    return UnsupportedError(
+        f"{subject} with rows of {dtype} must be only read: got {got}. Nothing has changed. Train a table of "
+        f'dtype="float32", and write a copy as {dtype}: embedrock export TABLE COPY --dtype {dtype}.'
+    )
 
 
 def check_count(subject: str, value: object, remedy: str = "") -> None:

@@ -186,6 +186,10 @@ class Backend(ABC):
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
         """Iterate over the ids of all rows that have records, at most `size` at a time."""
 
+    def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
+        """Iterate over the ids of `id_batches` in ascending order."""
+        yield from cut(np.sort(np.concatenate([np.empty(0, np.int64), *self.id_batches(size)])), size)
+
     def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
         """Iterate over the ids of `id_batches` in ``[lo, hi)``."""
         for ids in self.id_batches(max(size, SCANNED_ROWS)):

@@ -247,7 +247,6 @@ class DiskBackend(Backend):
         return itertools.chain(below, cut(rest, size))
 
     def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
-        """Iterate over the ids of `id_batches` in ascending order."""
         below, rest = self._base_and_rest(size)
         for ids in below:
             end = int(np.searchsorted(rest, ids[-1])) if len(ids) else 0

@@ -10,6 +10,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import ONES, Bags, places_of, sum_bags
+from embedrock.errors import GradientError, counted
 from embedrock.optimizers import LAST_STEP
 from embedrock.spec.spec import STATE_BYTES, Spec
 from embedrock.system.buffers import buffers
@@ -46,7 +47,8 @@ class Records:
     def __init__(self, spec: Spec, memory: np.ndarray) -> None:
         self._spec = spec
         self.bytes = memory.reshape(-1, spec.record_bytes)  # possibly empty
-        self.weights, self._floats = self.bytes.view(spec.words), self.bytes.view(np.float32)
+        codec, self._floats = spec.codec, self.bytes.view(np.float32)
+        self.weights: Any = self.bytes.view(spec.words) if codec is None else codec.rows_of(self.bytes, spec.dim)
 
     @spanned("gather")
     def read(self, slots: np.ndarray, positions: np.ndarray, fresh: np.ndarray, out: np.ndarray) -> None:
@@ -120,6 +122,32 @@ class Records:
         self.read(slots, positions, grads[:0], weights)
         cpu.launch(cpu.rows.step, weights, rows, self._floats, slots, *state, grads, numbers)
         cpu.launch(cpu.rows.scatter_stochastic, self.weights, slots, weights, ids, self._spec.key, step)
+
+
+def encode(spec: Spec, ids: np.ndarray, values: np.ndarray, subject: str = "a table") -> np.ndarray:
+    """Return new records of rows, uint8 (n, record_bytes), with initial optimizer state.
+
+    Args:
+        spec: of the table.
+        ids: int64 (n,), for the error.
+        values: weights, float32 (n, dim), rounded to nearest.
+        subject: the table's name in the error.
+
+    Raises:
+        GradientError: NaN or Inf, or a value that is too large as the table's dtype.
+    """
+    made = Records(spec, np.zeros(len(ids) * spec.record_bytes, np.uint8))
+    slots, kept = np.arange(len(ids)), np.empty((len(ids), spec.dim), np.float32)
+    made.begin(slots, values, spec.first_state)
+    made.read(slots, slots.astype(np.int32), values[:0], kept)
+    wrong = np.flatnonzero(~(np.isfinite(values).all(axis=1) & np.isfinite(kept).all(axis=1)))
+    if len(wrong):
+        raise GradientError(
+            f"rows of {subject} must be finite as {spec.dtype}: got NaN, Inf or values too large in "
+            f"{counted(len(wrong), 'row')}, first ids {ids[wrong[:8]].tolist()}. Nothing has changed. Assign other "
+            "values to them, or forget them."
+        )
+    return made.bytes
 
 
 class SharedRow:

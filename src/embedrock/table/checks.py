@@ -19,6 +19,7 @@ from embedrock.errors import (
     counted,
 )
 from embedrock.optimizers import Rule
+from embedrock.spec.spec import Spec, untrained
 from embedrock.table.rows import TableState, rounded
 
 
@@ -57,6 +58,8 @@ def floats(name: str, values: npt.ArrayLike, shape: tuple[int, ...], subject: st
 def assigned(plan: Plan, values: npt.ArrayLike, rows: TableState) -> np.ndarray:
     """Return values to assign to a plan's rows, float32 (unique, dim), rounded to the table's dtype."""
     spec, subject = rows.spec, rows.subject
+    if spec.codec is not None:
+        raise untrained(spec.dtype, "values to assign", subject)
     if len(plan.ids) != plan.inverse.size:
         raise ArgumentError(
             f"`ids` of assign must not repeat: got {plan.inverse.size} ids, {len(plan.ids)} of them different."
@@ -115,8 +118,11 @@ def nonfinite_in(error: NonFiniteGradientError, plan: Plan, grads: Any) -> NonFi
     return NonFiniteGradientError(f"{error} The first is {where}.", error.count, error.ids)
 
 
-def rule_of_step(rule: Rule | None, lr: float | None, changes: dict[str, Any], subject: str) -> Rule:
+def rule_of_step(spec: Spec, lr: float | None, changes: dict[str, Any], subject: str) -> Rule:
     """Return a table's rule with the hyperparameters of one step."""
+    rule = spec.rule
+    if spec.codec is not None:
+        raise untrained(spec.dtype, "a step", subject)
     if rule is None:
         raise ArgumentError(
             f"{subject} has no rule to step by. Pass rule=er.Adam(lr=1e-3) when you make it, or call "

@@ -391,7 +391,7 @@ class Group(StoredVerbs):
             for name, table, of_table in zip(ids, layout.tables, batch.ids, strict=True):
                 rows = rows_of(table)
                 given.append(checks.floats("grads", grads[name], (*of_table.shape, rows.spec.dim), rows.subject))
-                rules[table] = checks.rule_of_step(rows.spec.rule, lr, {}, rows.subject)
+                rules[table] = checks.rule_of_step(rows.spec, lr, {}, rows.subject)
             parts: list[Part] = []
             for tables, summed in batches.sum_blocks(batch, given):
                 if not summed.is_finite:

@@ -121,7 +121,8 @@ def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[Pooled
     except CacheTooSmallError:  # reads may have any size
         parts = [weights_of(rows, plan.ids[own]) for rows, own in own_parts(tables, plan)]
         return PooledSource.of(np.concatenate(parts)), plan
-    if is_copy or (any(map(HISTORY, tables)) and any(rows.lags for rows in tables)):
+    lag = any(map(HISTORY, tables)) and any(rows.lags for rows in tables)
+    if is_copy or lag or tables[0].spec.codec is not None:  # a packed row is decoded once, and then pooled as float32
         return PooledSource.of(_values(tables, here, plan.epoch >= 0)), here
     return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here)), here
 

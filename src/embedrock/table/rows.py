@@ -545,8 +545,8 @@ class TableState:
 
 
 def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
-    """Return float32 values rounded to the table's dtype."""
-    if spec.dtype == "float32":
+    """Return float32 values rounded to the table's dtype of floats. In int8 and int4, only records are rounded."""
+    if spec.value_dtype == "float32":
         return values
     cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.words), counting(len(values))
     slots = positions.astype(np.int64)

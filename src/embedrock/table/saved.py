@@ -12,16 +12,16 @@ import numpy as np
 from embedrock.admission.lifecycle import PREFIX, RowLifecycle
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, counted
+from embedrock.errors import ArgumentError, UnsupportedError, counted
 from embedrock.optimizers import Rule, describe_rule
 from embedrock.spec.description import POLICIES, describe_spec, rule_of
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
-from embedrock.storage.records import wrong_last_steps
+from embedrock.storage.records import encode, wrong_last_steps
 from embedrock.storage.table_lock import together
 from embedrock.store.segments import damaged
 from embedrock.system.interrupts import held_back
-from embedrock.table.changes import lost_state, set_rule
+from embedrock.table.changes import first_scale, lost_state, set_rule
 from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.reading import weights_of
 from embedrock.table.rows import TableState
@@ -267,9 +267,27 @@ def _load_rows(rows: TableState, source: TableState) -> None:
     for each in (rows, source):
         each.table_lock.wait_for_step()
         each.check()
-    of_source = saved_of(source, _loaded_rows(source.spec.record_bytes))
+    is_packed = rows.spec.codec is not None and source.spec.codec is None
+    of_source = _packed(rows, source) if is_packed else saved_of(source, _loaded_rows(source.spec.record_bytes))
     _check_state(rows, of_source.header)
     load(rows, of_source, lambda ids: _repeated(rows, ids))
+
+
+def _packed(rows: TableState, source: TableState) -> SavedState:
+    """Return the weights of a table of floats, as records of one of int8 or int4."""
+    if source.default_row() is not None or first_scale(source) != 1.0:
+        raise UnsupportedError(
+            f"{rows.subject}, of {rows.spec.dtype}, must have the first values of {source.subject}: got rows of "
+            "another value, by admission= or by a rule with dense=True. Write all rows to a file (embedrock export "
+            "--all), import it, and take that table."
+        )
+    header = _header(source) | {"dtype": rows.spec.dtype, "rule": None, "steps": 0, "skipped_steps": 0}
+    header = {key: value for key, value in header.items() if key not in POLICIES}
+    batches = (
+        (ids, encode(rows.spec, ids, weights_of(source, ids), source.subject))
+        for ids in source.tier.ascending_ids(_loaded_rows(4 * source.spec.dim))
+    )
+    return SavedState({**header, "count": source.tier.count}, {}, batches, ascends=True)
 
 
 def _load_dict(rows: TableState, state: dict[str, Any]) -> None:

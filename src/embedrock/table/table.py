@@ -80,7 +80,8 @@ class Table(StoredVerbs):
         seed: of initial values and of stochastic rounding, 64 bits. None: drawn from the operating system's entropy and
             kept with the rows, so that no two tables start alike. An existing table keeps its own.
         dtype: of the weights: "float32", "bfloat16" or "float16". The 16-bit ones are rounded stochastically, keyed by
-            (seed, id, column, step). Optimizer state is always float32.
+            (seed, id, column, step). Optimizer state is always float32. "int8" and "int4" are for tables that are only
+            read: `load_state` fills them from a table of floats.
         path: a folder to keep the rows in. The table there is opened as of its last commit, or made.
         memory: the most RAM of records and index, in bytes, "512MiB" or "25%". "auto", on disk: as much of the free RAM
             as pays. None: no limit in RAM; on disk a share of half of the RAM. All such tables share that half.
@@ -351,12 +352,12 @@ class Table(StoredVerbs):
             changes: other hyperparameters of this step, by name.
         """
         rows = self._rows
-        rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
+        rule = checks.rule_of_step(rows.spec, lr, changes, rows.subject)
         step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value))])
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
-        rule = checks.rule_of_step(rows.spec.rule, lr, changes, rows.subject)
+        rule = checks.rule_of_step(rows.spec, lr, changes, rows.subject)
         try:
             step_checked([StepRequest((rows,), rule, summed)])
         except NonFiniteGradientError as error:
@@ -514,10 +515,11 @@ class Table(StoredVerbs):
         """Replace rows, optimizer state, steps and seed by a result of `state`, or by those of another table.
 
         Either table may be on disk, where the next commit makes it durable. Rows are copied part by part. A table
-        without a rule gets that of the state.
+        without a rule gets that of the state. A table of dtype "int8" or "int4" takes the weights of one of floats.
 
         Raises:
             ArgumentError: the state is that of a table of another shape, dtype, initializer or rule.
+            GradientError: NaN or Inf, where weights become "int8" or "int4".
         """
         saved.load_state(self._rows, state._rows if isinstance(state, Table) else state)
 

@@ -29,7 +29,7 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 def first_values(spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     """Return the initial values of rows ``ids`` int64 (n,) of a table: float32 (n, dim)."""
     values = _DRAWS[type(spec.init)](spec.init, spec, ids)
-    return tf.cast(tf.cast(values, STORAGES[spec.dtype]), tf.float32)
+    return tf.cast(tf.cast(values, STORAGES[spec.value_dtype]), tf.float32)
 
 
 def philox(counter: list[Any], seed: int) -> list[Any]:
@@ -282,7 +282,7 @@ def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
 def _filled(table: Table, count: int, batches: Iterable[np.ndarray]) -> tf.Variable:
     """Return a variable of rows, in the order of batches of float32 (n, dim). They are written in place."""
     # From an array, TensorFlow would make a second copy.
-    variable = tf.Variable(tf.zeros([count, table.dim], STORAGES[table.spec.dtype]), trainable=False, name="rows")
+    variable = tf.Variable(tf.zeros([count, table.dim], STORAGES[table.spec.value_dtype]), trainable=False, name="rows")
     start = 0
     for values in batches:
         # Not variable[a:b].assign(), which shares the buffer first and so copies all of it. Not scatter_update()

@@ -45,7 +45,7 @@ def batch_regularizer(handle: TableHandle, regularizer: Callable[[tf.Tensor], tf
             return tf.zeros(())
         flat = tf.concat([tf.reshape(tf.cast(part, tf.int64), [-1]) for part in ids], 0)
         rows = look_up([LookupRequest(handle, tf.sort(tf.unique(flat).y))])[0]
-        return regularizer(tf.cast(rows, handle.table.spec.dtype))
+        return regularizer(tf.cast(rows, handle.table.spec.value_dtype))
 
     return loss
 
@@ -75,7 +75,7 @@ def constraint_on(handle: TableHandle) -> Callable[[np.ndarray], np.ndarray] | N
         return None
 
     def constrained(weights: np.ndarray) -> np.ndarray:
-        changed = np.array(tf.cast(constraint(tf.cast(weights, handle.table.spec.dtype)), tf.float32))
+        changed = np.array(tf.cast(constraint(tf.cast(weights, handle.table.spec.value_dtype)), tf.float32))
         if changed.shape != weights.shape or not np.isfinite(changed).all():
             raise ArgumentError(
                 f"`embeddings_constraint` of {handle.label} must return finite weights {weights.shape}: got "

@@ -1,8 +1,9 @@
 """Reading, summing and stepping rows on the CPU: see ``tests/reference/rows.py`` for the specification."""
 
-from embedrock.kernels.cpu.codec import decode, store_row, store_row_nearest
+from embedrock.kernels.cpu.codec import store_row
 from embedrock.kernels.cpu.directory import find
 from embedrock.kernels.cpu.lanes import square_sum
+from embedrock.kernels.cpu.packed import ask_for_row, read_row, write_row
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.rules import refresh_row, update_row
 from embedrock.kernels.cpu.runtime import kernel
@@ -17,15 +18,12 @@ BLOCK = 512  # ids found before their rows are read: slots stay in the core's fi
 @kernel(over="out", reads=("slots", "positions"), grain=2048, work=("out", "out"))
 def gather(weights, slots, positions, fresh, out, lo, hi):
     dim = out.shape[1]
-    nbytes = dim * weights.itemsize
     for i in range(lo, hi):
         if i + AHEAD < hi and slots[positions[i + AHEAD]] >= 0:
-            prefetch(weights, slots[positions[i + AHEAD]], nbytes)
+            ask_for_row(weights, slots[positions[i + AHEAD]], dim)
         slot = slots[positions[i]]
         if slot >= 0:
-            words = weights[slot]
-            for d in range(dim):
-                out[i, d] = decode(words[d])
+            read_row(weights, slot, out[i])
         else:
             row = fresh[-1 - slot]
             for d in range(dim):
@@ -42,9 +40,8 @@ def look_up(direct, entries, ids, slots, weights, positions, fresh, out, lo, hi)
 
 @kernel(over="slots", reads=("slots",), work=("slots", "values"))
 def scatter(weights, slots, values, lo, hi):
-    dim = values.shape[1]
     for i in range(lo, hi):
-        store_row_nearest(weights[slots[i], :dim], values[i])
+        write_row(weights, slots[i], values[i])
 
 
 @kernel(over="slots", reads=("slots", "ids"), grain=512)

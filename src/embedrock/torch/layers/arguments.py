@@ -194,7 +194,7 @@ def table_of(
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
     group, sharded = given.pop("group"), given.pop("sharded")
-    dtype = rows.spec.dtype if isinstance(rows, Table) else _dtype_name(layer, given["dtype"])
+    dtype = rows.spec.value_dtype if isinstance(rows, Table) else _dtype_name(layer, given["dtype"])
     check_sharded(layer, sharded)
     _check_commit_every(layer, sharded, given["commit_every"])
     check_wire(layer, given.pop("wire"), sharded is not False, dtype)

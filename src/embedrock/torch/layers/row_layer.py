@@ -88,7 +88,7 @@ class RowLayer(nn.Module):
         super().__init__()
         self._table, self.padding_idx = table, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
-        self.dtype, self._path, terms = DTYPES[table.spec.dtype], "", ShardingOptions.of(options)
+        self.dtype, self._path, terms = DTYPES[table.spec.value_dtype], "", ShardingOptions.of(options)
         if "dtype" not in options and self.dtype == torch.float32:
             self.dtype = torch.get_default_dtype()  # dtype of outputs, which go into layers of the default dtype
         self.handle = handle_of(table)
@@ -109,7 +109,7 @@ class RowLayer(nn.Module):
         table = pretrained_table(cls._kind, weights, dtype, options)
         make: Any = cls  # arguments differ between layers
         layer = make(table, None, **given)
-        layer.dtype = DTYPES[table.spec.dtype]
+        layer.dtype = DTYPES[table.spec.value_dtype]
         layer.handle.share_by(ShardingOptions.of(options))
         layer.requires_grad_(not freeze)
         return layer
@@ -424,7 +424,7 @@ class RowLayer(nn.Module):
                 f"`weight` for {layer} cannot be loaded under {self._table.rule}, where rows lag behind. Load the "
                 "checkpoint before you make the optimizer."
             )
-        stored = DTYPES[self._table.spec.dtype]
+        stored = DTYPES[self._table.spec.value_dtype]
         for start, rows in _batches(weight):
             finite = rows.to(stored).isfinite().all(dim=1)
             if not finite.all():

@@ -274,6 +274,8 @@ class _LazyRecords:
 
 
 def _columns(spec: Spec) -> list[_RowField]:
+    if spec.codec is not None:
+        return [_RowField(WEIGHT, 0, spec.weight_bytes, torch.uint8)]
     columns = [_RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
     start = spec.layout.state_start * STATE_BYTES
     for part in () if spec.rule is None else spec.rule.state():
