@@ -24,6 +24,7 @@ from embedrock.errors import (
 )
 from embedrock.io.vfs import OS_SYSTEM, System, open_file, read_whole
 from embedrock.serving import dense as dense_files
+from embedrock.spec.description import read_spec
 from embedrock.store.manifest import PUBLISHED, Manifest
 from embedrock.store.publication import Publication
 from embedrock.store.publishing import MAX_BYTES, sha_of
@@ -289,6 +290,8 @@ class Subscriber:
         Raises:
             CorruptTableError: a file is missing, short or damaged.
         """
+        for member in manifest.members:  # before files are opened
+            read_spec(member.spec, None, PUBLISHED.path_of(self._folder, manifest.commit))
         before = None if self._shown is None else self._shown.table_folder
         opened = TableFolder(self._system, self._folder, manifest, None, before)
         with on_failure(lambda: opened.close(before)):
