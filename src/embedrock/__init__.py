@@ -54,6 +54,9 @@ from embedrock.initializers import (
 from embedrock.kernels import get_threads, set_threads
 from embedrock.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
 from embedrock.planner.proposal import NoPlanError, plan
+from embedrock.serving.dense import Bfloat16
+from embedrock.serving.publisher import Published, publish
+from embedrock.serving.subscriber import ServedStep, Subscriber, Waiting
 from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
@@ -74,6 +77,7 @@ __all__ = [
     "AdamW",
     "Admission",
     "ArgumentError",
+    "Bfloat16",
     "CacheTooSmallError",
     "ClosedTableError",
     "CommitError",
@@ -98,13 +102,16 @@ __all__ = [
     "Normal",
     "OtherRankError",
     "Plan",
+    "Published",
     "RMSprop",
     "ReadOnlyTableError",
     "RowChanges",
     "RowGradients",
     "RowwiseAdagrad",
     "Rule",
+    "ServedStep",
     "Spec",
+    "Subscriber",
     "StatsWarning",
     "Table",
     "TableFileError",
@@ -116,6 +123,7 @@ __all__ = [
     "UnknownTableError",
     "UnsupportedError",
     "Vocabulary",
+    "Waiting",
     "WorkerLostError",
     "Zeros",
     "close",
@@ -126,5 +134,6 @@ __all__ = [
     "open",
     "opened",
     "plan",
+    "publish",
     "set_threads",
 ]

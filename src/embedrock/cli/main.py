@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     # Commands are imported here, so that Ctrl-C during the import is caught as well.
-    from embedrock.cli import curves, plans, tables, vocabularies, watching
+    from embedrock.cli import curves, plans, serving, tables, vocabularies, watching
 
     description = (embedrock.__doc__ or "").partition("\n")[0]
     form = argparse.RawDescriptionHelpFormatter
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"embedrock {embedrock.__version__}")
     subparsers: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
     tables.add_parsers(subparsers)
+    serving.add_parsers(subparsers)
     vocabularies.add_parsers(subparsers)
     curves.add_parser(subparsers)
     plans.add_parser(subparsers)

@@ -149,6 +149,19 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
         store.flush = False
 
 
+def compact_all(store: RecordStore, rows: int | None) -> None:
+    """Compact all logs, those of the next commit too, into sorted segments. No commit is running.
+
+    `rows`: see `relieve`.
+
+    Raises:
+        OSError: the disk failed. Nothing has changed.
+    """
+    store.close_logs()
+    with store.compacting:
+        _compact(store, lambda: (store.next_run(), rows), None, None, lambda: False)
+
+
 def _rows_per_step(store: RecordStore) -> int:
     # Number of rows of the log index that are compacted at a time.
     return max(1, store.log_index.most_rows // PARTS)

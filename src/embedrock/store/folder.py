@@ -213,7 +213,7 @@ def manifest_at(system: System, folder: str, commit: int) -> Manifest:
     except MissingFileError:
         raise  # the writer removed it meanwhile; readers try again
     except CorruptTableError as error:
-        good = next((n for n in reversed(numbers) if n != commit and _readable(system, folder, n) is not None), None)
+        good = next((n for n in reversed(numbers) if n != commit and readable(system, folder, n) is not None), None)
         hint = (
             "no other commit is whole"
             if good is None
@@ -225,17 +225,17 @@ def manifest_at(system: System, folder: str, commit: int) -> Manifest:
 
 def manifests_of(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> list[Any]:
     """Return the manifests of all readable commits, the oldest first."""
-    found = (_readable(system, folder, number, kind) for number in kind.numbers(system, folder))
+    found = (readable(system, folder, number, kind) for number in kind.numbers(system, folder))
     return [each for each in found if each is not None]
 
 
 def newest_readable(system: System, folder: str) -> Manifest:
     """Return the manifest of the newest readable commit."""
-    found = (_readable(system, folder, number) for number in reversed(manifests.numbers(system, folder)))
+    found = (readable(system, folder, number) for number in reversed(manifests.numbers(system, folder)))
     return next((one for one in found if one is not None), None) or newest(system, folder)
 
 
-def _readable(system: System, folder: str, commit: int, kind: FolderKind[Any] = TABLE) -> Any:
+def readable(system: System, folder: str, commit: int, kind: FolderKind[Any] = TABLE) -> Any:
     """Return the manifest of a commit. Return None if it is damaged, or was dropped meanwhile."""
     try:
         return kind.read(system, folder, commit)
@@ -287,13 +287,15 @@ def _released(folder: str, number: int) -> str:
 
 # All names that writers create, and no others. Release 0.1 has no digits of the uuid.
 _FILES = re.compile(
-    r"(?:delta|history|base|runs)/\d{10}-(?:([0-9a-f]{8})-)?\d+(?:\.dlt|\.his|\.voc|/c[0-9a-f]{1,16}\.rows)", re.ASCII
+    r"(?:delta|history|base|runs|dense)/\d{10}-(?:([0-9a-f]{8})-)?\d+"
+    r"(?:\.dlt|\.his|\.voc|\.safetensors|/c[0-9a-f]{1,16}\.rows)",
+    re.ASCII,
 )
 _COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
 _RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
 
 
-def _remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any]) -> None:
+def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any]) -> None:
     """Remove orphans of earlier writers. Callers hold the writer's lock.
 
     Orphans are files that no commit names, and that were provably created for this folder. A failure costs only disk
@@ -417,7 +419,7 @@ class Folder(Generic[AManifest]):
     def prepare_to_write(self) -> None:
         """Create missing folders, and remove orphans of earlier writers."""
         make_folders(self.system, self.folder, self.folder_kind)
-        _remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
+        remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
 
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""
@@ -468,7 +470,7 @@ class Folder(Generic[AManifest]):
             except OSError:
                 self._count_failure()
 
-    def collect(self, keep: int) -> None:
+    def collect(self, keep: float) -> None:
         """Drop all commits except the newest `keep` and tags, and the files that only they need.
 
         A failure costs only disk space, which the next writer frees.
@@ -478,7 +480,7 @@ class Folder(Generic[AManifest]):
         except OSError:
             self._count_failure()
 
-    def _collect(self, keep: int) -> None:
+    def _collect(self, keep: Any) -> None:
         system, folder, kind = self.system, self.folder, self.folder_kind
         numbers = kind.numbers(system, folder)
         found = {manifest.commit: manifest for manifest in manifests_of(system, folder, kind)}

@@ -10,7 +10,8 @@ from typing import Any
 
 from embedrock.errors import counted
 from embedrock.kernels.keys import PART_BITS
-from embedrock.store import publishing
+from embedrock.store import publication, publishing
+from embedrock.store.publication import Publication
 from embedrock.store.publishing import (
     COMMIT,
     LIST,
@@ -32,6 +33,7 @@ GROUP_FORMAT = 4  # for manifests of groups
 FOLDED_FORMAT = 5  # for tables alone whose segments contain logs that the commit names
 COUNTS_FORMAT = 6  # for a history in several files, and for groups with dynamic rows
 FORGOTTEN_FORMAT = 7  # for tombstones, and for rollbacks
+PUBLISHED_FORMAT = 8  # for published folders, and no others
 MAX_HISTORY = 64  # files of a history
 MAX_PARTS = 1 << (63 - PART_BITS)  # members that a pool may have had: each has a range of keys, so that it may grow
 KEYS = 1 << 63  # all keys are less
@@ -137,6 +139,7 @@ class Manifest(BaseManifest):
         members: entries of the tables.
         origin: the commit whose content this one has, after a rollback, or a compaction of one. None: its own content.
         forgotten: files of `Tombstones` since the oldest retained commit. Each `count` is the last commit in the file.
+        published: of a published folder: what its tables were published from. None: of a folder that is trained.
     """
 
     step: int | None
@@ -146,6 +149,7 @@ class Manifest(BaseManifest):
     members: tuple[TableEntry, ...] = ()
     origin: int | None = None
     forgotten: tuple[HistoryFile, ...] = ()
+    published: Publication | None = None
 
     def body(self) -> dict[str, Any]:
         body = super().body()
@@ -154,7 +158,8 @@ class Manifest(BaseManifest):
         else:
             (pool,), (member,) = body.pop("pools"), body.pop("members")
             body |= {key: getattr(member, key) for key in _TABLE} | {key: getattr(pool, key) for key in _RECORDS}
-        lacking = _FORGOTTEN if self.format < FORGOTTEN_FORMAT else {}
+        lacking = {} if self.published else _PUBLISHED
+        lacking = lacking | _FORGOTTEN if self.format < FORGOTTEN_FORMAT else lacking
         return {key: value for key, value in body.items() if key not in lacking}
 
     @property
@@ -163,6 +168,8 @@ class Manifest(BaseManifest):
 
     @property
     def format(self) -> int:
+        if self.published is not None:
+            return PUBLISHED_FORMAT
         if self.origin is not None or self.forgotten:
             return FORGOTTEN_FORMAT
         comes_and_goes = any(member.spec.keys() & POLICIES for member in self.members)
@@ -178,7 +185,8 @@ class Manifest(BaseManifest):
     @property
     def files(self) -> list[str]:
         runs = [entry.file for pool in self.pools for entry in (*pool.base, *pool.delta)]
-        return [*runs, *(part.file for part in self.histories)]
+        dense = self.published.dense if self.published else None
+        return [*runs, *(part.file for part in self.histories), *([dense.file] if dense else [])]
 
     @property
     def count(self) -> int:
@@ -201,7 +209,7 @@ class Manifest(BaseManifest):
 
     def after(self, commit: int, pools: Sequence[StoreEntry], changes: Mapping[str, Any]) -> Manifest:
         """Return the manifest of a later commit, with changed fields and new entries of its pools."""
-        made = replace(self, commit=commit, parent=commit - 1, **dict(changes))
+        made = replace(self, **{"commit": commit, "parent": commit - 1, **changes})
         return replace(made, pools=_of_members(pools, made))
 
 
@@ -222,10 +230,13 @@ def parse(data: bytes, where: str) -> Manifest:
         CorruptTableError: the bytes differ from all output of `to_bytes`. The message names `where`.
         NewerFormatError: the format is newer.
     """
-    version, body = publishing.parse(data, where, range(UNMARKED, FORGOTTEN_FORMAT + 1))
-    is_group = version == GROUP_FORMAT or (version >= COUNTS_FORMAT and "members" in body)
+    version, body = publishing.parse(data, where, range(UNMARKED, PUBLISHED_FORMAT + 1))
+    is_group = version in (GROUP_FORMAT, PUBLISHED_FORMAT) or (version >= COUNTS_FORMAT and "members" in body)
     checks = _GROUP_FIELDS if is_group else _FIELDS
-    check_fields(body, checks | _FORGOTTEN if version >= FORGOTTEN_FORMAT else checks, where, "the manifest")
+    checks = checks | _FORGOTTEN if version >= FORGOTTEN_FORMAT else checks
+    check_fields(body, checks | _PUBLISHED if version >= PUBLISHED_FORMAT else checks, where, "the manifest")
+    if version >= PUBLISHED_FORMAT:
+        body["published"] = publication.parse(body["published"], where)
     if not is_group:
         body["members"] = [{"name": "", "pool": 0, "part": None} | {key: body.pop(key) for key in _TABLE}]
         body["pools"] = [{"parts": None, "dropped": []} | {key: body.pop(key) for key in _RECORDS}]
@@ -242,6 +253,9 @@ def parse(data: bytes, where: str) -> Manifest:
 
 TABLE = publishing.FolderKind("table", 'er.open(path, mode="r")', "manifest", ("base", "delta", "history"), parse)
 path_of, numbers, read, publish = TABLE.path_of, TABLE.numbers, TABLE.read, TABLE.publish
+PUBLISHED = publishing.FolderKind(
+    "published folder", "er.Subscriber(folder)", TABLE.inside, (*TABLE.data, "dense"), parse, is_linked=False
+)
 
 
 def is_name(value: Any) -> bool:
@@ -264,6 +278,7 @@ _RECORDS = {"record_bytes": whole(1, MAX_RECORD_BYTES), "base": LIST, "delta": L
 _FIELDS = _COMMIT | _TABLE | _RECORDS
 _GROUP_FIELDS = _COMMIT | {"pools": LIST, "members": LIST}
 _FORGOTTEN = {"origin": or_null(NUMBER), "forgotten": LIST}
+_PUBLISHED = {"published": FieldCheck(lambda value: isinstance(value, dict), "an object")}
 _POOL = _RECORDS | {"parts": or_null(whole(0, MAX_PARTS + 1)), "dropped": LIST}
 _MEMBER = _TABLE | {
     "name": FieldCheck(lambda value: isinstance(value, str) and bool(value), "a text that is not empty"),

@@ -89,6 +89,8 @@ class FolderKind(Generic[AManifest]):
         inside: name of the folder of manifests.
         data: names of the folders of its other files.
         parse: takes a manifest's bytes and path, and returns the manifest. Errors name the path.
+        is_linked: a manifest gets its name once it is whole. False: in folders that are carried elsewhere, where a file
+            may be there in part at any time.
     """
 
     noun: str
@@ -96,6 +98,7 @@ class FolderKind(Generic[AManifest]):
     inside: str
     data: tuple[str, ...]
     parse: Callable[[bytes, str], AManifest]
+    is_linked: bool = True
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -135,7 +138,8 @@ class FolderKind(Generic[AManifest]):
         """
         data, where = data or manifest.to_bytes(), self.path_of(folder, manifest.commit)
         self.parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
-        write_whole(system, f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp", [data], link_to=where)
+        draft = f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp"
+        write_whole(system, *((draft, [data], where) if self.is_linked else (where, [data])))
 
 
 # ---------------------------------------------------------------- bytes

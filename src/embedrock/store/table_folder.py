@@ -18,6 +18,7 @@ from embedrock.errors import (
     EmbedrockError,
     HistoryDroppedError,
     MissingFileError,
+    ReadOnlyTableError,
     TableFileError,
 )
 from embedrock.io.vfs import NO_SPACE, System, read_whole
@@ -73,6 +74,11 @@ class TableFolder(Folder[Manifest]):
         self._next_sha = self.sha
 
     @property
+    def next_commit(self) -> int:
+        """Return the number of the next commit."""
+        return self.manifest.commit + 1
+
+    @property
     def kind(self) -> str:
         return "group" if self.manifest.is_group else "table"
 
@@ -94,7 +100,15 @@ class TableFolder(Folder[Manifest]):
 
     @classmethod
     def newest_of(cls, system: System, folder: str) -> Manifest:
-        return folders.newest(system, folder)
+        found = folders.newest(system, folder)
+        if found.published is None:
+            return found
+        raise ReadOnlyTableError(
+            errno.EROFS,
+            "rows were published here, and only er.publish changes them. Train the table that they come from, or read "
+            f"them: er.Subscriber({folder!r})",
+            folder,
+        )
 
     def prepare_to_write(self) -> None:
         super().prepare_to_write()
@@ -274,7 +288,7 @@ class TableFolder(Folder[Manifest]):
         self,
         snapshots: Sequence[CommitSnapshot],
         changes: Mapping[str, Any],
-        keep: int,
+        keep: float,
         rest: Callable[[float], None] = lambda started: None,
     ) -> None:
         """Publish snapshots as one commit, durably. Then remove files that no retained commit needs.
@@ -323,7 +337,7 @@ class TableFolder(Folder[Manifest]):
         changes: Mapping[str, Any],
         changed: Sequence[np.ndarray | None],
     ) -> Manifest:
-        contents, number = [snapshot.content() for snapshot in snapshots], self.manifest.commit + 1
+        contents, number = [snapshot.content() for snapshot in snapshots], self.next_commit
         new = Tombstones.at(number, self._deleting, self._renaming)
         changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
         manifest = self.manifest.after(number, contents, changes)
@@ -368,7 +382,7 @@ class TableFolder(Folder[Manifest]):
         shas = self._next_sha, self.sha
         with contextlib.suppress(OSError):
             self._begin_list(ChangeList(manifest.uuid, manifest.commit, old, *shas, tables, tuple(renamed), forgets))
-        manifests.publish(self.system, self.folder, manifest, data)
+        self.folder_kind.publish(self.system, self.folder, manifest, data)
 
     def _begin_list(self, made: ChangeList) -> None:
         data = made.to_bytes()
@@ -483,7 +497,7 @@ class TableFolder(Folder[Manifest]):
             OSError: the disk failed. Nothing has changed.
         """
         self.check_commits()
-        number, stores = self.manifest.commit + 1, list[RecordStore]()
+        number, stores = self.next_commit, list[RecordStore]()
         try:  # a commit that cannot be opened must not become the last one
             since = [one for one in self._forgotten(self.manifest).renamings if one.commit > target.content_commit]
             deleted, back = [*self._deleting, *self._deleted], [(one.new, one.old) for one in reversed(since)]
@@ -513,7 +527,7 @@ class TableFolder(Folder[Manifest]):
         self.collect(keep)
 
     def _check_unpublished(self) -> None:
-        number = self.manifest.commit + 1
+        number = self.next_commit
         if self.is_published(number):
             self.broken = f"commit {number} was made, but may not survive a loss of power"
             raise OSError(errno.EIO, self.broken, self.folder)

@@ -119,7 +119,15 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
 
 def _check_segment(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
     with closing(Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)) as segment:
-        bad = _bad_ids(segment)
+        check_seals(segment, _ids_of(segment))
+
+
+def check_seals(segment: Segment, ids_of: Callable[[int, int], np.ndarray]) -> None:
+    """Raise `CorruptTableError` unless all records of an open segment fit their checksums.
+
+    `ids_of` returns the ids of the records in a range of positions.
+    """
+    bad = _bad_ids(segment, ids_of)
     if len(bad):
         named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
         raise CorruptTableError(
@@ -128,8 +136,8 @@ def _check_segment(system: System, folder: str, entry: SegmentEntry, content: St
         )
 
 
-def _bad_ids(segment: Segment) -> np.ndarray:
-    ids_of, bad = _ids_of(segment), [np.empty(0, np.int64)]
+def _bad_ids(segment: Segment, ids_of: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    bad = [np.empty(0, np.int64)]
     piece = max(1, PIECE_BYTES // segment.stride)
     for start in range(0, segment.count, piece):
         count = min(piece, segment.count - start)

@@ -522,12 +522,17 @@ def open_table(
                 raise ArgumentError(
                     f"`init` is of one table, and {opening.path!r} holds a group: pass it to group.table(name, ...)."
                 )
-            group = Group.__new__(Group)
-            members = _as_of_last_commit(table_folder, opening)
-            group._begin(members, opening.memory, given["on_nonfinite"], given["device_memory"])
-            return group
+            return group_of(table_folder, opening, given)
         rows = rows_of_last_commit(table_folder, opening, {**given, "rule": None}, given["init"], None)
         return Table.over(*rows, given)
+
+
+def group_of(table_folder: TableFolder, opening: OpenOptions, given: Mapping[str, Any]) -> Group:
+    """Return the group of an open folder. `given` has the options of `er.open`. An error closes the folder."""
+    group = Group.__new__(Group)
+    members = _as_of_last_commit(table_folder, opening)
+    group._begin(members, opening.memory, given["on_nonfinite"], given["device_memory"])
+    return group
 
 
 def asked(

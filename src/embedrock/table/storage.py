@@ -118,6 +118,12 @@ class StorageManager(Location):
         return self.table_folder.manifest.commit
 
     @property
+    def last_begun(self) -> StorageCommit:
+        """Return the commit that was begun last."""
+        assert self._commit is not None  # callers have begun one
+        return self._commit
+
+    @property
     def all_versions(self) -> list[ChangeCounter]:
         """The change counters of all that a commit covers."""
         return [self.changed, *self.versions.values()]

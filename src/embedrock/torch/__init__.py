@@ -33,6 +33,7 @@ from embedrock.torch.optim import (
 )
 from embedrock.torch.prefetch import prefetch
 from embedrock.torch.saving.checkpoint import NoCheckpointError, load, release, save
+from embedrock.torch.saving.publishing import Publisher, publish
 from embedrock.torch.stats import log_stats
 from embedrock.torch.training import backward as _spans  # noqa: F401  # shows phases to torch.profiler
 from embedrock.torch.training.averages import AveragedModel, average
@@ -63,6 +64,7 @@ __all__ = [
     "Momentum",
     "NoCheckpointError",
     "PlacementWarning",
+    "Publisher",
     "RMSprop",
     "RowOptimizer",
     "RowwiseAdagrad",
@@ -79,6 +81,7 @@ __all__ = [
     "optimizer",
     "place",
     "prefetch",
+    "publish",
     "release",
     "save",
     "uneven",

@@ -1,0 +1,1 @@
+"""Rows served elsewhere: published folders, their publishers and subscribers."""

@@ -1,0 +1,111 @@
+"""Dense weights as a safetensors file: a header in JSON, and the bytes of the arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.io.vfs import System, read_whole, write_whole
+from embedrock.store.publication import DenseEntry
+from embedrock.store.segments import damaged
+
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"}
+DTYPES |= {"U8": "|u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "|b1", "BF16": "<u2"}
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name != "BF16"}
+MOST_BYTES = 1 << 36
+_SIZE, _ALIGNED = struct.Struct("<Q"), 8
+
+
+class Bfloat16(NamedTuple):
+    """Dense weights in bfloat16, which NumPy does not have.
+
+    Attributes:
+        bits: uint16 of any shape.
+    """
+
+    bits: np.ndarray
+
+
+Dense = Mapping[str, np.ndarray | Bfloat16]
+
+
+def to_bytes(arrays: Dense) -> bytes:
+    """Return the bytes of a safetensors file. Equal arrays give equal bytes.
+
+    Raises:
+        ArgumentError: an array has a dtype that such files do not have.
+    """
+    header, parts, start = dict[str, Any](), list[bytes](), 0
+    for name in sorted(arrays):
+        given = arrays[name]
+        array = np.asarray(given.bits if isinstance(given, Bfloat16) else given)
+        dtype = "BF16" if isinstance(given, Bfloat16) else NAMES.get(array.dtype.newbyteorder("<"))
+        if dtype is None:
+            raise ArgumentError(f"`dense` must have arrays of numbers: got {array.dtype} for {name!r}.")
+        parts.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
+        end = start + len(parts[-1])
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return b"".join([_SIZE.pack(len(text)), text, *parts])
+
+
+def write(system: System, folder: str, name: str, data: bytes) -> DenseEntry:
+    """Write a file of dense weights, durably."""
+    write_whole(system, f"{folder}/{name}", [data])
+    return DenseEntry(name, len(data), sha256_of(data))
+
+
+def sha256_of(data: bytes) -> str:
+    """Return the SHA-256 of bytes in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def read(system: System, folder: str, entry: DenseEntry) -> dict[str, np.ndarray]:
+    """Return the arrays of a file, read only. Those of bfloat16 are float32.
+
+    Raises:
+        CorruptTableError: the file is missing, shorter or damaged.
+    """
+    where = f"{folder}/{entry.file}"
+    try:
+        data = read_whole(system, where, MOST_BYTES)
+    except FileNotFoundError:
+        raise damaged(where, f"{entry.size} bytes", "no file") from None
+    if len(data) != entry.size or sha256_of(data) != entry.sha256:
+        raise damaged(where, f"{entry.size} bytes with SHA-256 {entry.sha256}", f"{len(data)} bytes with another")
+    try:
+        return _arrays(data)
+    except EmbedrockError:
+        raise
+    except (ValueError, TypeError, KeyError, OverflowError, struct.error, RecursionError) as error:
+        raise damaged(where, "arrays as safetensors", f"{error!r:.200}") from error
+
+
+def _arrays(data: bytes) -> dict[str, np.ndarray]:
+    (size,) = _SIZE.unpack_from(data)
+    start, found = _SIZE.size + size, dict[str, np.ndarray]()
+    header = json.loads(data[_SIZE.size : start])
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        (begin, end), shape = entry["data_offsets"], entry["shape"]
+        dtype = np.dtype(DTYPES[entry["dtype"]])
+        if not 0 <= begin <= end <= len(data) - start or prod(shape) * dtype.itemsize != end - begin:
+            raise ValueError(f"{name!r} lies in {begin} to {end}")
+        array = np.frombuffer(data, dtype, prod(shape), start + begin).reshape(shape)
+        found[name] = widened(array) if entry["dtype"] == "BF16" else array
+    return found
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """Return bfloat16 as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

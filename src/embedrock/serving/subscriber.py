@@ -1,0 +1,437 @@
+"""`Subscriber`: shows the newest whole step of a published folder, while its files arrive in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from embedrock.errors import (
+    ArgumentError,
+    ClosedTableError,
+    CorruptTableError,
+    EmbedrockError,
+    NewerFormatError,
+    TableFileError,
+)
+from embedrock.io.vfs import OS_SYSTEM, System, open_file, read_whole
+from embedrock.serving import dense as dense_files
+from embedrock.spec.description import read_spec
+from embedrock.store.manifest import PUBLISHED, Manifest
+from embedrock.store.publication import Publication
+from embedrock.store.publishing import MAX_BYTES, sha_of
+from embedrock.store.segments import REMEDY, Segment, SegmentEntry
+from embedrock.store.table_folder import TableFolder
+from embedrock.store.verify import check_seals
+from embedrock.system.log import tell
+from embedrock.system.scopes import on_failure
+from embedrock.system.sizes import Size, parse_seconds
+from embedrock.table.group import Group, asked, group_of
+from embedrock.table.table import Table
+
+SHA_LINE = 66  # bytes at the end of a manifest
+PATIENCE = "10min"
+
+
+class Waiting(NamedTuple):
+    """A newer step that is not whole yet.
+
+    Attributes:
+        number: of the step.
+        since: time of the first try to show it, in seconds since 1970.
+        reason: what is missing, short or damaged, with the name of the file.
+    """
+
+    number: int
+    since: float
+    reason: str
+
+
+class ServedStep:
+    """A whole step that was published: rows of all tables, and dense weights.
+
+    Attributes:
+        number: of the published step.
+        step: training step.
+        time: when it was published, ISO 8601, UTC.
+        dense: arrays by name, read only.
+    """
+
+    def __init__(self, group: Group, manifest: Manifest, dense: Mapping[str, np.ndarray]) -> None:
+        self.number, self.step, self.time, self.dense = manifest.commit, manifest.step, manifest.time, dense
+        self._group, self.manifest, self.users = group, manifest, 0
+
+    def __getitem__(self, name: str) -> Table:
+        return self._group[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def lookup(self, ids: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the weights of rows of some tables by name. See `Group.lookup`."""
+        return self._group.lookup(ids)
+
+    @property
+    def table_folder(self) -> TableFolder:
+        assert self._group.storage is not None  # it was opened from a folder
+        return self._group.storage.table_folder
+
+    def close(self, others: Sequence[ServedStep]) -> None:
+        """Close its files, except those that other steps use."""
+        stores = [store for step in others for store in step.table_folder.stores]
+        for store in self.table_folder.stores:
+            store.close(stores)
+        self._group.close()
+
+
+class _Manifests:
+    """The manifests of a folder, each parsed once.
+
+    A name stands for other bytes after the folder was made anew. So a manifest is known by its SHA-256, too.
+    """
+
+    def __init__(self, system: System, folder: str) -> None:
+        self._system, self._folder = system, folder
+        self._seen = set[tuple[int, bytes]]()
+
+    def new(self) -> Iterator[tuple[int, Manifest | EmbedrockError | OSError]]:
+        """Iterate over numbers, the highest first, and their manifests that were not seen, or their errors."""
+        for number in reversed(PUBLISHED.numbers(self._system, self._folder)):
+            where = PUBLISHED.path_of(self._folder, number)
+            try:
+                if (number, self._end_of(where)) not in self._seen:
+                    yield number, PUBLISHED.parse(read_whole(self._system, where, MAX_BYTES), where)
+            except NewerFormatError:
+                raise
+            except (EmbedrockError, OSError) as error:
+                yield number, error
+
+    def _end_of(self, where: str) -> bytes:
+        with contextlib.closing(open_file(self._system, where)) as file:
+            return file.read(max(0, file.size - SHA_LINE), min(file.size, SHA_LINE))
+
+    def skip(self, manifest: Manifest) -> None:
+        """Do not return a manifest any more."""
+        self._seen.add((manifest.commit, f"\n{sha_of(manifest.to_bytes())}\n".encode()))
+
+
+class Subscriber:
+    """The newest whole step of a published folder, for lookups.
+
+    The folder may be one that `er.publish` writes, or a copy of it, whose files arrive in any order. A step is shown
+    once all of its files are there and every checksum fits. Until then the step before stays. Files in the folder may
+    be replaced as a whole, but must not be rewritten in place. The folder is only read.
+
+    Args:
+        folder: the folder. It may be missing, until the first step arrives.
+        memory: RAM for rows, as of `er.Table`.
+        patience: time that a step may wait for its files, before `refresh` raises an error.
+        options: further options of `er.open`.
+
+    Attributes:
+        waiting: a newer step that is not whole yet. None: there is none.
+        error: the last error of `follow`. None: its last try had none.
+
+    Example:
+        See `er.publish`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        memory: Size | None = None,
+        *,
+        patience: float | str = PATIENCE,
+        system: System = OS_SYSTEM,
+        **options: Any,
+    ) -> None:
+        self._given, self._opening = asked(folder, "r", None, {"memory": memory, "system": system, **options})
+        seconds = parse_seconds(patience) if isinstance(patience, str) else patience
+        if seconds is None or isinstance(seconds, bool) or seconds < 0:
+            raise ArgumentError(f'`patience` must be seconds, or a time such as "10min": got {patience!r}.')
+        self._patience, self._system, self._folder = seconds, system, self._opening.path
+        self._manifests = _Manifests(system, self._folder)
+        self._shown: ServedStep | None = None
+        self._alive = list[ServedStep]()  # shown, or in use
+        self._good = set[SegmentEntry]()  # segments whose checksums fit
+        self._lock, self._refreshing = threading.Lock(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ends, self._is_closed = threading.Event(), False
+        self.waiting: Waiting | None = None
+        self.error: Exception | None = None
+        self.refresh()
+
+    # ---------------------------------------------------------------- reading
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[ServedStep]:
+        """Context manager that has the step shown now. It stays the same until the block ends.
+
+        Raises:
+            TableFileError: no whole step has arrived yet.
+        """
+        with self._lock:
+            self._check_open()
+            shown = self._shown
+            if shown is not None:
+                shown.users += 1
+        if shown is None:
+            waits = f" It waits: {self.waiting.reason}" if self.waiting else ""
+            raise TableFileError(f"no whole step has arrived in {self._folder!r} yet.{waits}")
+        try:
+            yield shown
+        finally:
+            with self._lock:
+                shown.users -= 1
+            self._close_unused()
+
+    def lookup(self, ids: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the weights of rows of some tables by name, all of one step: float32 of shape ids.shape + (dim,)."""
+        with self.step() as step:
+            return step.lookup(ids)
+
+    @property
+    def number(self) -> int | None:
+        """Number of the step shown, None before the first."""
+        return None if self._shown is None else self._shown.number
+
+    @property
+    def step_number(self) -> int | None:
+        """Training step of the step shown."""
+        return None if self._shown is None else self._shown.step
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the step shown was published."""
+        if self._shown is None:
+            return None
+        return (datetime.now(UTC) - datetime.fromisoformat(self._shown.time)).total_seconds()
+
+    # ---------------------------------------------------------------- newer steps
+
+    def refresh(self) -> bool:
+        """Show the newest whole step. Return whether it is another one. Lookups go on meanwhile.
+
+        Raises:
+            CorruptTableError: a newer step has waited for a file longer than `patience`.
+            TableFileError: two publishers write to the folder.
+            NewerFormatError: a newer release has published there.
+        """
+        with self._refreshing:
+            self._check_open()
+            if not self._system.exists(f"{self._folder}/{PUBLISHED.inside}"):
+                return False
+            waits = list[tuple[int, str]]()
+            for manifest in self._newest_first(waits):
+                try:
+                    made = self._staged(manifest)
+                except NewerFormatError:
+                    raise
+                except (EmbedrockError, OSError) as error:
+                    waits.append((manifest.commit, _reason(error)))
+                    continue
+                self._show(made)
+                self.waiting = None
+                self._wait_for([one for one in waits if one[0] > made.number])
+                return True
+            self._wait_for(waits)
+            return False
+
+    def _newest_first(self, waits: list[tuple[int, str]]) -> Iterator[Manifest]:
+        """Iterate over the manifests of newer steps, the newest first. Torn ones are added to `waits`."""
+        found, shown = list[Manifest](), self._shown
+        for number, manifest in self._manifests.new():
+            if not isinstance(manifest, Manifest):
+                if shown is None or number > shown.number:  # else an old file arrives once more
+                    waits.append((number, _reason(manifest)))
+            elif manifest.published is None:
+                raise TableFileError(
+                    f"{self._folder!r} has tables that are trained, and no published rows. Read them by "
+                    f'er.open({self._folder!r}, mode="r"), or publish them: er.publish(group, folder)'
+                )
+            elif not manifest.members:  # nothing was published yet
+                self._manifests.skip(manifest)
+            elif shown is None:
+                yield manifest  # the first step is shown soon: the next call looks at all others
+            else:
+                found.append(manifest)
+        if shown is not None and found:
+            self._check_publishers([*found, shown.manifest])
+            for manifest in sorted(found, key=_age_of, reverse=True):
+                if _age_of(manifest) > _age_of(shown.manifest):
+                    yield manifest
+                else:
+                    self._manifests.skip(manifest)
+
+    def _check_publishers(self, manifests: Sequence[Manifest]) -> None:
+        """Raise `TableFileError` if two publishers write to the folder."""
+        newest, known = max(manifests, key=_age_of), {}
+        for one in manifests:
+            known[chain_of(one), one.commit] = one
+        for one in manifests:
+            before, same = known.get((chain_of(one), one.parent)), known[chain_of(one), one.commit]
+            other = newest if chain_of(one) != chain_of(newest) and one.time > _age_of(newest)[0] else None
+            if before is not None and _publication(one).previous not in (None, sha_of(before.to_bytes())):
+                other = before
+            if other is not None or same != one:
+                raise _two_publishers(self._folder, one, other or same)
+
+    def _staged(self, manifest: Manifest) -> ServedStep:
+        """Open a step, and check every file that was not seen before.
+
+        Raises:
+            CorruptTableError: a file is missing, short or damaged.
+        """
+        for member in manifest.members:  # before files are opened
+            read_spec(member.spec, None, PUBLISHED.path_of(self._folder, manifest.commit))
+        before = None if self._shown is None else self._shown.table_folder
+        opened = TableFolder(self._system, self._folder, manifest, None, before)
+        with on_failure(lambda: opened.close(before)):
+            for store in opened.stores:
+                for number, segment in enumerate(store.base.runs):
+                    self._check(segment, functools.partial(store.base.ids_of, number))
+                for segment in store.delta:
+                    self._check(segment, _in_log(segment))
+            entry = manifest.published.dense if manifest.published else None
+            dense = {} if entry is None else dense_files.read(self._system, self._folder, entry)
+        return ServedStep(group_of(opened, self._opening, self._given), manifest, dense)
+
+    def _check(self, segment: Segment, ids_of: Any) -> None:
+        assert segment.entry is not None
+        if segment.entry not in self._good:
+            check_seals(segment, ids_of)
+            self._good.add(segment.entry)
+
+    def _show(self, made: ServedStep) -> None:
+        before = self._shown
+        with self._lock:
+            self._shown = made
+            self._alive.append(made)
+        entries = {entry for pool in made.manifest.pools for entry in (*pool.base, *pool.delta)}
+        self._good &= entries
+        self._manifests.skip(made.manifest)
+        if before is not None and chain_of(before.manifest) != chain_of(made.manifest):
+            tell(
+                f"{self._folder}: step {made.number} begins a new chain, {chain_of(made.manifest)}: it does not "
+                f"follow from step {before.number} of chain {chain_of(before.manifest)}",
+                logging.WARNING,
+            )
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        with self._lock:
+            unused = [step for step in self._alive if step is not self._shown and not step.users]
+            self._alive = alive = [step for step in self._alive if step not in unused]
+        for step in unused:
+            step.close(alive)
+
+    def _wait_for(self, waits: list[tuple[int, str]]) -> None:
+        """Register the newest step that is not whole. If it waits for too long, raise `CorruptTableError`."""
+        if not waits:
+            self.waiting = None
+            return
+        number, reason = max(waits)
+        now, before = time.time(), self.waiting
+        since = now if before is None else min(before.since, now)  # newer steps may go on failing
+        self.waiting = Waiting(number, since, reason)
+        if now - since >= self._patience:
+            raise CorruptTableError(
+                f"step {number} in {self._folder!r} is not whole since {now - since:.0f} s: {reason} Carry this file "
+                f"again from the folder that er.publish writes. Step {self.number} is still shown."
+            )
+
+    # ---------------------------------------------------------------- in the background
+
+    def follow(self, every: float = 1.0) -> Self:
+        """Call `refresh` again and again in the background, until `close`. Return this subscriber.
+
+        Errors are logged, and the last one is in `error`. The step shown stays.
+
+        Args:
+            every: seconds between two calls.
+        """
+        self._check_open()
+        if not isinstance(every, int | float) or isinstance(every, bool) or every <= 0:
+            raise ArgumentError(f"`every` of follow must be seconds, more than 0: got {every!r}.")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, args=(every,), name="embedrock-follow", daemon=True)
+            self._thread.start()
+        return self
+
+    def _follow(self, every: float) -> None:
+        told = None
+        while not self._ends.wait(every):
+            try:
+                self.refresh()
+                self.error = told = None
+            except ClosedTableError:
+                return
+            except Exception as error:
+                self.error = error
+                if type(error) is not told:  # once, and not each second
+                    tell(f"{self._folder}: {error}", logging.ERROR)
+                told = type(error)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedTableError(f"the subscriber of {self._folder!r} is closed. Make a new one: er.Subscriber(...).")
+
+    def close(self) -> None:
+        """Stop following, and close the files of steps that no block uses. A second call does nothing."""
+        self._ends.set()
+        with self._refreshing:
+            self._is_closed = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._lock:
+            self._shown = None
+        self._close_unused()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Subscriber({self._folder!r}: step {self.number}{', waiting' * (self.waiting is not None)})"
+
+
+def _publication(manifest: Manifest) -> Publication:
+    assert manifest.published is not None  # others are refused
+    return manifest.published
+
+
+def chain_of(manifest: Manifest) -> str:
+    """Return the chain of a published step."""
+    return _publication(manifest).chain
+
+
+def _age_of(manifest: Manifest) -> tuple[str, int]:
+    """Return the key by which manifests are ordered, the oldest first: a chain that began later is newer."""
+    return _publication(manifest).began, manifest.commit
+
+
+def _two_publishers(folder: str, one: Manifest, other: Manifest) -> TableFileError:
+    first, second = (f"step {each.commit} of chain {chain_of(each)}, of {each.time}" for each in (one, other))
+    return TableFileError(
+        f"two publishers write to {folder!r}: {first}, and {second}, do not follow from each other. Publish to a "
+        "folder of its own from each, and remove the manifests of one of them here"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return str(error).replace(REMEDY, "").strip()
+
+
+def _in_log(segment: Segment) -> Any:
+    index = segment.index()
+    return lambda start, stop: index[start:stop].copy()

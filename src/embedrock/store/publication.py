@@ -1,0 +1,90 @@
+"""`Publication`: what the manifest of a published folder has beside its tables: source, chain, dense weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from embedrock.store.publishing import NUMBER, TIME, UUID, FieldCheck, check_fields, or_null, text, whole
+
+
+@dataclass(frozen=True)
+class SourceEntry:
+    """Entry of the commit that the rows of a table were published from.
+
+    Attributes:
+        uuid: of the source's folder.
+        commit: number of the commit.
+        sha256: of its manifest.
+        table: name of the table there, "" for a table alone.
+    """
+
+    uuid: str
+    commit: int
+    sha256: str
+    table: str
+
+
+@dataclass(frozen=True)
+class DenseEntry:
+    """Entry of the file of dense weights.
+
+    Attributes:
+        file: path relative to the folder.
+        size: bytes of the file.
+        sha256: of the file.
+    """
+
+    file: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What was published as one step, beside the tables.
+
+    Attributes:
+        chain: 32 hexadecimal digits, drawn anew where the rows do not follow from those published before.
+        began: time of the first manifest of the chain. A chain that began later is newer.
+        previous: SHA-256 of the manifest before, number `parent`, in the same chain. None: the first of its chain.
+        sources: by table.
+        dense: the dense weights of the same step. None: none were given.
+    """
+
+    chain: str
+    began: str
+    previous: str | None
+    sources: Mapping[str, SourceEntry]
+    dense: DenseEntry | None = None
+
+
+_SHA = text(re.compile("[0-9a-f]{64}"), "64 hexadecimal digits")
+_DENSE_NAME = text(re.compile(r"dense/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII), "a path below dense/")
+_OBJECT = FieldCheck(lambda value: isinstance(value, dict), "an object")
+_SOURCE = {
+    "uuid": UUID,
+    "commit": NUMBER,
+    "sha256": _SHA,
+    "table": FieldCheck(lambda value: isinstance(value, str), "a text"),
+}
+_DENSE = {"file": _DENSE_NAME, "size": whole(0, 2**63), "sha256": _SHA}
+_FIELDS = {"chain": UUID, "began": TIME, "previous": or_null(_SHA), "sources": _OBJECT, "dense": or_null(_OBJECT)}
+
+
+def parse(values: Any, where: str) -> Publication:
+    """Return the publication of a manifest's field.
+
+    Raises:
+        CorruptTableError: it is malformed. The message names `where`.
+    """
+    check_fields(values, _FIELDS, where, "`published`")
+    dense = values["dense"]
+    if dense is not None:
+        check_fields(dense, _DENSE, where, "`dense`")
+    for source in values["sources"].values():
+        check_fields(source, _SOURCE, where, "an entry of `sources`")
+    sources = {name: SourceEntry(**source) for name, source in values["sources"].items()}
+    return Publication(**{**values, "sources": sources, "dense": None if dense is None else DenseEntry(**dense)})

@@ -1,0 +1,149 @@
+"""`PublishedFolder`: a folder of published rows as its writer has it open. Other programs carry its files elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from embedrock.errors import CorruptTableError, TableFileError
+from embedrock.io.vfs import System, retried
+from embedrock.store import change_lists
+from embedrock.store import folder as folders
+from embedrock.store import publishing
+from embedrock.store.folder import join
+from embedrock.store.manifest import PUBLISHED, Manifest
+from embedrock.store.publication import Publication
+from embedrock.store.reading import what_is_at
+from embedrock.store.table_folder import TableFolder
+
+HOUR = 3600.0
+_NOTHING = Publication("0" * 32, "1970-01-01T00:00:00Z", None, {})
+
+
+class PublishedFolder(TableFolder):
+    """Folder of published rows, open for its one writer.
+
+    No name of a file is used twice, and none is changed. A manifest may be torn: it is not there yet.
+
+    Attributes:
+        is_torn: a newer manifest was there, which could not be read. Its number is left out.
+    """
+
+    folder_kind = PUBLISHED
+
+    def __init__(self, system: System, folder: str, manifest: Manifest, held: int | None) -> None:
+        super().__init__(system, folder, manifest, held)
+        self._last_number, self._serial = manifest.commit, secrets.randbits(48)
+
+    @classmethod
+    def open_or_make(cls, system: System, folder: str, locked: bool = True) -> PublishedFolder:
+        """Open a folder to publish in, or make it.
+
+        Raises:
+            TableFileError: something else lies there.
+            TableLockedError: another process publishes there.
+        """
+        inside = join(folder, PUBLISHED.inside)
+        numbers = PUBLISHED.numbers(system, folder) if system.exists(inside) else []
+        if any(_is_whole(system, folder, number) for number in numbers):
+            return cls.open_to_write(system, folder, locked)
+        if numbers:  # the first one was interrupted, or is being written
+            with folders.locked_by(system, folder, locked, PUBLISHED):
+                for number in numbers:
+                    system.unlink(PUBLISHED.path_of(folder, number))
+        first = Manifest(secrets.token_hex(16), 0, None, None, None, publishing.now(), published=_NOTHING)
+        return cls.create(system, folder, first, locked)
+
+    @classmethod
+    def newest_of(cls, system: System, folder: str) -> Manifest:
+        numbers = reversed(PUBLISHED.numbers(system, folder))
+        found = PUBLISHED.read(system, folder, next(one for one in numbers if _is_whole(system, folder, one)))
+        if found.published is None:
+            held = what_is_at(system, folder)
+            raise TableFileError(errno.EEXIST, f"{held}. Publish its rows in a folder of their own", folder)
+        return found
+
+    def prepare_to_write(self) -> None:
+        """Remove torn manifests and orphans."""
+        numbers = PUBLISHED.numbers(self.system, self.folder)
+        self._last_number = numbers[-1]
+        for number in numbers:
+            if number > self.manifest.commit:
+                self.system.unlink(PUBLISHED.path_of(self.folder, number))
+        super().prepare_to_write()
+
+    @property
+    def next_commit(self) -> int:
+        return max(self._last_number, self.manifest.commit) + 1
+
+    @property
+    def is_torn(self) -> bool:
+        return self._last_number > self.manifest.commit
+
+    def next_time(self) -> str:
+        """Return the present time, or a later one than that of the last manifest: clocks may go back."""
+        return max(publishing.now(), self.manifest.time)
+
+    def publish_rows(self, changes: dict[str, Any], keep_hours: float, purges: bool) -> None:
+        """Publish the present records of all stores as one step. See `publish`.
+
+        `purges`: old files have forgotten rows, and leave at once.
+        """
+        snapshots = self.freeze([_none_newer] * len(self.stores))
+        self.publish(snapshots, {**changes, "name": None, "parent": self.manifest.commit}, 0.0 if purges else keep_hours)
+        if purges:
+            lists = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
+            self.unlink([file.name for file in lists], lambda: False)
+
+    def _collect(self, keep: float) -> None:
+        """Remove manifests that were followed by the next one `keep` hours ago, and the files that only they name."""
+        numbers, gone = PUBLISHED.numbers(self.system, self.folder), list[int]()
+        for number, after in pairwise(numbers):
+            later = self._manifest(after)
+            if later is not None and _age(later) < keep * HOUR:
+                break
+            gone.append(number)
+        named = {name for number in gone if (one := self._manifest(number)) is not None for name in one.files}
+        for number in gone:
+            self.system.unlink(PUBLISHED.path_of(self.folder, number))
+        if not named:
+            return
+        retried(self.system.fsync_folder, join(self.folder, PUBLISHED.inside))
+        # A file is named by manifests in a row. So the oldest one left names all that others still need.
+        oldest = self._manifest(numbers[len(gone)])
+        for name in sorted(named - self.needed().union(oldest.files if oldest else ())):
+            folders.remove(self.system, self.folder, name)
+
+    def _manifest(self, number: int) -> Manifest | None:
+        return self.manifest if number == self.manifest.commit else folders.readable(self.system, self.folder, number)
+
+    def needed(self) -> set[str]:
+        return super().needed().union(self.manifest.files)
+
+    def discard_all(self) -> None:
+        """Close the folder, and remove the files that no manifest names."""
+        for store in self.stores:
+            store.close()
+        folders.remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
+        self.close()
+
+
+def _none_newer(ids: np.ndarray) -> np.ndarray:
+    return np.zeros(len(ids), bool)  # all records are in logs
+
+
+def _age(manifest: Manifest) -> float:
+    return (datetime.now(UTC) - datetime.fromisoformat(manifest.time)).total_seconds()
+
+
+def _is_whole(system: System, folder: str, number: int) -> bool:
+    try:
+        PUBLISHED.read(system, folder, number)
+    except CorruptTableError:
+        return False
+    return True

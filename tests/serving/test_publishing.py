@@ -1,0 +1,306 @@
+"""`er.publish`: what is written, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import embedrock as er
+from embedrock.io.vfs import OS_SYSTEM
+from embedrock.serving.publisher import PublishOptions, publish_last
+from embedrock.store.manifest import PUBLISHED
+from embedrock.store.published_folder import PublishedFolder
+
+
+def table(path: Path, rows: int | None = 100, **options: object) -> er.Table:
+    made = er.Table(rows, 4, path=path, rule=er.SGD(lr=1.0), seed=1, memory="2MiB", **options)  # pyright: ignore
+    made.update(np.arange(20), np.ones((20, 4)))
+    made.commit(step=1)
+    return made
+
+
+def shown(folder: Path, name: str = "users") -> tuple[np.ndarray, np.ndarray]:
+    with er.Subscriber(folder, memory="2MiB", patience=0) as served, served.step() as step:
+        return step[name].export()
+
+
+def assert_shown(folder: Path, source: er.Table, name: str = "users") -> None:
+    for got, expected in zip(shown(folder, name), source.export(), strict=True):
+        assert np.array_equal(got, expected)
+
+
+def test_rows_without_a_record_have_their_first_values(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    er.publish(users, tmp_path / "served")
+    with er.Subscriber(tmp_path / "served") as served, served.step() as step:
+        assert np.array_equal(step["users"].lookup(np.arange(100)), users.lookup(np.arange(100)))
+        assert step["users"].rule is None
+    users.close()
+
+
+def test_a_step_writes_what_changed(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    users.update(np.arange(100), np.ones((100, 4)))
+    users.commit(step=2)
+    assert er.publish(users, tmp_path / "served") == er.Published(1, 2, 100, 0, is_base=True)
+    users.update([3, 5], np.ones((2, 4)))
+    users.commit(step=3)
+    assert er.publish(users, tmp_path / "served") == er.Published(2, 3, 2, 0, is_base=False)
+    assert er.publish(users, tmp_path / "served") == er.Published(2, 3, 0, 0, is_base=False, is_new=False)
+    assert_shown(tmp_path / "served", users)
+    users.close()
+
+
+def test_16_bits(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    er.publish(users, tmp_path / "served", dtype="bfloat16")
+    ids, rows = shown(tmp_path / "served")
+    assert np.array_equal(ids, np.arange(20))
+    assert (np.abs(rows - users.lookup(ids)) <= np.abs(rows) * 2**-8).all()
+    made = er.publish(users, tmp_path / "served", dtype="float16")
+    assert made.is_base
+    users.close()
+
+
+def test_uncommitted_rows_are_not_published(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    before = users.export()
+    users.update([3], np.ones((1, 4)))
+    er.publish(users, tmp_path / "served")
+    assert np.array_equal(shown(tmp_path / "served")[1], before[1])
+    users.rollback(1)
+    users.close()
+
+
+def test_a_forgotten_row_leaves_all_files_at_once(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    users.assign([7], [[1.25, 2.5, 5.0, 1e-20]])
+    users.commit()
+    er.publish(users, tmp_path / "served")
+    secret = np.array([1.25, 2.5, 5.0, 1e-20], np.float32).tobytes()
+    assert any(secret in file.read_bytes() for file in (tmp_path / "served").rglob("*") if file.is_file())
+    users.forget([7])
+    users.commit()
+    assert er.publish(users, tmp_path / "served").gone == 1
+    assert not any(secret in file.read_bytes() for file in (tmp_path / "served").rglob("*") if file.is_file())
+    assert_shown(tmp_path / "served", users)
+    users.close()
+
+
+def test_logs_are_compacted_once_they_outweigh_the_base(tmp_path: Path):
+    users = table(tmp_path / "users.rock", rows=5000)
+    users.update(np.arange(5000), np.ones((5000, 4)))
+    users.commit()
+    logs = []
+    for number in range(12):
+        er.publish(users, tmp_path / "served")
+        (pool,) = PUBLISHED.read(OS_SYSTEM, str(tmp_path / "served"), number + 1).pools
+        logs.append(len(pool.delta))
+        users.update(np.arange(number, 2000), np.ones((2000 - number, 4)))
+        users.commit()
+    assert max(logs) > 2
+    assert logs.count(0) >= 2
+    er.publish(users, tmp_path / "served")
+    assert_shown(tmp_path / "served", users)
+    users.close()
+
+
+def test_what_does_not_follow_begins_a_new_chain(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def chain() -> str:
+        published = PublishedFolder.newest_of(OS_SYSTEM, str(tmp_path / "served")).published
+        assert published is not None
+        return published.chain
+
+    users, chains = table(tmp_path / "users.rock"), []
+    er.publish(users, tmp_path / "served")
+    served = er.Subscriber(tmp_path / "served", memory="2MiB")
+    chains.append(chain())
+    users.update([3], np.ones((1, 4)))
+    users.commit()
+    er.publish(users, tmp_path / "served")
+    chains.append(chain())
+    users.close()
+    (tmp_path / "other").mkdir()
+    with er.Table(
+        100,
+        4,
+        path=tmp_path / "other/users.rock",
+        rule=er.SGD(lr=1.0),
+    ) as other:
+        other.update([50], np.ones((1, 4)))
+        other.commit()
+        assert er.publish(other, tmp_path / "served").is_base
+        chains.append(chain())
+        assert served.refresh()
+        assert served.lookup({"users": [50]})["users"].tolist() == other.lookup([50]).tolist()
+    assert chains[0] == chains[1] != chains[2]
+    assert f"step 3 begins a new chain, {chains[2]}: it does not follow from step 1 of chain {chains[0]}" in caplog.text
+    served.close()
+
+
+def test_a_rolled_back_table_goes_on(tmp_path: Path):
+    users = table(tmp_path / "users.rock", keep=9)
+    er.publish(users, tmp_path / "served")
+    users.update([3], np.ones((1, 4)))
+    users.commit()
+    er.publish(users, tmp_path / "served")
+    users.rollback(1)
+    made = er.publish(users, tmp_path / "served")
+    assert (made.number, made.is_base) == (3, False)
+    assert_shown(tmp_path / "served", users)
+    users.close()
+
+
+def test_a_group_that_gets_another_table(tmp_path: Path):
+    group = er.Group(path=tmp_path / "model.rock", memory="2MiB")
+    for name in ("users", "items"):
+        group.table(name, 50, 4, rule=er.SGD(lr=1.0)).update([1, 2], np.ones((2, 4)))
+        group.commit()
+        er.publish(group, tmp_path / "served")
+        with er.Subscriber(tmp_path / "served", memory="2MiB") as served, served.step() as step:
+            assert list(step) == list(group)
+            for each in group:
+                assert np.array_equal(step[each].export()[1], group[each].export()[1])
+    er.publish(group["items"], tmp_path / "items")
+    with er.Subscriber(tmp_path / "items", memory="2MiB") as served, served.step() as step:
+        assert list(step) == ["items"]
+    group.close()
+
+
+def test_changes_of_a_subscriber(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    er.publish(users, tmp_path / "served")
+    served = er.Subscriber(tmp_path / "served", memory="2MiB")
+    shown = served.number
+    for number in (3, 4):
+        users.update([number], np.ones((1, 4)))
+        users.commit()
+        er.publish(users, tmp_path / "served")
+    assert served.refresh()
+    with served.step() as step:
+        changed = [ids.tolist() for ids, _, _ in step["users"].changes(shown)]
+    assert changed == [[3, 4]]
+    served.close()
+    users.close()
+
+
+MOVED = {
+    "Adam": {"rule": er.Adam(lr=0.1, dense=True)},
+    "AdamW": {"rule": er.AdamW(lr=0.1, weight_decay=0.1, dense=True)},
+    "array": {"init": er.FromArray(np.arange(400, dtype=np.float32).reshape(100, 4))},
+    "array, Adam": {"rule": er.Adam(lr=0.1, dense=True), "init": er.FromArray(np.ones((100, 4), np.float32))},
+    "shared": {"admission": er.Admission(2, default="shared")},
+    "zeros": {"admission": er.Admission(2, default="zeros")},
+}
+
+
+@pytest.mark.parametrize("options", MOVED.values(), ids=MOVED)
+@pytest.mark.parametrize("in_group", [False, True])
+def test_rows_that_have_no_record_and_move(tmp_path: Path, options: dict[str, Any], in_group: bool):
+    options = {"rule": er.SGD(lr=0.1), "seed": 1, **options}
+    group = er.Group(path=tmp_path / "model.rock", memory="2MiB") if in_group else None
+    path = {"path": tmp_path / "users.rock", "memory": "2MiB"}
+    users = er.Table(100, 4, **path, **options) if group is None else group.table("users", 100, 4, **options)
+    rng, served = np.random.default_rng(0), None
+    for number in range(4):
+        ids = rng.choice(100, 10, replace=False)
+        users.update(ids, rng.normal(size=(10, 4)))
+        users.update(ids[:5], rng.normal(size=(5, 4)))
+        if number == 2:
+            users.forget(users.export()[0][:2])
+        users.commit()
+        er.publish(group or users, tmp_path / "served")
+        served = served or er.Subscriber(tmp_path / "served", memory="2MiB", patience=0)
+        assert served.refresh() or not number
+        assert np.array_equal(served.lookup({"users": range(100)})["users"], users.lookup(range(100)))
+    assert served is not None
+    served.close()
+    (group or users).close()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_first_values_that_the_files_do_not_have(tmp_path: Path):
+    with table(tmp_path / "users.rock", init=er.FromArray(np.ones((100, 4), np.float32))):
+        with pytest.raises(er.TableFileError, match="come from an array of shape"):
+            publish_last(str(tmp_path / "users.rock"), str(tmp_path / "served"), PublishOptions())
+        assert not (tmp_path / "served").exists()
+
+
+def test_open_ids_whose_first_values_move(tmp_path: Path):
+    with er.Table(None, 4, path=tmp_path / "t.rock", rule=er.AdamW(lr=0.1, weight_decay=0.1, dense=True)) as words:
+        words.update([1], np.ones((1, 4)))
+        words.commit()
+        with pytest.raises(er.UnsupportedError, match="training changes rows that have no record, and with open ids"):
+            er.publish(words, tmp_path / "served")
+
+
+def test_a_table_in_ram(tmp_path: Path):
+    with pytest.raises(er.UnsupportedError, match="lives in RAM and has no commits"):
+        er.publish(er.Table(10, 4), tmp_path / "served")
+
+
+def test_a_table_without_a_commit(tmp_path: Path):
+    with (
+        er.Table(10, 4, path=tmp_path / "t.rock") as empty,
+        pytest.raises(er.ArgumentError, match="no commit to publish"),
+    ):
+        er.publish(empty, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+def test_a_folder_with_something_else(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "mine.txt").write_text("mine")
+    with pytest.raises(er.TableFileError, match=r"of a new published folder must be empty, and has 'mine\.txt'"):
+        er.publish(users, tmp_path / "served")
+    er.Group(path=tmp_path / "model.rock").close()
+    with pytest.raises(er.TableFileError, match="Publish its rows in a folder of their own"):
+        er.publish(users, tmp_path / "model.rock")
+    users.close()
+
+
+def test_a_published_folder_is_not_trained(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    er.publish(users, tmp_path / "served")
+    with pytest.raises(er.ReadOnlyTableError, match=r"only er.publish changes them. .*er.Subscriber\('"):
+        er.open(tmp_path / "served")
+    with er.open(tmp_path / "served", mode="r") as group:
+        assert np.array_equal(group["users"].export()[1], users.export()[1])
+    users.close()
+
+
+def test_two_publishers_at_once(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    er.publish(users, tmp_path / "served")
+    folder = PublishedFolder.open_or_make(OS_SYSTEM, str(tmp_path / "served"))
+    with pytest.raises(er.TableLockedError):
+        er.publish(users, tmp_path / "served")
+    folder.close()
+    users.close()
+
+
+def test_dense_weights(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    bits = np.array([0x3F80, 0xC000], np.uint16)
+    given = {"b": np.float64(2.5), "a": np.arange(6).reshape(2, 3), "h": er.Bfloat16(bits), "e": np.empty((0, 3), bool)}
+    er.publish(users, tmp_path / "served", dense=given)
+    with er.Subscriber(tmp_path / "served") as served, served.step() as step:
+        assert step.dense["b"] == 2.5
+        assert step.dense["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert step.dense["h"].tolist() == [1.0, -2.0]
+        assert step.dense["e"].shape == (0, 3)
+    (file,) = (tmp_path / "served" / "dense").iterdir()
+    with pytest.importorskip("safetensors").safe_open(file, framework="pt") as known:
+        assert known.get_tensor("a").tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert known.get_tensor("h").tolist() == [1.0, -2.0]
+    er.publish(users, tmp_path / "served", dense=given)
+    assert len(list((tmp_path / "served" / "dense").iterdir())) == 1
+    with pytest.raises(er.ArgumentError, match="`dense` must have arrays of numbers: got object for 'x'"):
+        er.publish(users, tmp_path / "served", dense={"x": np.array([None])})
+    users.close()
