@@ -283,6 +283,11 @@ def _released(folder: str, number: int) -> str:
     return manifests.path_of(folder, number).removesuffix(".json") + ".released"
 
 
+def copied(folder: str, number: int) -> str:
+    """Return the path of the empty file that marks a commit as a copy from another folder."""
+    return manifests.path_of(folder, number).removesuffix(".json") + ".copied"
+
+
 # ---------------------------------------------------------------- orphans
 
 # All names that writers create, and no others. Release 0.1 has no digits of the uuid.
@@ -290,10 +295,10 @@ _FILES = re.compile(
     r"(?:delta|history|base|runs)/\d{10}-(?:([0-9a-f]{8})-)?\d+(?:\.dlt|\.his|\.voc|/c[0-9a-f]{1,16}\.rows)", re.ASCII
 )
 _COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
-_RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
+_MARK = re.compile(r"(\d{10})\.(?:released|copied)", re.ASCII)
 
 
-def _remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any]) -> None:
+def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any]) -> None:
     """Remove orphans of earlier writers. Callers hold the writer's lock.
 
     Orphans are files that no commit names, and that were provably created for this folder. A failure costs only disk
@@ -310,7 +315,7 @@ def _remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any
                     system.rmdir(join(folder, path))
         there, inside = set(kind.numbers(system, folder)), join(folder, kind.inside)
         for name in _listed(system, inside):
-            found = _RELEASED.fullmatch(name)
+            found = _MARK.fullmatch(name)
             if (found and int(found[1]) not in there) or publishing.UNPUBLISHED.fullmatch(name):
                 system.unlink(join(inside, name))
 
@@ -417,7 +422,7 @@ class Folder(Generic[AManifest]):
     def prepare_to_write(self) -> None:
         """Create missing folders, and remove orphans of earlier writers."""
         make_folders(self.system, self.folder, self.folder_kind)
-        _remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
+        remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
 
     def needed(self) -> set[str]:
         """Return the names of the files that this process reads or writes."""
