@@ -1,4 +1,4 @@
-"""Commands on tables on disk: ``embedrock info | verify | commits | rollback | compact | forget | copy | export | import``."""
+"""Commands on tables on disk, from ``embedrock info`` to ``embedrock reshard``."""
 
 from __future__ import annotations
 

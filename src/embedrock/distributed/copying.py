@@ -8,9 +8,9 @@ import os
 from collections import Counter
 from typing import Any
 
+from embedrock.distributed.commits import last_of, layout_of, make_parts
 from embedrock.errors import TableFileError, counted
 from embedrock.io.vfs import OS_SYSTEM, System
-from embedrock.distributed.commits import last_of, layout_of, make_parts
 from embedrock.store import folder as folders
 from embedrock.store.copying import ELSEWHERE, FolderCopy
 
