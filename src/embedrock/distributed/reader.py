@@ -27,7 +27,7 @@ from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.paths import local_path
 from embedrock.system.scopes import on_failure
-from embedrock.system.sizes import parse_bytes
+from embedrock.system.sizes import MAP, parse_bytes
 from embedrock.table.group import asked
 from embedrock.table.group import open_table as open_alone
 from embedrock.table.options import OpenArguments, OpenOptions, shows
@@ -189,7 +189,7 @@ def _commit(layout: ShardFolders, at: int | None) -> ShardCommit:
 
 def _open_all(layout: ShardFolders, common: ShardCommit, options: Mapping[str, Any]) -> list[Table]:
     own = {key: value for key, value in options.items() if key != "name"}  # of the whole table
-    if own.get("memory") is not None:
+    if own.get("memory") not in (None, MAP):
         own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)
     opened = list[Table]()
     with contextlib.ExitStack() as held:
