@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from embedrock.errors import UnsupportedError
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Pin, RamLayout
 from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.listeners import EvictionListener
 from embedrock.storage.records import Records
 from embedrock.store.mapped import MappedSegments
 
@@ -51,6 +53,12 @@ class MappedBackend(DiskBackend):
             if self._mapped.runs is not self.store.runs:
                 self._mapped = MappedSegments.of(self.store, self._mapped.files)
             return copies, self._mapped.read(self.store, ids, (copies.bytes.view(np.uint32), copies.weights), out)
+
+    def add_listener(self, listener: EvictionListener) -> NoReturn:
+        raise UnsupportedError(
+            f'rows of {self.subject}, opened with memory="map", have no place in RAM that a GPU may use. Look them up '
+            'on the CPU, or open it with a size, such as memory="1GiB".'
+        )
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
         return Pin()

@@ -36,9 +36,10 @@ class MappedSegments(NamedTuple):
         runs = store.runs
         files = {n: known[n] if n in known else store.system.map(run.file.fd) for n, run in runs.items()}
         starts = {n: address_of(file) for n, file in files.items()}
-        low, high = min(starts.values()), max(starts[n] + file.nbytes for n, file in files.items())
+        low = min(starts.values(), default=0)
+        high = max((starts[n] + file.nbytes for n, file in files.items()), default=0)
         memory = np.frombuffer((ctypes.c_uint32 * ((high - low) // 4)).from_address(low), np.uint32)
-        places = np.zeros((max(runs) + 1, 3), np.int64)
+        places = np.zeros((max(runs, default=-1) + 1, 3), np.int64)
         for number, run in runs.items():
             places[number] = (starts[number] - low + run.first) // 4, run.salt, run.step
         return cls(runs, files, memory, places)
