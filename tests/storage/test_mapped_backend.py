@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from embedrock.store.mapped import MappedSegments
 from embedrock.table.table import rows_of
 from slow import slow_but
 from suites import FaultFS
+from suites.faultfs import CHANGES
 from table_files import store_of
 
 ROWS, DIM = 500, 5
@@ -57,7 +58,8 @@ def life(table: er.Table, rng: np.random.Generator) -> Iterator[None]:
 @pytest.mark.parametrize("options", slow_but(TABLES, "dense adam", "come and go"))
 def test_rows_are_those_of_a_reader_with_a_cache(options: dict[str, Any], tmp_path: Path) -> None:
     path, rng = str(tmp_path / "t"), np.random.default_rng(0)
-    with er.Table(**{"rows": ROWS, "dim": DIM, "path": path, "memory": "1MiB", "keep": 3, **options}) as table:
+    given: dict[str, Any] = {"rows": ROWS, "dim": DIM, "path": path, "memory": "1MiB", "keep": 3}
+    with er.Table(**given | options) as table:
         table.commit()
         follower = mapped(path)
         for _ in life(table, rng):
@@ -135,11 +137,11 @@ def test_nothing_is_written_or_locked(path: str) -> None:
             assert flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) == 0, path
             return super().open(path, flags)
 
-        def refuse(self, *args: Any) -> Any:
-            raise AssertionError(args)
+    def refuse(self: System, *args: Any) -> Any:
+        raise AssertionError(args)
 
-        pwrite = link = unlink = mkdir = rmdir = lock = fsync_folder = fdatasync = refuse
-
+    for name in CHANGES - {"create"}:
+        setattr(ReadOnly, name, refuse)
     before = {each: each.stat().st_mtime_ns for each in Path(path).rglob("*")}
     with mapped(path, system=ReadOnly()) as found:
         found.lookup(np.arange(ROWS))
@@ -161,7 +163,7 @@ def test_writers_cannot_be_mapped(path: str) -> None:
 
 def test_a_gpu_is_refused(path: str) -> None:
     with mapped(path) as found, pytest.raises(UnsupportedError, match='opened with memory="map", have no place in RAM'):
-        rows_of(found).tier.add_listener(None)
+        rows_of(found).tier.add_listener(cast(Any, None))
 
 
 SHARED = """

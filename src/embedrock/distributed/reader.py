@@ -309,7 +309,8 @@ def open_table(
         mode: "w" for its one writer, or "r" for a snapshot, which stays the same until `refresh`. A sharded table is
             read as one table, and only its ranks can write it.
         at: number of the commit, for a reader; None: the last one. For a sharded table, the number in its first shard.
-        memory, on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
+        memory: as in `Table`. "map", for readers: map the files into memory. Processes share one copy of the rows.
+        on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
         init: for a table whose initial values come from an array: that `er.FromArray`.
 
     Returns:

@@ -30,6 +30,10 @@ class MappedBackend(DiskBackend):
     def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
         return RamLayout(nbytes, 1, False)
 
+    @property
+    def budget_bytes(self) -> int:
+        return self.bytes_used
+
     def begin_batch(self) -> None:
         """Do nothing: no row stays from one batch to the next."""
 

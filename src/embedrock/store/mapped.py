@@ -38,7 +38,7 @@ class MappedSegments(NamedTuple):
         starts = {n: address_of(file) for n, file in files.items()}
         low = min(starts.values(), default=0)
         high = max((starts[n] + file.nbytes for n, file in files.items()), default=0)
-        memory = np.frombuffer((ctypes.c_uint32 * ((high - low) // 4)).from_address(low), np.uint32)
+        memory = np.ctypeslib.as_array((ctypes.c_uint32 * ((high - low) // 4)).from_address(low))
         places = np.zeros((max(runs, default=-1) + 1, 3), np.int64)
         for number, run in runs.items():
             places[number] = (starts[number] - low + run.first) // 4, run.salt, run.step
