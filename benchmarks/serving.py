@@ -31,7 +31,7 @@ IDS, SIDES = 64, ("cache", "map")
 PERCENTS = {"p50": 50, "p99": 99, "p99_9": 99.9}
 FEW, MANY = 1000, 100_000
 WRITE_ROWS = 65_536  # at a time
-REFRESH_S = 1.0
+REFRESH_S, REFRESHES = 1.0, 5
 
 
 class Trainer:
@@ -87,7 +87,7 @@ class Reader:
         self._rows, self._how = workload.rows, {"path": folder / TABLE, "mode": "r", "memory": memory}
         self._draw, self._table = np.random.default_rng(workload.seed), None
         self.open()
-        self._warm()
+        self.warm()
 
     def open(self) -> float:
         """Open the table anew; return the seconds."""
@@ -99,21 +99,22 @@ class Reader:
         self._table: Any = er.open(**self._how)
         return time.perf_counter() - start
 
-    def _warm(self) -> None:
+    def warm(self) -> None:
+        """Read all rows."""
         for first in range(0, self._rows, WRITE_ROWS):
             self._table.lookup(np.arange(first, min(first + WRITE_ROWS, self._rows)))
 
     def lookups(self, count: int, refreshes: bool = False) -> dict[str, float]:
         """Look up random ids `count` times; return microseconds. With `refreshes`, follow the table each second."""
-        batches, times = self._draw.integers(0, self._rows, (count, IDS)), np.empty(count)
-        due, pauses = time.monotonic() + REFRESH_S, [0.0]
-        for number, ids in enumerate(batches):
+        batches, times = self._draw.integers(0, self._rows, (count, IDS)), list[float]()
+        due, pauses = time.monotonic() + REFRESH_S, list[float]()
+        while len(times) < count or (refreshes and len(pauses) < REFRESHES):
             if refreshes and time.monotonic() >= due:
                 pauses.append(self.refresh())
                 due = time.monotonic() + REFRESH_S
             start = time.perf_counter()
-            self._table.lookup(ids)
-            times[number] = time.perf_counter() - start
+            self._table.lookup(batches[len(times) % count])
+            times.append(time.perf_counter() - start)
         found = {name: float(np.percentile(times, percent) * 1e6) for name, percent in PERCENTS.items()}
         return found | ({"longest_pause_ms": max(pauses) * 1e3} if refreshes else {})
 
@@ -125,7 +126,7 @@ class Reader:
 
     def after_refresh(self, count: int) -> dict[str, float]:
         """Return milliseconds of `refresh`, and how many times longer lookups take after it."""
-        self._warm()
+        self.warm()
         before = self.lookups(count)["p50"]
         seconds = self.refresh()
         return {"refresh_ms": seconds * 1e3, "p50_after": self.lookups(count)["p50"] / before}
@@ -160,29 +161,36 @@ class World:
             self.trainer.call("stop")
 
 
-# ---------------------------------------------------------------- rows of the report: to add one, a function and a place
+# ---------------------------------------------------------------- rows of the report, each with a place in `ROWS`
 
 
-def open_compacted(world: World) -> list[dict[str, Any]]:
+def opening(world: World) -> list[dict[str, Any]]:
+    """Time `er.open` of a compacted table."""
     return world.rounds("open", lambda reader: {"open_s": reader.call("open")})
 
 
 def lookups_alone(world: World) -> list[dict[str, Any]]:
+    """Time lookups on a machine that does nothing else."""
+    for reader in world.readers.values():
+        reader.call("warm")
     return world.rounds("lookups alone", lambda reader: reader.call("lookups", world.options.steps))
 
 
 def lookups_beside_a_trainer(world: World) -> list[dict[str, Any]]:
+    """Time lookups while the trainer steps batches."""
     with world.training(commits=False):
         return world.rounds("lookups beside a trainer", lambda reader: reader.call("lookups", world.options.steps))
 
 
 def lookups_over_refreshes(world: World) -> list[dict[str, Any]]:
+    """Time lookups of readers that follow a trainer."""
     with world.training(commits=True):
         name = "lookups over a refresh each second"
         return world.rounds(name, lambda reader: reader.call("lookups", world.options.steps, True))
 
 
 def refresh(world: World) -> list[dict[str, Any]]:
+    """Time `refresh` to a commit of few and of many rows, and lookups after it."""
     lines = list[dict[str, Any]]()
     for count in (FEW, MANY):
 
@@ -195,7 +203,7 @@ def refresh(world: World) -> list[dict[str, Any]]:
     return lines
 
 
-ROWS = (open_compacted, lookups_alone, lookups_beside_a_trainer, lookups_over_refreshes, refresh)
+ROWS = (opening, lookups_alone, lookups_beside_a_trainer, lookups_over_refreshes, refresh)
 
 
 def _of(row: str, key: str) -> Any:
