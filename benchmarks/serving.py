@@ -27,7 +27,7 @@ from benchmarks.workload import SCATTER, Workload
 from embedrock.cli.terminal.tables import say
 from embedrock.system.sizes import format_bytes
 
-IDS, SIDES = 64, ("cache", "map")
+IDS, SIDES, PROCESSES = 64, ("cache", "map"), 4
 PERCENTS = {"p50": 50, "p99": 99, "p99_9": 99.9}
 FEW, MANY = 1000, 100_000
 WRITE_ROWS = 65_536  # at a time
@@ -87,6 +87,8 @@ class Reader:
         self._rows, self._how = workload.rows, {"path": folder / TABLE, "mode": "r", "memory": memory}
         self._draw, self._table = np.random.default_rng(workload.seed), None
         self.open()
+        self._table.lookup(np.arange(IDS))  # loads kernels
+        self._before = _own_bytes()
         self.warm()
 
     def open(self) -> float:
@@ -103,6 +105,10 @@ class Reader:
         """Read all rows."""
         for first in range(0, self._rows, WRITE_ROWS):
             self._table.lookup(np.arange(first, min(first + WRITE_ROWS, self._rows)))
+
+    def grown(self) -> int:
+        """Return the bytes of RAM that the rows have taken; of pages that processes share, this one's part."""
+        return _own_bytes() - self._before
 
     def lookups(self, count: int, refreshes: bool = False) -> dict[str, float]:
         """Look up random ids `count` times; return microseconds. With `refreshes`, follow the table each second."""
@@ -132,13 +138,20 @@ class Reader:
         return {"refresh_ms": seconds * 1e3, "p50_after": self.lookups(count)["p50"] / before}
 
 
+def _own_bytes() -> int:
+    """Return the proportional set size of this process (Linux)."""
+    (line,) = (line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+    return int(line.split()[1]) << 10
+
+
 @dataclass
 class World:
-    """A trainer, and a reader of each side."""
+    """A trainer, a reader of each side, and a function that makes further readers of a side."""
 
     trainer: Child
     readers: dict[str, Child]
     options: DiskOptions
+    make: Callable[[str], Child]
 
     def rounds(self, name: str, turn: Callable[[Child], dict[str, float]]) -> list[dict[str, Any]]:
         """Take turns of all readers; return a line for each, with medians and least values."""
@@ -167,6 +180,17 @@ class World:
 def opening(world: World) -> list[dict[str, Any]]:
     """Time `er.open` of a compacted table."""
     return world.rounds("open", lambda reader: {"open_s": reader.call("open")})
+
+
+def ram(world: World) -> list[dict[str, Any]]:
+    """Measure the RAM of rows in several processes of a side."""
+    lines = list[dict[str, Any]]()
+    for side in world.readers:
+        with ExitStack() as held:
+            more = [held.enter_context(world.make(side)) for _ in range(1, PROCESSES)]
+            total = sum(reader.call("grown") for reader in (world.readers[side], *more))
+        lines.append({"name": f"RAM of {PROCESSES} processes, {side}", "row": "ram", "side": side, "ram_bytes": total})
+    return lines
 
 
 def lookups_alone(world: World) -> list[dict[str, Any]]:
@@ -203,14 +227,14 @@ def refresh(world: World) -> list[dict[str, Any]]:
     return lines
 
 
-ROWS = (opening, lookups_alone, lookups_beside_a_trainer, lookups_over_refreshes, refresh)
+ROWS = (opening, ram, lookups_alone, lookups_beside_a_trainer, lookups_over_refreshes, refresh)
 
 
 def _of(row: str, key: str) -> Any:
     return lambda lines: each(lambda line: line[key], key)([line for line in lines if line["row"] == row])
 
 
-def _targets() -> list[Target]:
+def _targets(table_bytes: int) -> list[Target]:
     wanted = {
         "lookups alone": (40, 100, 200),
         "lookups beside a trainer": (50, 300, 1500),
@@ -228,25 +252,29 @@ def _targets() -> list[Target]:
         row = f"refresh of {count:,} rows"
         found.append(Target("{name}", _of(row, "refresh_ms"), most, "ms", at_most=True))
         found.append(Target("{name}: p50 after it, over before", _of(row, "p50_after"), 1.5, at_most=True))
+    shared = each(lambda line: line["ram_bytes"] / table_bytes, "ram_bytes", name=f"RAM of {PROCESSES} processes, map")
+    found.append(Target("{name}, over the bytes of the table", shared, 1.1, at_most=True))
     return [*found, Target("{name}", _of("open", "open_s"), 0.2, "s", at_most=True)]
 
 
 def measure(task: Task) -> Report:
     """Measure each row, print the lines, and return the outcome."""
     workload, options = task.workload, task.options
-    record_bytes = 8 * workload.dim + 4
-    memory = 2 * workload.rows * record_bytes + (64 << 20)
-    with scratch_folder(options.folder, 4 * workload.rows * record_bytes) as folder, ExitStack() as held:
-        say(f"making a table of {format_bytes(workload.rows * record_bytes)}")
+    table_bytes = workload.rows * (8 * workload.dim + 4)  # weights, Adagrad's state, a seal
+    memory = 2 * table_bytes + (64 << 20)
+    with scratch_folder(options.folder, 4 * table_bytes) as folder, ExitStack() as held:
+        say(f"making a table of {format_bytes(table_bytes)}")
         trainer = held.enter_context(options.child(Trainer, workload, folder, memory))
         sizes = dict(zip(SIDES, (memory, "map"), strict=True))
-        readers = {
-            side: held.enter_context(options.child(Reader, workload, folder, size)) for side, size in sizes.items()
-        }
-        world = World(trainer, readers, options)
+
+        def make(side: str) -> Child:
+            return options.child(Reader, workload, folder, sizes[side])
+
+        readers = {side: held.enter_context(make(side)) for side in SIDES}
+        world = World(trainer, readers, options, make)
         report = Report([line for row in ROWS for line in row(world)])
     print("\n".join(map(format_line, report.results)))
-    report.compare_with(_targets())
+    report.compare_with(_targets(table_bytes))
     return report
 
 
