@@ -17,6 +17,7 @@ from benchmarks.gpu_run import GPU
 from benchmarks.keras_fit import KERAS
 from benchmarks.processes import ChildError
 from benchmarks.report import Report, machine_facts, write_json
+from benchmarks.serving import SERVING
 from benchmarks.shards import SHARDS
 from benchmarks.step import IDS, LOOKUP, STEP, TABLE_SIZES, UPDATE
 from benchmarks.stream import STREAM
@@ -32,7 +33,23 @@ FAILED, INTERRUPTED = 1, 130  # exit statuses; the second as shells have it afte
 DEFAULT = "step"
 
 # To add a benchmark: a file with a `Benchmark`, and a row here.
-BENCHMARKS = (STEP, IDS, LOOKUP, UPDATE, TABLE_SIZES, CREATE, DLRM, GROUPS, SHARDS, DISK, COMMIT, STREAM, KERAS, GPU)
+BENCHMARKS = (
+    STEP,
+    IDS,
+    LOOKUP,
+    UPDATE,
+    TABLE_SIZES,
+    CREATE,
+    DLRM,
+    GROUPS,
+    SHARDS,
+    DISK,
+    COMMIT,
+    SERVING,
+    STREAM,
+    KERAS,
+    GPU,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

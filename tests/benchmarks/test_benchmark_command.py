@@ -16,7 +16,7 @@ from test_benchmark_processes import wait_until_gone
 from test_benchmark_runner import TINY, make_broken, toy
 
 from benchmarks import __main__ as command
-from benchmarks import runner
+from benchmarks import runner, serving
 from benchmarks.benchmark import Benchmark, Task, chosen
 from benchmarks.implementations import Implementation
 from benchmarks.processes import child_environment
@@ -328,3 +328,17 @@ def children_of(process: int, count: int) -> list[int]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return found
+
+
+@pytest.mark.usefixtures("in_process")
+def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "MANY", 2000)
+    monkeypatch.setattr(serving, "REFRESH_S", 0.01)
+    words = ["--rows=4000", "--dim=8", "--batch=64", "--rounds=2", "--steps=50", "--threads=1", f"--folder={tmp_path}"]
+    document = run(tmp_path, "serving", *words)
+    lines = lines_of(document)
+    assert {line["side"] for line in lines.values()} == {"cache", "map"}
+    assert len({line["row"] for line in lines.values()}) == len(serving.ROWS) + 1  # two sizes of `refresh`
+    assert all(line["least_p50"] <= line["p50"] <= line["p99_9"] for line in lines.values() if "p50" in line)
+    assert len(targets_of(document)) == 27
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []

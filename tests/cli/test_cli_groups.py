@@ -99,3 +99,20 @@ def test_a_damaged_group_is_rescued(group: str) -> None:
     assert main(["rollback", group, "2"]) == 0
     with er.open(group, mode="r") as found:
         assert found["users"].steps == found["items"].steps == 2
+
+
+def test_a_group_is_copied_as_a_whole(group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(tmp_path / "copy")
+    assert main(["copy", f"{group}#users", target]) == 1
+    assert f"pass {group}, without #users" in capsys.readouterr().err
+    with er.open(group):  # as a trainer has it
+        assert main(["copy", group, target]) == 0
+    told = capsys.readouterr().out
+    assert "commit 3: " in told
+    assert "0 written (0 B), 0 there before" in told
+    assert "rows that the table forgets from now on stay in this copy until you copy again" in told
+    assert main(["copy", group, target, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["commit"], again["linked"], again["written"], again["bytes"]) == (3, 0, 0, 0)
+    with er.open(target, mode="r") as copied:
+        np.testing.assert_allclose(copied["items"].lookup(IDS), -0.3, rtol=1e-6)

@@ -19,7 +19,7 @@ from embedrock.errors import did_you_mean, nearest
 from embedrock.store.reading import CHECKPOINT
 
 USAGE = 2
-COMMANDS = ["info", "verify", "commits", "rollback", "compact", "export", "import"]
+COMMANDS = ["info", "verify", "commits", "rollback", "compact", "copy", "export", "import"]
 COMMANDS += ["reshard", "vocabulary"]
 
 

@@ -234,6 +234,11 @@ class FaultFS(System):
             node.fail_sync()
             raise
 
+    def map(self, fd: int) -> np.ndarray:
+        path, node = self._file(fd)
+        with self._call("map", path):
+            return np.frombuffer(bytes(node.data), np.uint8)
+
     def size(self, fd: int) -> int:
         path, node = self._file(fd)
         with self._call("size", path):

@@ -1,4 +1,4 @@
-"""Commands on tables on disk: ``embedrock info | verify | commits | rollback | compact | forget | export | import``."""
+"""Commands on tables on disk, from ``embedrock info`` to ``embedrock reshard``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from embedrock.cli.terminal.arguments import add_command, count, file, number, p
 from embedrock.cli.terminal.tables import Field, format_count, format_facts, format_lines, format_number, format_whole
 from embedrock.distributed import resharding
 from embedrock.distributed.commits import layout_of
+from embedrock.distributed.copying import copy_table
 from embedrock.distributed.reader import verify_parts
 from embedrock.errors import CorruptTableError, did_you_mean
 from embedrock.io.vfs import OS_SYSTEM
@@ -67,6 +68,9 @@ def add_parsers(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:
     help_text = "newest commits that stay; those with a name do, too (default: 1)"
     parser.add_argument("--keep", type=count, default=1, metavar="N", help=help_text)
     _add_memory(parser)
+    text = "copy the last commit of a table while others train it, by hard links where possible; again: what is new"
+    parser = _add(subparsers, "copy", _copy, text)
+    parser.add_argument("target", type=place, metavar="DEST", help="a new folder, or an earlier copy of this table")
     _add_export(subparsers)
     _add_import(subparsers)
     _add_reshard(subparsers)
@@ -368,6 +372,14 @@ def _forget(arguments: Namespace) -> int:
         text += f"\nolder commits have forgotten rows in their files still, and do not show them: {', '.join(names)}"
         text += "\nto drop these commits, and the checkpoints that refer to them:"
         text += "".join(f"\n  {command}" for command in info["remove"])
+    return print_result(arguments, info, text)
+
+
+def _copy(arguments: Namespace) -> int:
+    info = copy_table(os.path.abspath(whole_folder(arguments.table, "copy")), os.path.abspath(arguments.target))
+    files = f"{format_count(info['linked'], 'file')} linked, {info['written']} written ({format_bytes(info['bytes'])})"
+    text = f"commit {info['commit']}: {files}, {info['there']} there before"
+    text += "\nrows that the table forgets from now on stay in this copy until you copy again"
     return print_result(arguments, info, text)
 
 

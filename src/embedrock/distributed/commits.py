@@ -106,8 +106,7 @@ def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
     """
     found = layout_of(path)
     if found is None:
-        found = ShardFolders(path, ranks)
-        _make(found)
+        found = make_parts(path, ranks)
     if found.ranks != ranks:
         command = f"embedrock reshard {shlex.quote(path)} --shards {ranks}"
         raise ArgumentError(
@@ -117,8 +116,13 @@ def part_to_open(path: str, rank: int, ranks: int, label: str) -> str:
     return found.part(rank)
 
 
-def _make(layout: ShardFolders) -> None:
-    folder = Path(layout.path)
+def make_parts(path: str, ranks: int) -> ShardFolders:
+    """Register a sharded table in a folder, new or empty. Its parts are still missing.
+
+    Raises:
+        TableFileError: the path has something else, or no folder can be made in it.
+    """
+    layout, folder = ShardFolders(path, ranks), Path(path)
     try:
         folder.mkdir(exist_ok=True)
     except FileNotFoundError as error:
@@ -131,6 +135,7 @@ def _make(layout: ShardFolders) -> None:
         text += "For a new table choose another path"
         raise TableFileError(errno.EEXIST, text, layout.path)
     layout.publish()
+    return layout
 
 
 # Commits that a shard may have more than others. Ranks wait for each other in every step, and in a commit for the

@@ -38,7 +38,7 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.log import tell
 from embedrock.system.paths import local_path
 from embedrock.system.scopes import on_failure
-from embedrock.system.sizes import parse_bytes
+from embedrock.system.sizes import MAP, parse_bytes
 from embedrock.table.changed_rows import ChangedRows, RowChanges
 from embedrock.table.group import asked
 from embedrock.table.group import open_table as open_alone
@@ -201,7 +201,7 @@ def _commit(layout: ShardFolders, at: int | None) -> ShardCommit:
 
 def _open_all(layout: ShardFolders, common: ShardCommit, options: Mapping[str, Any]) -> list[Table]:
     own = {key: value for key, value in options.items() if key != "name"}  # of the whole table
-    if own.get("memory") is not None:
+    if own.get("memory") not in (None, MAP):
         own["memory"] = max(1, parse_bytes(own["memory"]) // layout.ranks)
     opened = list[Table]()
     with contextlib.ExitStack() as held:
@@ -367,7 +367,8 @@ def open_table(
         mode: "w" for its one writer, or "r" for a snapshot, which stays the same until `refresh`. A sharded table is
             read as one table, and only its ranks can write it.
         at: number of the commit, for a reader; None: the last one. For a sharded table, the number in its first shard.
-        memory, on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
+        memory: as in `Table`. "map", for readers: map the files into memory. Processes share one copy of the rows.
+        on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
         init: for a table whose initial values come from an array: that `er.FromArray`.
 
     Returns:

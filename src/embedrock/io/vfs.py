@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -434,6 +435,12 @@ class System:
             self._tails[fd] = tail
             raise tail.failure
         platform.sync(fd)
+
+    def map(self, fd: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a file, mapped into memory for reading, uint8 (size,)."""
+        memory = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        platform.allow_more_files_than(fd)  # the memory has a descriptor of its own
+        return np.frombuffer(memory, np.uint8)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size

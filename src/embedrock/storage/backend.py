@@ -79,6 +79,7 @@ class Backend(ABC):
         history: the rule's memory of past steps, to which records may refer.
         epoch: number that changes when slots do.
         evicts: records may leave their slots for files. So a row without a slot may have a record.
+        finds_all: `look_up` finds records without a slot, too.
         base: key of id 0 in `pool`.
         number: of its range of keys there.
         is_shared: it is a pool, of all tables with the same record layout. Each has a range of its keys.
@@ -86,7 +87,7 @@ class Backend(ABC):
         batch_rows: rows that fit the backend at once.
     """
 
-    evicts = is_shared = False
+    evicts = is_shared = finds_all = False
     base = number = 0
     parts: dict[int, Any] | None = None
     batch_rows = sys.maxsize

@@ -27,7 +27,7 @@ from embedrock.errors import counted
 from embedrock.system import forks
 from embedrock.system.interrupts import held_back
 from embedrock.system.ram import available_bytes, memory_limit, pressure
-from embedrock.system.sizes import AUTO, Size, format_at_least, format_bytes, parse_bytes
+from embedrock.system.sizes import AUTO, MAP, Size, format_at_least, format_bytes, parse_bytes
 
 DEFAULT_SHARE = 2  # tables without a budget share 1/DEFAULT_SHARE of the machine's RAM
 GROWTH = 1.25  # least growth of a cache that does not hold all rows: each growth moves its rows
@@ -432,7 +432,7 @@ def pool_of(memory: Size | None, is_alone: bool = False) -> SharedBudget:
     """
     if memory is None or memory == AUTO:
         return POOL if memory is None else AUTO_POOL
-    return SharedBudget(parse_bytes(memory), is_alone)
+    return SharedBudget(1 if memory == MAP else parse_bytes(memory), is_alone)
 
 
 AUTO_POOL = AutoSharedBudget()

@@ -181,10 +181,14 @@ class DiskBackend(Backend):
             CorruptTableError: a record is damaged, or impossible.
         """
         self.store.read(found, records, slots)
-        steps = self.steps_of(found.ids)
+        self._check_steps(found.ids, records, slots)
+
+    def _check_steps(self, ids: np.ndarray, records: np.ndarray, slots: np.ndarray) -> None:
+        """Raise `CorruptTableError` if records that were read are impossible."""
+        steps = self.steps_of(ids)
         wrong = wrong_last_steps(self.spec, records, slots, steps)
         if wrong.size:
-            named = ", ".join(map(str, found.ids[wrong[:NAMED]].tolist()))
+            named = ", ".join(map(str, ids[wrong[:NAMED]].tolist()))
             expected = f"records that were last stepped in one of its steps, 1 to {np.max(steps)}"
             raise damaged(self.subject, expected, f"{len(wrong)} of another, ids {named}")
 

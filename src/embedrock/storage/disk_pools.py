@@ -11,6 +11,7 @@ from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.budget import pool_of
 from embedrock.storage.disk_backend import DiskBackend
+from embedrock.storage.mapped_backend import MappedBackend
 from embedrock.storage.ram_layout import check_budget, claim_of
 from embedrock.storage.record_pools import RecordPools, RecordRange, may_share, plain, takes
 from embedrock.storage.table_lock import TableLock
@@ -19,7 +20,7 @@ from embedrock.store.record_store import RecordStore, keys_of_part
 from embedrock.store.table_folder import TableFolder, emptied
 from embedrock.system.interrupts import held_back
 from embedrock.system.scopes import on_failure
-from embedrock.system.sizes import Size
+from embedrock.system.sizes import MAP, Size
 
 OF_VOLUME = ("commit", "collections_failed")  # statistics of the folder, equal in each of its backends
 
@@ -29,7 +30,7 @@ class DiskPools(RecordPools):
 
     Args:
         memory: most RAM of all of them; None: a share of the default of tables on disk; "auto": as much of the
-            machine's free RAM as pays.
+            machine's free RAM as pays; "map": none, for readers of mapped files.
 
     Attributes:
         tiers: the backend of each store of the folder.
@@ -37,6 +38,7 @@ class DiskPools(RecordPools):
 
     def __init__(self, memory: Size | None, policy: str, table_lock: TableLock) -> None:
         self._memory, self._policy, self._table_lock = memory, policy, table_lock
+        self._backend = MappedBackend if memory == MAP else DiskBackend
         self._pools: list[DiskBackend] = []
 
     def open(
@@ -73,7 +75,7 @@ class DiskPools(RecordPools):
 
     def _pool(self, layout: Spec, number: int, members: list[int]) -> DiskBackend:
         how = self._budgets.share(), self._policy, self._table_lock, self._subject
-        made = DiskBackend(layout, self._table_folder.stores[number], *how, members)
+        made = self._backend(layout, self._table_folder.stores[number], *how, members)
         made.parts = {}
         return made
 
@@ -185,7 +187,7 @@ class DiskOfTable(DiskPools):
         return [self._opened(spec, table_folder.stores[0], subject)]
 
     def _opened(self, spec: Spec, store: RecordStore, subject: str) -> DiskBackend:
-        made = DiskBackend(spec, store, self.budget, self._policy, self._table_lock, subject)
+        made = self._backend(spec, store, self.budget, self._policy, self._table_lock, subject)
         self._pools = [made]
         return made
 

@@ -21,6 +21,7 @@ class Base:
     Attributes:
         runs: the sorted segments. Ranges ascend and do not overlap.
         count: number of records.
+        index: arrays of the kernel `find_base`.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -36,6 +37,7 @@ class Base:
         self._listed = np.empty(sum(segment.count for segment in segments if segment.kind == "ids"), np.int64)
         blocks = sum(map(_blocks, segments))
         self._blocks, self._ranks = np.zeros((blocks, BLOCK_WORDS), np.uint64), np.empty(blocks, np.uint32)
+        self.index = self._lows, self._lasts, self._table, self._listed, self._blocks, self._ranks
         self._indexes, starts = list[np.ndarray | None](), {"full": 0, "bits": 0, "ids": 0}
         for number, segment in enumerate(segments):
             start = starts[segment.kind]
@@ -63,8 +65,7 @@ class Base:
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the location of each id, int64 (n,). -1: not found. Ids may repeat."""
         locations = np.empty(len(ids), np.int64)
-        index = self._lows, self._lasts, self._table, self._listed, self._blocks, self._ranks
-        kernels.cpu.launch(kernels.cpu.storage.find_base, *index, ids, locations)
+        kernels.cpu.launch(kernels.cpu.storage.find_base, *self.index, ids, locations)
         return locations
 
     def has_folded(self, ids: np.ndarray, log: int) -> np.ndarray:

@@ -283,6 +283,11 @@ def _released(folder: str, number: int) -> str:
     return manifests.path_of(folder, number).removesuffix(".json") + ".released"
 
 
+def copied(folder: str, number: int) -> str:
+    """Return the path of the empty file that marks a commit as a copy from another folder."""
+    return manifests.path_of(folder, number).removesuffix(".json") + ".copied"
+
+
 # ---------------------------------------------------------------- orphans
 
 # All names that writers create, and no others. Release 0.1 has no digits of the uuid.
@@ -292,7 +297,7 @@ _FILES = re.compile(
     re.ASCII,
 )
 _COMPACTION = re.compile(r"base/\d{10}-(?:[0-9a-f]{8}-)?\d+", re.ASCII)
-_RELEASED = re.compile(r"(\d{10})\.released", re.ASCII)
+_MARK = re.compile(r"(\d{10})\.(?:released|copied)", re.ASCII)
 
 
 def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any]) -> None:
@@ -312,7 +317,7 @@ def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any]
                     system.rmdir(join(folder, path))
         there, inside = set(kind.numbers(system, folder)), join(folder, kind.inside)
         for name in _listed(system, inside):
-            found = _RELEASED.fullmatch(name)
+            found = _MARK.fullmatch(name)
             if (found and int(found[1]) not in there) or publishing.UNPUBLISHED.fullmatch(name):
                 system.unlink(join(inside, name))
 

@@ -117,11 +117,16 @@ class LogIndex:
             total = last if total < last < grown else grown
         return total
 
+    @property
+    def place(self) -> tuple[np.ndarray, int, np.uint64]:
+        """Return the first arguments of the kernel `find_overlay`. No reference may outlast the store's lock."""
+        self._check()
+        return self._entries, self._homes, self._salt
+
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the location of each id, int64 (n,). -1: not found. Ids may repeat."""
-        self._check()
         cpu, locations = kernels.cpu, np.empty(len(ids), np.int64)
-        cpu.launch(cpu.storage.find_overlay, self._entries, self._homes, self._salt, ids, locations)
+        cpu.launch(cpu.storage.find_overlay, *self.place, ids, locations)
         return locations
 
     def insert(self, ids: np.ndarray, locations: np.ndarray) -> None:

@@ -124,7 +124,7 @@ def _read_batch(
     marks = marks_of([files.runs[number] for number in numbers.tolist()], numbers, locations[:count])
     bad = unseal(memory, starts[:count], ids[:count], marks, records, slots[:count])
     if len(bad):
-        raise _corrupt(files.runs, locations[bad], ids[bad])
+        raise corrupt(files.runs, locations[bad], ids[bad])
     return count, requests, nbytes
 
 
@@ -145,7 +145,8 @@ def marks_of(runs: Sequence[Segment], numbers: np.ndarray, locations: np.ndarray
     return marks
 
 
-def _corrupt(segments: Runs, locations: np.ndarray, ids: np.ndarray) -> CorruptTableError:
+def corrupt(segments: Runs, locations: np.ndarray, ids: np.ndarray) -> CorruptTableError:
+    """Return the error of damaged records of these ids."""
     numbers = locations >> RUN_SHIFT
     rows = np.sort(ids[numbers == numbers[0]])
     named = ", ".join(map(str, rows[:NAMED].tolist())) + (", ..." if len(rows) > NAMED else "")

@@ -27,6 +27,7 @@ UNITS = {
     **dict.fromkeys(("T", "TIB"), 2**40),
 }
 AUTO = "auto"  # for tables on disk: measured while they train
+MAP = "map"  # for readers: no cache of their own
 _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*|%)\s*")
 
 
@@ -49,6 +50,8 @@ def parse_bytes(size: Size, subject: str = "memory", whole: Callable[[], int] = 
     """
     if isinstance(size, bool) or not (isinstance(size, str | Real) or hasattr(size, "__index__")):
         raise ArgumentError(f"`{subject}` must be a number or a str, got {type(size).__name__}. {REMEDY}")
+    if size == MAP:
+        raise ArgumentError(f'`{subject}="map"` is for readers: er.open(path, mode="r", memory="map"). {REMEDY}')
     if size == AUTO:
         raise ArgumentError(f'`{subject}="auto"` is for tables and groups on disk, with path=. {REMEDY}')
     number, unit = _parts(size, subject)

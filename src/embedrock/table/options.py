@@ -23,7 +23,7 @@ from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
 from embedrock.storage.cache import POLICIES
 from embedrock.system.paths import local_path
-from embedrock.system.sizes import Size, parse_device_memory, parse_seconds
+from embedrock.system.sizes import MAP, Size, parse_bytes, parse_device_memory, parse_seconds
 
 MODES = ("w", "r")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -214,6 +214,8 @@ class OpenOptions(NamedTuple):
                 )
         check_choice("policy", self.policy, POLICIES)
         every = checked_every(self.commit_every, self.mode)
+        if self.memory == MAP and self.mode != "r":
+            parse_bytes(MAP)  # raises
         path = os.path.abspath(local_path(self.path))
         self.system.check_usable(f"table {self.name or path!r}")
         return self._replace(path=path, commit_every=every)

@@ -281,7 +281,7 @@ def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
     parts = zip(ids, starts.tolist(), itertools.pairwise(cuts), strict=False)
     absent = [own[missing[lo:hi] - start] for own, start, (lo, hi) in parts]
     values = np.empty((len(missing), out.shape[1]), np.float32)
-    if pool.evicts:
+    if pool.evicts and not pool.finds_all:
         _look_up_all(tables, absent, values)
     else:
         np.concatenate([unrecorded(*own) for own in zip(tables, absent, strict=True)], out=values)

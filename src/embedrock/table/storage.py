@@ -56,7 +56,7 @@ from embedrock.system import forks
 from embedrock.system.arena import cut
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
 from embedrock.system.scopes import on_failure
-from embedrock.system.sizes import parse_seconds
+from embedrock.system.sizes import MAP, parse_seconds
 from embedrock.table.changed_rows import RowChanges, changes_in
 from embedrock.table.options import OpenOptions
 from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
@@ -657,7 +657,8 @@ class StorageManager(Location):
     @property
     def where(self) -> str:
         place = f"{self.opening.path!r}{'' if self.writes else ' (read only)'}"
-        return f"on disk at {place} behind a cache in RAM" if self.is_alone else f"in the group on disk at {place}"
+        through = "mapped into memory" if self.opening.memory == MAP else "behind a cache in RAM"
+        return f"on disk at {place} {through}" if self.is_alone else f"in the group on disk at {place}"
 
     def reopening(self, name: str) -> str:
         path = self.opening.path

@@ -8,6 +8,7 @@ from embedrock.kernels.cpu import cache as cache
 from embedrock.kernels.cpu import codec as codec
 from embedrock.kernels.cpu import directory as directory
 from embedrock.kernels.cpu import generator as generator
+from embedrock.kernels.cpu import mapped as mapped
 from embedrock.kernels.cpu import plan as plan
 from embedrock.kernels.cpu import pooling as pooling
 from embedrock.kernels.cpu import pread as pread

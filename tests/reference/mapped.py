@@ -1,0 +1,46 @@
+"""Records of mapped files: the specification of ``kernels/cpu/mapped.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from embedrock.kernels.constants import RUN_SHIFT
+from reference import codec, storage
+
+GONE = (1 << RUN_SHIFT) - 1
+
+
+def read(
+    overlay: tuple[Any, ...],
+    base: tuple[Any, ...],
+    memory: np.ndarray,
+    places: np.ndarray,
+    ids: np.ndarray,
+    locations: np.ndarray,
+    records: np.ndarray,
+    words: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Write the location of each id's record to ``locations[0]``, its bytes to `records`, and its weights to `out`.
+
+    -1 and zeros: no record. -2 - location: its seal does not fit. An overlay hides the base, also where a row is gone.
+    `memory` has words. `places` has the first record of each run there, its salt and its step. `words` are `records`.
+    """
+    storage.find_overlay(*overlay, ids, locations[1])
+    storage.find_base(*base, ids, locations[0])
+    width = records.shape[1]
+    for i, row in enumerate(ids.tolist()):
+        if locations[1, i] >= 0:
+            locations[0, i] = -1 if locations[1, i] & GONE == GONE else locations[1, i]
+        out[i] = 0
+        if (location := int(locations[0, i])) < 0:
+            continue
+        (start, salt, step), index = places[location >> RUN_SHIFT].tolist(), location & GONE
+        first = start + index * (width + 1)
+        records[i] = memory[first : first + width]
+        mark = (salt + step * index) & 0xFFFFFFFF
+        if int(memory[first + width]) != storage._crc(row, records[i].tobytes()) ^ mark:
+            locations[0, i] = -2 - location
+        out[i] = codec.decode(words[i : i + 1, : out.shape[1]])[0]

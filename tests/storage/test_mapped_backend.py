@@ -1,0 +1,241 @@
+"""Readers with ``memory="map"``: the same rows as with a cache, from pages that processes share, without a write."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import embedrock as er
+import programs
+import reference
+from embedrock import kernels
+from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
+from embedrock.io.vfs import System
+from embedrock.kernels.constants import RUN_SHIFT
+from embedrock.kernels.cpu.mapped import PLACE
+from embedrock.storage.mapped_backend import MappedBackend
+from embedrock.store import manifest as manifests
+from embedrock.store.mapped import MappedSegments
+from embedrock.table.table import rows_of
+from slow import slow_but
+from suites import FaultFS
+from suites.faultfs import CHANGES
+from table_files import store_of
+
+ROWS, DIM = 500, 5
+TABLES: dict[str, dict[str, Any]] = {
+    "adam": {"rule": er.Adam(lr=0.1)},
+    "dense adam": {"rule": er.Adam(lr=0.1, dense=True)},
+    "bfloat16": {"rule": er.SGD(lr=0.1), "dtype": "bfloat16"},
+    "open ids": {"rule": er.Adagrad(lr=0.1), "rows": None, "dtype": "float16"},
+    "come and go": {"rule": er.SGD(lr=0.1), "rows": None, "eviction": er.Eviction(max_rows=90)},
+}
+
+
+def mapped(path: str, **options: Any) -> Any:
+    return er.open(path, mode="r", memory="map", **options)
+
+
+def life(table: er.Table, rng: np.random.Generator) -> Iterator[None]:
+    """Train, commit, compact and forget; yield after each commit."""
+    for act in range(8):
+        ids = rng.integers(0, ROWS, 60)
+        table.update(ids, rng.standard_normal((60, DIM)).astype(np.float32))
+        if act % 3 == 2:
+            table.forget(rng.integers(0, ROWS, 9))
+        table.commit(step=act)
+        if act % 4 == 1:
+            table.compact()
+        yield
+
+
+@pytest.mark.parametrize("options", slow_but(TABLES, "dense adam", "come and go"))
+def test_rows_are_those_of_a_reader_with_a_cache(options: dict[str, Any], tmp_path: Path) -> None:
+    path, rng = str(tmp_path / "t"), np.random.default_rng(0)
+    given: dict[str, Any] = {"rows": ROWS, "dim": DIM, "path": path, "memory": "1MiB", "keep": 3}
+    with er.Table(**given | options) as table:
+        table.commit()
+        follower = mapped(path)
+        for _ in life(table, rng):
+            follower.refresh()
+            ids = rng.integers(0, ROWS, (7, 30))
+            with er.open(path, mode="r", memory="1MiB") as expected, mapped(path) as found:
+                for each in (found, follower):
+                    np.testing.assert_array_equal(each.lookup(ids), expected.lookup(ids))
+                    np.testing.assert_array_equal(each.lookup(ids[:0]), expected.lookup(ids[:0]))
+                    for got, wanted in zip(each.export(), expected.export(), strict=True):
+                        np.testing.assert_array_equal(got, wanted)
+                    assert each.last_commit == expected.last_commit
+            at = min(one["commit"] for one in table.commits())
+            with er.open(path, mode="r", memory="1MiB", at=at) as expected, mapped(path, at=at) as found:
+                np.testing.assert_array_equal(found.lookup(ids), expected.lookup(ids))
+        follower.close()
+
+
+def test_members_of_a_group_are_mapped(tmp_path: Path) -> None:
+    path, ids = str(tmp_path / "m"), np.arange(0, 90, 3)
+    with er.Group(path=path, memory="1MiB") as group:
+        for name in ("users", "items"):
+            group.table(name, 100, DIM, rule=er.SGD(lr=1.0), init=er.Normal())
+        group.update({"users": ids, "items": ids[::2]}, {"users": np.ones((30, DIM)), "items": np.ones((15, DIM))})
+        group.commit()
+        with er.open(path, mode="r") as expected, mapped(path) as found:
+            asked = {"users": np.arange(100), "items": np.arange(100)}
+            for name, rows in found.lookup(asked).items():
+                np.testing.assert_array_equal(rows, expected[name].lookup(asked[name]))
+                assert isinstance(rows_of(found[name]).tier.pool, MappedBackend)
+
+
+def test_a_table_without_files_is_mapped(tmp_path: Path) -> None:
+    with er.Table(ROWS, DIM, path=tmp_path / "t", init=er.Normal()) as table, mapped(str(tmp_path / "t")) as found:
+        np.testing.assert_array_equal(found.lookup([1, 2]), table.lookup([1, 2]))
+        assert len(found.export()[0]) == 0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Return the path of a table with a sorted segment and two logs."""
+    path = str(tmp_path / "t")
+    with er.Table(ROWS, DIM, path=path, rule=er.Adam(), memory="1MiB") as table:
+        for act in range(4):
+            table.assign(np.arange(act, 200, 1 + act), np.full((len(range(act, 200, 1 + act)), DIM), float(act)))
+            table.commit()
+            if act == 1:
+                table.compact()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["base", "delta"])
+def test_damage_is_an_error_and_names_the_row(path: str, kind: str) -> None:
+    last = manifests.numbers(System(), path)[-1]
+    name = next(name for name in manifests.read(System(), path, last).files if name.startswith(kind))
+    with open(f"{path}/{name}", "r+b") as file:
+        file.seek(4096)
+        byte = file.read(1)[0]
+        file.seek(4096)
+        file.write(bytes([byte ^ 1]))
+    with er.open(path, mode="r") as table, pytest.raises(CorruptTableError, match=re.escape(name)) as expected:
+        table.export()
+    ids = re.findall(r"ids ([\d, ]+)\.", str(expected.value))[0]
+    with mapped(path) as found:
+        for read in (found.export, lambda: found.lookup(np.arange(ROWS)), lambda: found.lookup([int(ids)])):
+            with pytest.raises(CorruptTableError, match=rf"{re.escape(name)} is damaged: .*, ids {ids}\."):
+                read()
+        others = np.setdiff1d(np.arange(ROWS), [int(ids)])
+        found.lookup(others)
+
+
+def test_nothing_is_written_or_locked(path: str) -> None:
+    class ReadOnly(System):
+        def open(self, path: str, flags: int) -> int:
+            assert flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) == 0, path
+            return super().open(path, flags)
+
+    def refuse(self: System, *args: Any) -> Any:
+        raise AssertionError(args)
+
+    for name in CHANGES - {"create"}:
+        setattr(ReadOnly, name, refuse)
+    before = {each: each.stat().st_mtime_ns for each in Path(path).rglob("*")}
+    with mapped(path, system=ReadOnly()) as found:
+        found.lookup(np.arange(ROWS))
+        assert not found.refresh()
+    assert {each: each.stat().st_mtime_ns for each in Path(path).rglob("*")} == before
+
+
+def test_writers_cannot_be_mapped(path: str) -> None:
+    text = re.escape('`memory="map"` is for readers: er.open(path, mode="r", memory="map").')
+    for make in (
+        lambda: er.open(path, memory="map"),
+        lambda: er.Table(ROWS, DIM, memory="map"),
+        lambda: er.Table(ROWS, DIM, path=path, memory="map"),
+        lambda: er.Group(path=f"{path}-group", memory="map"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            make()
+
+
+def test_a_gpu_is_refused(path: str) -> None:
+    with mapped(path) as found, pytest.raises(UnsupportedError, match='opened with memory="map", have no place in RAM'):
+        rows_of(found).tier.add_listener(cast(Any, None))
+
+
+SHARED = """
+import sys
+import numpy as np
+import embedrock as er
+
+def status(name):
+    (line,) = (line for line in open("/proc/self/status") if line.startswith(name))
+    return int(line.split()[1]) << 10
+
+with er.open(sys.argv[1], mode="r", memory="map") as table:
+    table.lookup(np.arange(64))  # loads kernels
+    before = {name: status(name) for name in ("RssAnon", "RssFile")}
+    for first in range(0, table.spec.rows, 4096):
+        table.lookup(np.arange(first, first + 4096))
+    print(*(status(name) - before[name] for name in before))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+def test_rows_lie_in_pages_of_files_and_not_in_those_of_the_process(tmp_path: Path) -> None:
+    rows, path = 1 << 16, str(tmp_path / "t")
+    with er.Table(rows, 128, path=path, memory="128MiB") as table:
+        table.assign(np.arange(rows), np.ones((rows, 128), np.float32))
+        table.commit()
+    ended = programs.run(SHARED, programs.CORE, path)
+    assert ended.returncode == 0, ended.stderr
+    anonymous, of_files = map(int, ended.stdout.split())
+    assert of_files > 30 << 20
+    assert anonymous < 8 << 20
+
+
+def test_files_in_memory_are_mapped_too() -> None:
+    system = FaultFS()
+    with er.Table(ROWS, DIM, path="/t", system=system, init=er.Zeros(), rule=er.SGD(lr=1.0)) as table:
+        table.update([3], np.ones((1, DIM)))
+        table.commit()
+    with mapped("/t", system=system) as found:
+        np.testing.assert_array_equal(found.lookup([3, 4])[:, 0], [-1, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("damage", [False, True])
+def test_the_kernel_is_its_reference(tmp_path: Path, dtype: str, damage: bool) -> None:
+    path, rng = str(tmp_path / "t"), np.random.default_rng(1)
+    with er.Table(ROWS, DIM, path=path, rule=er.Adam(lr=0.1), dtype=dtype, memory="1MiB") as table:
+        for _ in life(table, rng):
+            pass
+    with er.open(path, mode="r") as table:
+        store, spec = store_of(table), table.spec
+        segments = MappedSegments.of(store, {})
+        low = segments.memory.ctypes.data
+        copies = {number: file.copy() for number, file in segments.files.items()}
+        memory, places = np.concatenate([copies[n].view(np.uint32) for n in copies]), segments.places.copy()
+        start = 0
+        for number, file in copies.items():
+            places[number, 0] += start - (segments.files[number].ctypes.data - low) // 4
+            start += file.nbytes // 4
+        ids = rng.integers(0, ROWS, 300)
+        if damage:
+            location = int(store.locate(ids).max())
+            place = places[location >> RUN_SHIFT, 0] + (location & PLACE) * (spec.record_bytes // 4 + 1)
+            memory[place + 1] ^= 4
+        results = []
+        for function in (reference.mapped.read, kernels.cpu.mapped.read):
+            locations, out = np.empty((2, 300), np.int64), np.empty((300, DIM), np.float32)
+            records = np.zeros(300 * spec.record_bytes, np.uint8).reshape(300, -1)
+            args = ids, locations, records.view(np.uint32), records.view(spec.words), out
+            function(store.log_index.place, store.base.index, memory, places, *args, *((0, 300) if results else ()))
+            results.append((locations, records, out))
+        for expected, got in zip(*results, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        assert (results[0][0][0] == -1).any()
+        assert (results[0][0][0] < -1).any() == damage
