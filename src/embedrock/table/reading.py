@@ -25,6 +25,7 @@ from embedrock.storage.records import Records
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table.caught_up import CaughtUpRows
+from embedrock.table.missing import no_row
 from embedrock.table.rows import TableState
 
 EXPORT_BATCH_ROWS = 65_536
@@ -152,6 +153,8 @@ def _values(tables: Tables, here: Plan, keeps: bool) -> np.ndarray:
         alike = list(run)
         rows, own = alike[0][0], slice(alike[0][1].start, alike[-1][1].stop)
         state = _refresh(rows, records, here.slots[own], values[own])
+        for each, part in alike if state is not None else ():
+            _keep_instead(each, here.ids[part], here.slots[part], values[part])
         # A step rounds 16-bit weights itself.
         if state is not None and keeps and rows.spec.dtype == "float32":
             versions = [(each.version, each.version.now) for each, _ in alike]
@@ -173,6 +176,7 @@ def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:
         found, out = plan_of_rows(part, slots, -1), values[start : start + EXPORT_BATCH_ROWS]
         gather(PooledSource(records.weights, *_with_fresh((rows,), found)), counting(len(part)), out)
         _refresh(rows, records, slots, out)
+        _keep_instead(rows, part, slots, out)
     return values
 
 
@@ -209,9 +213,39 @@ def missing_ids(tables: Tables, plan: Plan, missing: np.ndarray) -> Iterator[tup
 
 
 def unrecorded(rows: TableState, ids: np.ndarray) -> np.ndarray:
-    """Return the values of rows without records, float32 (n, dim)."""
+    """Return the values of rows without records, float32 (n, dim).
+
+    Raises:
+        IdError: there are some, and `missing` demands that there are none.
+    """
+    missing = rows.instead
+    if missing is None:
+        return _as_first(rows, ids)
+    absent, values = missing.absent(ids), np.empty((len(ids), rows.spec.dim), np.float32)
+    if missing.choice == "raise" and absent.any():
+        raise no_row(rows.subject, ids[absent])
+    values[absent] = rows.row_instead(missing)
+    if not absent.all():
+        values[~absent] = _as_first(rows, ids[~absent])
+    return values
+
+
+def _as_first(rows: TableState, ids: np.ndarray) -> np.ndarray:
     row = rows.default_row()
     return rows.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)
+
+
+def _keep_instead(rows: TableState, ids: np.ndarray, slots: np.ndarray, values: np.ndarray) -> None:
+    """Write the row of `missing` again, which a rule with ``dense=True`` has moved like initial values."""
+    if (missing := rows.instead) is not None:
+        values[(slots < 0) & missing.absent(ids)] = rows.row_instead(missing)
+
+
+def are_there(rows: TableState, ids: np.ndarray) -> np.ndarray:
+    """Return which ids (n,) have a row: bool (n,)."""
+    tier = rows.tier
+    check_owned((rows,), (ids,))
+    return np.ones(len(ids), bool) if rows.are_all_there else tier.holds(ids)
 
 
 # -------------------------------------------------------------------- without a plan

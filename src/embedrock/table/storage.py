@@ -89,6 +89,7 @@ class StorageManager(Location):
             pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
         super().__init__(pools, is_alone, table_lock, f"{table_folder.kind} {opening.name or opening.path!r}")
         self.table_folder, self.opening, self.writes = table_folder, opening, opening.mode == "w"
+        self.missing = opening.missing
         self.upkeep = BackgroundCompaction(opening.path)
         self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
         self._commit: StorageCommit | None = None  # the last one
@@ -450,6 +451,8 @@ class StorageManager(Location):
         rows = TableState(self, own or default, name)
         rows.kept_options = {"on_nonfinite": own} if own else {}
         self._wake(rows, member, init)
+        if rows.missing is not None:
+            rows.row_instead(rows.missing)  # an error, before anything reads it
         self.enter(name, rows)
         return rows
 

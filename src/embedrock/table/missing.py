@@ -1,0 +1,121 @@
+"""`Missing`: the values of rows that are not there, where a caller wants others than their initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from embedrock.errors import ArgumentError, IdError, counted
+
+CHOICES = ("first", "zeros", "shared", "raise")
+SHOWN_IDS = 8
+
+
+class Missing(NamedTuple):
+    """Choice of the values of rows that are not there.
+
+    Attributes:
+        choice: one of `CHOICES`, or "row".
+        values: of "row".
+        padding: id of a layer's padding row, which is there; None: none.
+    """
+
+    choice: str
+    values: tuple[float, ...] = ()
+    padding: int | None = None
+
+    @classmethod
+    def of(cls, given: Any, subject: str = "the table") -> Missing | None:
+        """Return the choice of an argument `missing`; None: the table's own.
+
+        Raises:
+            ArgumentError: it is neither a choice nor a row.
+        """
+        if given is None or isinstance(given, Missing):
+            return given
+        if isinstance(given, str) and given in CHOICES:
+            return cls(given)
+        row = None if isinstance(given, str) else np.asarray(given)
+        if row is not None and row.ndim == 1 and row.dtype.kind in "fiu":
+            with np.errstate(over="ignore"):
+                row = row.astype(np.float32)
+            if np.isfinite(row).all():
+                return cls("row", tuple(row.tolist()))
+        raise ArgumentError(
+            f"`missing` of {subject} must be one of {', '.join(CHOICES)}, or a row of finite floats: got {given!r}."
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.given)
+
+    @property
+    def given(self) -> Any:
+        """The argument, as plain data."""
+        return list(self.values) if self.choice == "row" else self.choice
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether rows have their initial values, as without the argument."""
+        return self.choice == "first"
+
+    def absent(self, ids: np.ndarray) -> np.ndarray:
+        """Return which ids (n,) without records are not there: all but the padding row. bool (n,)."""
+        return np.ones(len(ids), bool) if self.padding is None else ids != self.padding
+
+    def row(self, subject: str, dim: int, shared: np.ndarray | None) -> np.ndarray:
+        """Return the row in place of all that are not there, float32 (dim,).
+
+        Args:
+            subject: name of the table in error messages.
+            dim: of the table.
+            shared: its default row; None: it has none.
+
+        Raises:
+            ArgumentError: the given row has another size, or the table has no default row.
+        """
+        if self.choice == "shared":
+            if shared is None:
+                raise ArgumentError(
+                    f"`missing` of {subject} is 'shared', and it has no default row, which only "
+                    "admission=er.Admission(default='shared') trains. Give a row, missing=row, or missing='zeros'."
+                )
+            return shared
+        if self.choice == "row" and len(self.values) != dim:
+            raise ArgumentError(
+                f"`missing` of {subject} must be a row of shape ({dim},): got one of shape ({len(self.values)},)."
+            )
+        return np.array(self.values or np.zeros(dim), np.float32)
+
+
+def no_row(subject: str, ids: np.ndarray) -> IdError:
+    """Return the error of ids (n,) without a row, where ``missing="raise"`` demands one."""
+    more = len(ids) - SHOWN_IDS
+    got = f"{ids[:SHOWN_IDS].tolist()}{f' and {more} more' * (more > 0)}"
+    return IdError(
+        f"`ids` of {subject} must have rows, as missing='raise' demands: {counted(len(ids), 'id')} have none, {got}. "
+        "Leave out those that table.contains(ids) does not find, or choose their value: missing='zeros', or a row."
+    )
+
+
+@contextmanager
+def reads_missing(
+    tables: Sequence[Any], missing: Missing | None, paddings: Sequence[int | None] = ()
+) -> Iterator[None]:
+    """Make states of tables read rows that are not there by a choice; None: by their own. Caller holds the table lock.
+
+    `paddings` has the padding row of each table.
+    """
+    before = [rows.missing for rows in tables]
+    if missing is not None:
+        for rows in tables:
+            rows.row_instead(missing)  # an error, also if all rows are there
+        for rows, padding in zip(tables, paddings or [missing.padding] * len(tables), strict=True):
+            rows.missing = missing._replace(padding=padding)
+    try:
+        yield
+    finally:
+        for rows, own in zip(tables, before, strict=True):
+            rows.missing = own
