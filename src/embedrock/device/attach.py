@@ -50,6 +50,11 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
+    if rows.instead is not None:
+        raise UnsupportedError(
+            f"{table.subject} was opened with missing={rows.instead}, and a GPU gives rows that are not there their "
+            "initial values. Open it without missing=, or use it on the CPU."
+        )
     with rows.table_lock.alone(beside_executors=True):  # two executors would lose the first one's gradients
         executor = rows.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(device):

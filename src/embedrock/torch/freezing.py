@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
 from embedrock.system.ram import available_bytes
+from embedrock.table.missing import Missing, reads_missing
+from embedrock.table.rows import TableState
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, is_jagged, jagged_like
@@ -22,8 +24,8 @@ from embedrock.torch.training.averages import AveragedModel
 from embedrock.torch.training.handle import Handle
 
 BATCH_ROWS = 65_536
-# The handle, `max_norm` and `norm_type` identify tied layers, which share one copy.
-Weights = dict[tuple[Handle, float | None, float], nn.Parameter]
+# The handle, `missing`, `max_norm` and `norm_type` identify tied layers, which share one copy.
+Weights = dict[tuple[Handle, Missing | None, float | None, float], nn.Parameter]
 Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by name of a layer
 _NO_ROWS = np.empty((0, 1), np.float32)
 
@@ -72,7 +74,7 @@ def _count_below(ids: Tensor, wanted: Tensor) -> Tensor:
     return found
 
 
-def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
+def freeze(model: nn.Module, ids: Ids | None = None, missing: Any = None) -> nn.Module:
     """Return a copy of a model with plain `nn.Embedding`s and `nn.EmbeddingBag`s that hold the current rows.
 
     The copy needs no Embedrock: `torch.export`, ONNX and AOTInductor take it. The state dicts of the layers are those
@@ -82,12 +84,14 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
     Args:
         model: with embedding layers.
         ids: the ids to keep, by layer or by name in the model: integers of any shape. Such a layer becomes a
-            `KnownRows`. Other ids get zeros there, or the default row of the layer's admission. Layers without an entry
-            keep all rows.
+            `KnownRows`. Other ids get the row of `missing` there. Layers without an entry keep all rows.
+        missing: the row of ids without one: "first", "zeros", "shared" or a row, see `Embedding`. None: that of each
+            layer. With "first", ids that a `KnownRows` does not keep get the default row of the layer's admission, or
+            else zeros.
 
     Raises:
         ArgumentError: `ids` has a key that is no layer of the model, is empty, or is missing for open ids.
-        UnsupportedError: a layer overrides `forward`.
+        UnsupportedError: a layer overrides `forward`, or has ``missing="raise"``, or rows are averages.
         IdError, IdTypeError: ids lie outside the table, or are not integers.
         MemoryBudgetError: the rows do not fit this machine's memory.
 
@@ -111,7 +115,7 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
             f"`ids` of ert.freeze must be a dict from layers to the ids of each: got {type(ids).__name__}. For "
             "example: ert.freeze(model, {layer: layer.table.export()[0]})."
         )
-    wanted = _by_layer(layers, ids or {})
+    wanted, given = _by_layer(layers, ids or {}), Missing.of(missing, "ert.freeze")
     for layer in layers.values():
         if type(layer).forward not in (Embedding.forward, EmbeddingBag.forward):
             raise UnsupportedError(
@@ -121,7 +125,12 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
             )
     _check_memory(layers, wanted)
     weights: Weights = {}
-    memo: dict[int, Any] = {id(layer): _plain(layer, wanted.get(layer), weights) for layer in layers.values()}
+    choices = {layer: _missing(layer, given) for layer in layers.values()}
+    memo: dict[int, Any] = {}
+    for layer, choice in choices.items():
+        rows = rows_of(layer.table)
+        with rows.table_lock.alone(), reads_missing((rows,), choice and choice._replace(padding=layer.padding_idx)):
+            memo[id(layer)] = _plain(layer, wanted.get(layer), weights)
     for module in model.modules():
         if isinstance(module, AveragedModel):  # the average follows a model, and a frozen model cannot change
             memo[id(module)] = copy.deepcopy(module.module, memo)
@@ -162,21 +171,43 @@ def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.n
         )
 
 
+def _missing(layer: RowLayer, given: Missing | None) -> Missing | None:
+    """Return the choice for a layer's rows that are not there."""
+    choice = layer.missing if given is None else given
+    if choice is None or choice.is_first:
+        return choice
+    if choice.choice == "raise" or layer.handle.average is not None:
+        lacks = "raises no errors of ids" if choice.choice == "raise" else "has averages, whatever has a row"
+        raise UnsupportedError(
+            f"{layer.handle.label} cannot be frozen with missing={choice}: a copy of plain layers {lacks}. Choose a "
+            "value: ert.freeze(model, missing='zeros')."
+        )
+    rows_of(layer.table).row_instead(choice)  # an error
+    return choice
+
+
 def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Module:
     if ids is None:
-        key = layer.handle, layer.max_norm, layer.norm_type
+        key = layer.handle, rows_of(layer.table).missing, layer.max_norm, layer.norm_type
         if key not in weights:
             weights[key] = _weight(layer, np.arange(layer.num_embeddings or 0))
         made = _layer(layer, weights[key], layer.padding_idx)
     else:
         padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
-        shared = rows_of(layer.table).shared  # the row of unknown ids
-        spare = np.zeros((1, layer.embedding_dim), np.float32) if shared is None else shared.weights()[None]
+        spare = _row_of_others(rows_of(layer.table))[None]
         known = torch.from_numpy(ids).to(layer.handle.device)
         made = KnownRows(known, _layer(layer, _weight(layer, ids, spare), padding))
     for name in HOOKS:
         setattr(made, name, copy.copy(getattr(layer, name)))
     return made.train(layer.training)
+
+
+def _row_of_others(rows: TableState) -> np.ndarray:
+    """Return the row of ids that a `KnownRows` does not keep, float32 (dim,)."""
+    if (missing := rows.missing) is not None and not missing.is_first:
+        return rows.row_instead(missing)
+    shared = rows.shared
+    return np.zeros(rows.spec.dim, np.float32) if shared is None else shared.weights()
 
 
 def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn.Module:

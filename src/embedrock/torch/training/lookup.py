@@ -22,6 +22,7 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import FeatureLayout
+from embedrock.table.missing import Missing
 from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, Block, as_it_is, each_once
 from embedrock.torch.training.cpu_executor import CpuExecutor, host_grads, host_weights
@@ -125,6 +126,7 @@ class LayerLayout:
         paddings: of the features.
         dtypes: of the outputs.
         executor: of the rows, if the CPU has them; else None.
+        missing: values of rows that are not there, of all features; None: those of each table.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
         are_as_found: these are float32, on the GPU that has the rows.
@@ -145,8 +147,12 @@ class LayerLayout:
         executor: Any = self.handles[0].executor()
         self.joins, self.executor = executor.joins, executor if isinstance(executor, CpuExecutor) else None
         self.features: FeatureLayout | None = None
+        self.missing: Missing | None = layers[0].missing
+        if self.missing is not None and not self.missing.is_first:
+            self._check_missing()
         if self.executor is not None:
-            self.features = FeatureLayout(rows_of(executor.table).table_lock, tables, modes, self.paddings)
+            own_lock = rows_of(executor.table).table_lock
+            self.features = FeatureLayout(own_lock, tables, modes, self.paddings, self.missing)
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
@@ -160,6 +166,33 @@ class LayerLayout:
         self._on_device: dict[tuple[int, ...], Any] = {}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         generation.layouts.add(self)
+
+    def _check_missing(self) -> None:
+        """Raise `UnsupportedError` if others than the CPU's kernels make the values of rows that are not there."""
+        if self.executor is None or self.executor.rows is not None:
+            where = "on a GPU, which makes" if self.executor is None else "of other processes, or averages, which have"
+            raise UnsupportedError(
+                f"`missing` ({self.missing}) of {self.handles[0].label} goes with rows that the CPU reads here: its "
+                f"rows are {where} initial values. Leave it out; or use it in a model on the CPU that one process has."
+            )
+
+    def _check_still(self, layers: Sequence[Any]) -> None:
+        """Raise `UnsupportedError` unless the layers are frozen, or in `eval()`."""
+        for layer in layers:
+            if layer.training and layer.handle.requires_grad:
+                raise UnsupportedError(
+                    f"{layer.handle.label} has missing={self.missing}, and trains: a row would be read as one value, "
+                    "and trained from another, its initial value. Call eval() on the model, freeze the layer by "
+                    "requires_grad_(False), or set layer.missing = None for training."
+                )
+
+    def check_trains(self) -> None:
+        """Raise `UnsupportedError` for gradients of rows that were read by `missing`."""
+        if self.missing is not None and not self.missing.is_first:
+            raise UnsupportedError(
+                f"a gradient came for rows of {self.handles[0].label}, which were read with missing={self.missing}: in "
+                "eval() they get none. Freeze the layer by requires_grad_(False), or set layer.missing = None."
+            )
 
     def leave(self, handle: Handle) -> None:
         """Drop the tables if one is of this handle: their records may go."""
@@ -221,6 +254,8 @@ class LayerLayout:
                 "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
             )
         check_untouched(self.distinct)
+        if self.missing is not None and not self.missing.is_first:
+            self._check_still(layers)
         if not torch.is_grad_enabled():
             return []
         for handle in self.distinct if any(map(_PASSED_BY, self.distinct)) else ():
@@ -471,6 +506,7 @@ class HostLookup(LookupState):
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
     def blocks(self, grads: Sequence[Any]) -> list[Block]:
+        self.layout.check_trains()
         handles, tables = self._by_table, self._given[0].tables
         if self.side_by_side:
             blocks = batches.sum_array(self._batch, grads[0])
@@ -486,6 +522,7 @@ class HostLookup(LookupState):
         return [(own, list(map(handles.get, tables))) for tables, own in blocks]
 
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
+        self.layout.check_trains()
         blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`
         summed = self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]
         return {id(self.handles[0]): summed}
