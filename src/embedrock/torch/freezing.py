@@ -173,7 +173,7 @@ def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.n
 
 def _missing(layer: RowLayer, given: Missing | None) -> Missing | None:
     """Return the choice for a layer's rows that are not there."""
-    choice = layer.missing if given is None else given
+    choice = given or layer.missing or rows_of(layer.table).missing
     if choice is None or choice.is_first:
         return choice
     if choice.choice == "raise" or layer.handle.average is not None:

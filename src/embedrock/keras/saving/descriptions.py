@@ -33,6 +33,7 @@ OF_MEMBER = ("name", "rows", "dim", *GIVEN)
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a layer as plain data. In a saved model, layers on one table have its number."""
     table, config = layer.table, {**arguments, "rule": describe_rule_of_layer(arguments["rule"])}
+    config["missing"] = layer.missing and layer.missing.given
     config["embeddings_regularizer"] = keras.regularizers.serialize(arguments["embeddings_regularizer"])
     config["embeddings_constraint"] = keras.constraints.serialize(arguments["embeddings_constraint"])
     if isinstance(config["input_dim"], Table):
@@ -133,7 +134,10 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
     if table.group is not None:
         own = {name: described[name] for name in OF_MEMBER if name in described}
         return {**own, "group": describe_group(table.group)}
-    return {**described, "at": table.last_commit} if table.mode == "r" else described
+    if table.mode != "r":
+        return described
+    missing = rows_of(table).missing
+    return {**described, "at": table.last_commit, "missing": missing and missing.given}
 
 
 def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
@@ -159,7 +163,8 @@ def describe_group(group: Group) -> dict[str, Any]:
         return {**described, "device_memory": group.device_memory}
     opening = group.storage.opening
     described |= {name: getattr(opening, name) for name in ("path", "policy", "keep", "commit_every")}
-    return {**described, "at": group.last_commit} if group.mode == "r" else described
+    missing = opening.missing and opening.missing.given
+    return {**described, "at": group.last_commit, "missing": missing} if group.mode == "r" else described
 
 
 def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Group | None, bool]:
@@ -181,10 +186,11 @@ def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Gro
     if shared is None:
         loading.check_not_copied(path, label, name)
     options = {name: description[name] for name in ("memory", "on_nonfinite", "policy", "keep")}
-    options["commit_every"] = description.get("commit_every")  # absent in older files
+    options["commit_every"] = description.get("commit_every")  # absent in older files, like `missing`
     if at is not None:
         snapshots = {} if shared is None else shared
         if (KEY, path, at) not in snapshots:
+            options["missing"] = description.get("missing")
             snapshots[KEY, path, at] = loading.open_snapshot(loading.path_now(path), at, options)
         return snapshots[KEY, path, at], False
     if shared is not None:

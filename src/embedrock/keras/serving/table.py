@@ -18,6 +18,7 @@ from embedrock.kernels import constants
 from embedrock.spec.spec import Spec
 from embedrock.system.ram import memory_limit
 from embedrock.system.sizes import format_bytes, parse_bytes
+from embedrock.table.missing import Missing, reads_missing
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table, rows_of
 
@@ -137,8 +138,11 @@ class ServingTable(tf.Module):
     Args:
         table: the table, which must not change meanwhile. Rows are read in batches.
         whole_bytes: in bytes, or as "512MiB".
+        missing: values of rows that are not there; None: those of the table. With "raise" they are an
+            `InvalidArgumentError`, and only rows with records are saved.
 
     Raises:
+        ArgumentError: the table has no such row.
         MemoryBudgetError: the variables would not fit this process's memory.
         UnsupportedError: not all rows are saved, and 2**31 or more have records, or the initializer is the user's own.
 
@@ -149,14 +153,23 @@ class ServingTable(tf.Module):
         TensorShape([2, 4])
     """
 
-    def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES) -> None:
+    def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES, missing: Missing | None = None) -> None:
         super().__init__()
+        rows = rows_of(table)
+        with rows.table_lock.alone(), reads_missing((rows,), missing):
+            self._save(table, rows.instead, whole_bytes)
+
+    def _save(self, table: Table, missing: Missing | None, whole_bytes: int | str) -> None:
+        rows = rows_of(table)
         self._spec, self._first_scale = table.spec, np.float32(table.first_scale)
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
         self._count = _count(table)
-        row = rows_of(table).default_row()
+        row = rows.default_row() if missing is None else rows.row_instead(missing)
         self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
-        self._is_whole, size = extent(table, whole_bytes)
+        self._raises = missing is not None and missing.choice == "raise"
+        padding = None if missing is None else missing.padding
+        self._padding = None if padding is None else (padding, tf.constant(table.lookup([padding], missing="first")))
+        self._is_whole, size = extent(table, whole_bytes, missing)
         if not self._is_whole:
             self._check_found_rows(table)
         if size > memory_limit():
@@ -213,10 +226,22 @@ class ServingTable(tf.Module):
         return tf.tensor_scatter_nd_update(rows, fresh, self._first_values(tf.gather(flat, fresh[:, 0])))
 
     def _first_values(self, ids: tf.Tensor) -> tf.Tensor:
+        is_padding = None if self._padding is None else tf.equal(ids, self._padding[0])
+        if self._raises:
+            ids = self._none_of(ids, tf.ones_like(ids, tf.bool) if is_padding is None else ~is_padding)
         if self._default_row is not None:
-            return tf.repeat(self._default_row[tf.newaxis], tf.size(ids), axis=0)
+            row = tf.repeat(self._default_row[tf.newaxis], tf.size(ids), axis=0)
+            return row if is_padding is None else tf.where(is_padding[:, tf.newaxis], self._padding[1], row)
         values = first_values(self._spec, ids)
         return values if self._first_scale == 1.0 else values * self._first_scale
+
+    def _none_of(self, ids: tf.Tensor, absent: tf.Tensor) -> tf.Tensor:
+        """Return ids (n,), after checking that none of them is `absent`, bool (n,)."""
+        first = tf.boolean_mask(ids, absent)[:1]
+        message = f"`ids` of {self._subject} must have rows, as missing='raise' demands: none has"
+        assertion = tf.debugging.Assert(tf.equal(tf.size(first), 0), [message, first])
+        with tf.control_dependencies([] if assertion is None else [assertion]):
+            return tf.identity(ids)
 
     def _check_found_rows(self, table: Table) -> None:
         if self._default_row is None and type(table.spec.init) not in _DRAWS:
@@ -268,11 +293,12 @@ def _count(table: Table) -> int:
     return int(table.stats()["rows_touched"])
 
 
-def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
+def extent(table: Table, whole_bytes: int | str, missing: Missing | None = None) -> tuple[bool, int]:
     """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
     limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.words.itemsize
     found = _count(table) * (row_bytes + ID_BYTES)
-    if table.rows is None:
+    is_partial = missing is not None and missing.choice == "raise" and not rows_of(table).are_all_there
+    if table.rows is None or is_partial:
         return False, found
     whole = table.rows * row_bytes
     is_whole = type(table.spec.init) not in _DRAWS or whole <= max(limit, found)
