@@ -28,6 +28,7 @@ from embedrock.storage.record_pools import RecordRange
 from embedrock.system.ram import available_bytes, memory_limit
 from embedrock.system.sizes import format_bytes, parse_bytes
 from embedrock.table.group import device_memory_of
+from embedrock.table.missing import check_reads
 from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
@@ -50,11 +51,7 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
-    if rows.instead is not None:
-        raise UnsupportedError(
-            f"{table.subject} was opened with missing={rows.instead}, and a GPU gives rows that are not there their "
-            "initial values. Open it without missing=, or use it on the CPU."
-        )
+    check_reads(rows.instead, table.subject, is_elsewhere=True)
     with rows.table_lock.alone(beside_executors=True):  # two executors would lose the first one's gradients
         executor = rows.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(device):

@@ -17,11 +17,10 @@ from embedrock.io.vfs import full_disk, is_full
 from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.saving.checkpoint import bytes_of
 from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, extent, serving
-from embedrock.keras.training.handle import handles_of
-from embedrock.table.missing import Missing
-from embedrock.table.table import Table, rows_of
 from embedrock.system.paths import local_path
 from embedrock.system.scopes import set_within
+from embedrock.table.missing import FIRST, Missing
+from embedrock.table.table import Table, rows_of
 
 MODEL_FILE = "model.keras"
 HOST_CALLS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -61,7 +60,7 @@ def export(
 
     Raises:
         ArgumentError: the model is not built, its inputs are not known, or `folder` exists. Or a table lacks the row of
-            `missing`, or its layers have several choices.
+            `missing`.
         MemoryBudgetError: the rows would not fit this process's memory.
         OSError: the disk is full, or the folder cannot be written to.
         UnsupportedError: the model calls Python in other ways.
@@ -79,16 +78,17 @@ def export(
         raise ArgumentError(f"`model` of erk.export must be a Keras model that is built: got {got}.")
     dense_bytes = bytes_of(model.variables)
     if dependency is not None:
-        _check_dependency(dependency, {"input_signature": input_signature, "whole_bytes": whole_bytes, "missing": missing})
+        others = {"input_signature": input_signature, "whole_bytes": whole_bytes, "missing": missing}
+        _check_dependency(dependency, others)
         with _appearing(folder, dense_bytes) as draft:
             draft.mkdir()
             return model.save(draft / MODEL_FILE)
     signature = _signature_of(model) if input_signature is None else list(input_signature)
     limit = WHOLE_BYTES if whole_bytes is None else whole_bytes
     choices = _choices(model, Missing.of(missing, "erk.export"))
-    size = dense_bytes + sum(extent(table, limit, choice)[1] for table, choice in choices.items())
+    size = dense_bytes + sum(extent(table, limit, choice)[1] for (table, _), choice in choices.items())
     with _appearing(folder, size) as draft:
-        tables = {table: ServingTable(table, limit, choice) for table, choice in choices.items()}
+        tables = {asked: ServingTable(asked[0], limit, choice) for asked, choice in choices.items()}
         with set_within(serving, tables):
             served = _served(model, [keras.tree.map_structure(_spec, one) for one in signature])
             served._tables = list(tables.values())
@@ -96,27 +96,14 @@ def export(
             tf.saved_model.save(served, str(draft), signatures=signatures)
 
 
-def _choices(model: keras.Model, given: Missing | None) -> dict[Table, Missing | None]:
-    """Return the tables of a model, each with the choice of its layers for rows that are not there.
-
-    Raises:
-        ArgumentError: layers of one table have several, or the table has no such row.
-    """
-    of_layers: dict[Table, set[Missing | None]] = {handle.table: set() for handle in handles_of(model)}
+def _choices(model: keras.Model, given: Missing | None) -> dict[tuple[Table, Missing | None], Missing | None]:
+    """Return the choice for rows that are not there, by the tables of a model's layers and the layers' own choices."""
+    choices: dict[tuple[Table, Missing | None], Missing | None] = {}
     for layer in model._flatten_layers():
-        if isinstance(layer, KerasRowLayer) and layer.table in of_layers:
-            padding = 0 if layer.mask_zero else None
-            of_layers[layer.table].add(layer.missing if given is None else given._replace(padding=padding))
-    for table, found in of_layers.items():
-        if len(found) > 1:
-            raise ArgumentError(
-                f"layers of {table.subject} must have one `missing` in an export, as they share its rows: got "
-                f"{', '.join(sorted(map(repr, found)))}. Set them alike, layer.missing = ...."
-            )
-    choices = {table: found.pop() if found else given for table, found in of_layers.items()}
-    for table, choice in choices.items():
-        if choice is not None:
-            rows_of(table).row_instead(choice)  # an error, before anything is written
+        if isinstance(layer, KerasRowLayer):
+            choice = given and given._replace(padding=0 if layer.mask_zero else None)
+            choices[layer.table, layer.missing] = layer.missing if given is None else choice
+            rows_of(layer.table).row_instead(given or FIRST)  # an error, before anything is written
     return choices
 
 

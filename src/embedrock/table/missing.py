@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, IdError, counted
+from embedrock.errors import ArgumentError, IdError, UnsupportedError, counted
 
 CHOICES = ("first", "zeros", "shared", "raise")
 SHOWN_IDS = 8
 
 
 class Missing(NamedTuple):
-    """Choice of the values of rows that are not there.
+    """Choice of the values of rows that are not there. It is false if they are the initial values.
 
     Attributes:
         choice: one of `CHOICES`, or "row".
@@ -48,6 +48,9 @@ class Missing(NamedTuple):
             f"`missing` of {subject} must be one of {', '.join(CHOICES)}, or a row of finite floats: got {given!r}."
         )
 
+    def __bool__(self) -> bool:
+        return self.choice != "first"
+
     def __repr__(self) -> str:
         return repr(self.given)
 
@@ -56,33 +59,23 @@ class Missing(NamedTuple):
         """The argument, as plain data."""
         return list(self.values) if self.choice == "row" else self.choice
 
-    @property
-    def is_first(self) -> bool:
-        """Return whether rows have their initial values, as without the argument."""
-        return self.choice == "first"
-
     def absent(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids (n,) without records are not there: all but the padding row. bool (n,)."""
         return np.ones(len(ids), bool) if self.padding is None else ids != self.padding
 
     def row(self, subject: str, dim: int, shared: np.ndarray | None) -> np.ndarray:
-        """Return the row in place of all that are not there, float32 (dim,).
-
-        Args:
-            subject: name of the table in error messages.
-            dim: of the table.
-            shared: its default row; None: it has none.
+        """Return the row in place of all that are not there, float32 (dim,). `shared` is the default row.
 
         Raises:
             ArgumentError: the given row has another size, or the table has no default row.
         """
         if self.choice == "shared":
-            if shared is None:
-                raise ArgumentError(
-                    f"`missing` of {subject} is 'shared', and it has no default row, which only "
-                    "admission=er.Admission(default='shared') trains. Give a row, missing=row, or missing='zeros'."
-                )
-            return shared
+            if shared is not None:
+                return shared
+            raise ArgumentError(
+                f"`missing` of {subject} is 'shared', and it has no default row, which only "
+                "admission=er.Admission(default='shared') trains. Give a row, missing=row, or missing='zeros'."
+            )
         if self.choice == "row" and len(self.values) != dim:
             raise ArgumentError(
                 f"`missing` of {subject} must be a row of shape ({dim},): got one of shape ({len(self.values)},)."
@@ -90,14 +83,40 @@ class Missing(NamedTuple):
         return np.array(self.values or np.zeros(dim), np.float32)
 
 
+FIRST = Missing("first")
+
+
 def no_row(subject: str, ids: np.ndarray) -> IdError:
     """Return the error of ids (n,) without a row, where ``missing="raise"`` demands one."""
     more = len(ids) - SHOWN_IDS
     got = f"{ids[:SHOWN_IDS].tolist()}{f' and {more} more' * (more > 0)}"
     return IdError(
-        f"`ids` of {subject} must have rows, as missing='raise' demands: {counted(len(ids), 'id')} have none, {got}. "
+        f"`ids` of {subject} must have rows, as missing='raise' demands: {counted(len(ids), 'id')} without one, {got}. "
         "Leave out those that table.contains(ids) does not find, or choose their value: missing='zeros', or a row."
     )
+
+
+def check_reads(missing: Missing | None, label: str, trains: bool = False, is_elsewhere: bool = False) -> None:
+    """Raise `UnsupportedError` unless rows that are not there can be read by a choice.
+
+    Args:
+        missing: the choice.
+        label: name of the layer, or table, in error messages.
+        trains: the rows train.
+        is_elsewhere: others than this process's CPU make the values of rows without a record.
+    """
+    if missing and trains:
+        raise UnsupportedError(
+            f"{label} has missing={missing}, and trains: a row would be read as one value, and trained from another, "
+            "its initial value. Freeze the layer, call the model for inference (eval(), or training=False), or set "
+            "layer.missing = None."
+        )
+    if missing and is_elsewhere:
+        raise UnsupportedError(
+            f"`missing` ({missing}) of {label} goes with rows that this process's CPU reads: these are on a GPU, "
+            "shared out over processes, or averages, where a row that is not there has its initial value. Leave it "
+            "out, or use the rows on the CPU of one process."
+        )
 
 
 @contextmanager

@@ -182,7 +182,7 @@ class OpenOptions(NamedTuple):
         at: number of a commit, for a reader; None: the last one.
         system: system calls for I/O.
         name: of the table, for error messages.
-        missing: values of rows that are not there, for a reader.
+        missing: values of rows that are not there, for a reader: as given, an array as a list.
     """
 
     path: str
@@ -195,7 +195,7 @@ class OpenOptions(NamedTuple):
     at: int | None
     system: System
     name: str | None
-    missing: Missing | None = None
+    missing: Any = None
 
     def checked(self) -> OpenOptions:
         """Return the options with an absolute path.
@@ -227,7 +227,7 @@ class OpenOptions(NamedTuple):
         every = checked_every(self.commit_every, self.mode)
         path = os.path.abspath(local_path(self.path))
         self.system.check_usable(f"table {self.name or path!r}")
-        return self._replace(path=path, commit_every=every, missing=missing)
+        return self._replace(path=path, commit_every=every, missing=missing and missing.given)
 
 
 def checked_every(every: Any, mode: str) -> int | str | None:

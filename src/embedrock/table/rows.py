@@ -483,8 +483,7 @@ class TableState:
     @property
     def instead(self) -> Missing | None:
         """The choice of values for rows that are not there; None: what they have without one."""
-        missing = self.missing
-        return None if missing is None or missing.is_first or self.are_all_there else missing
+        return self.missing if self.missing and not self.are_all_there else None
 
     def row_instead(self, missing: Missing) -> np.ndarray:
         """Return the row of a choice, float32 (dim,).

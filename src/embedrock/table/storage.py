@@ -54,6 +54,7 @@ from embedrock.system import forks
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import parse_seconds
+from embedrock.table.missing import Missing
 from embedrock.table.options import OpenOptions
 from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
@@ -89,7 +90,7 @@ class StorageManager(Location):
             pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
         super().__init__(pools, is_alone, table_lock, f"{table_folder.kind} {opening.name or opening.path!r}")
         self.table_folder, self.opening, self.writes = table_folder, opening, opening.mode == "w"
-        self.missing = opening.missing
+        self.missing = Missing.of(opening.missing)
         self.upkeep = BackgroundCompaction(opening.path)
         self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
         self._commit: StorageCommit | None = None  # the last one

@@ -190,7 +190,7 @@ class Table(StoredVerbs):
         if self.storage is None:
             return made_with
         opening = self.storage.opening
-        names = "path", "policy", "keep", "commit_every"
+        names = "path", "policy", "keep", "commit_every", "missing"
         return made_with | {name: getattr(opening, name) for name in names}
 
     @property

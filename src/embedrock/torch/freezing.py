@@ -15,7 +15,6 @@ from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
 from embedrock.system.ram import available_bytes
 from embedrock.table.missing import Missing, reads_missing
-from embedrock.table.rows import TableState
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, is_jagged, jagged_like
@@ -91,7 +90,7 @@ def freeze(model: nn.Module, ids: Ids | None = None, missing: Any = None) -> nn.
 
     Raises:
         ArgumentError: `ids` has a key that is no layer of the model, is empty, or is missing for open ids.
-        UnsupportedError: a layer overrides `forward`, or has ``missing="raise"``, or rows are averages.
+        UnsupportedError: a layer overrides `forward`, or has ``missing="raise"``.
         IdError, IdTypeError: ids lie outside the table, or are not integers.
         MemoryBudgetError: the rows do not fit this machine's memory.
 
@@ -129,7 +128,7 @@ def freeze(model: nn.Module, ids: Ids | None = None, missing: Any = None) -> nn.
     memo: dict[int, Any] = {}
     for layer, choice in choices.items():
         rows = rows_of(layer.table)
-        with rows.table_lock.alone(), reads_missing((rows,), choice and choice._replace(padding=layer.padding_idx)):
+        with rows.table_lock.alone(), reads_missing((rows,), choice):
             memo[id(layer)] = _plain(layer, wanted.get(layer), weights)
     for module in model.modules():
         if isinstance(module, AveragedModel):  # the average follows a model, and a frozen model cannot change
@@ -173,17 +172,15 @@ def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.n
 
 def _missing(layer: RowLayer, given: Missing | None) -> Missing | None:
     """Return the choice for a layer's rows that are not there."""
-    choice = given or layer.missing or rows_of(layer.table).missing
-    if choice is None or choice.is_first:
-        return choice
-    if choice.choice == "raise" or layer.handle.average is not None:
-        lacks = "raises no errors of ids" if choice.choice == "raise" else "has averages, whatever has a row"
+    choice = layer.missing if given is None else given
+    if choice is None:
+        choice = rows_of(layer.table).missing
+    if choice is not None and choice.choice == "raise":
         raise UnsupportedError(
-            f"{layer.handle.label} cannot be frozen with missing={choice}: a copy of plain layers {lacks}. Choose a "
-            "value: ert.freeze(model, missing='zeros')."
+            f"{layer.handle.label} cannot be frozen with missing='raise': plain layers raise no errors of rows. Choose "
+            "a value: ert.freeze(model, missing='zeros')."
         )
-    rows_of(layer.table).row_instead(choice)  # an error
-    return choice
+    return choice and choice._replace(padding=layer.padding_idx)
 
 
 def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Module:
@@ -194,20 +191,13 @@ def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Modu
         made = _layer(layer, weights[key], layer.padding_idx)
     else:
         padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
-        spare = _row_of_others(rows_of(layer.table))[None]
+        rows = rows_of(layer.table)
+        row = rows.row_instead(rows.missing or Missing("zeros" if rows.shared is None else "shared"))  # of other ids
         known = torch.from_numpy(ids).to(layer.handle.device)
-        made = KnownRows(known, _layer(layer, _weight(layer, ids, spare), padding))
+        made = KnownRows(known, _layer(layer, _weight(layer, ids, row[None]), padding))
     for name in HOOKS:
         setattr(made, name, copy.copy(getattr(layer, name)))
     return made.train(layer.training)
-
-
-def _row_of_others(rows: TableState) -> np.ndarray:
-    """Return the row of ids that a `KnownRows` does not keep, float32 (dim,)."""
-    if (missing := rows.missing) is not None and not missing.is_first:
-        return rows.row_instead(missing)
-    shared = rows.shared
-    return np.zeros(rows.spec.dim, np.float32) if shared is None else shared.weights()
 
 
 def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn.Module:

@@ -134,10 +134,7 @@ def describe_table(table: Table, label: str) -> dict[str, Any]:
     if table.group is not None:
         own = {name: described[name] for name in OF_MEMBER if name in described}
         return {**own, "group": describe_group(table.group)}
-    if table.mode != "r":
-        return described
-    missing = rows_of(table).missing
-    return {**described, "at": table.last_commit, "missing": missing and missing.given}
+    return {**described, "at": table.last_commit} if table.mode == "r" else described
 
 
 def table_of(description: Mapping[str, Any], label: str) -> tuple[Table, bool]:
@@ -163,8 +160,7 @@ def describe_group(group: Group) -> dict[str, Any]:
         return {**described, "device_memory": group.device_memory}
     opening = group.storage.opening
     described |= {name: getattr(opening, name) for name in ("path", "policy", "keep", "commit_every")}
-    missing = opening.missing and opening.missing.given
-    return {**described, "at": group.last_commit, "missing": missing} if group.mode == "r" else described
+    return {**described, "at": group.last_commit, "missing": opening.missing} if group.mode == "r" else described
 
 
 def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Group | None, bool]:
@@ -186,7 +182,7 @@ def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Gro
     if shared is None:
         loading.check_not_copied(path, label, name)
     options = {name: description[name] for name in ("memory", "on_nonfinite", "policy", "keep")}
-    options["commit_every"] = description.get("commit_every")  # absent in older files, like `missing`
+    options["commit_every"] = description.get("commit_every")  # absent in older files
     if at is not None:
         snapshots = {} if shared is None else shared
         if (KEY, path, at) not in snapshots:

@@ -5,6 +5,7 @@ A SavedModel with these needs no Embedrock, and no Python. While `serving` is ac
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -124,7 +125,7 @@ ID_BYTES = 16  # index bytes of a row: its id and its position
 MAX_FOUND_ROWS = 2**31 - 2  # the limit of TensorFlow's LowerBound
 
 # The tables that layers read while models are traced for an export; None: their own.
-serving: ContextVar[Mapping[Table, ServingTable] | None] = ContextVar("serving", default=None)
+serving: ContextVar[Mapping[tuple[Table, Missing | None], ServingTable] | None] = ContextVar("serving", default=None)
 
 
 class ServingTable(tf.Module):
@@ -160,15 +161,14 @@ class ServingTable(tf.Module):
             self._save(table, rows.instead, whole_bytes)
 
     def _save(self, table: Table, missing: Missing | None, whole_bytes: int | str) -> None:
-        rows = rows_of(table)
+        rows, padding = rows_of(table), missing and missing.padding
         self._spec, self._first_scale = table.spec, np.float32(table.first_scale)
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
-        self._count = _count(table)
+        there = np.array([] if padding is None or padding in table else [padding], np.int64)  # without a record
+        self._count = _count(table) + len(there)
         row = rows.default_row() if missing is None else rows.row_instead(missing)
         self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
         self._raises = missing is not None and missing.choice == "raise"
-        padding = None if missing is None else missing.padding
-        self._padding = None if padding is None else (padding, tf.constant(table.lookup([padding], missing="first")))
         self._is_whole, size = extent(table, whole_bytes, missing)
         if not self._is_whole:
             self._check_found_rows(table)
@@ -181,7 +181,7 @@ class ServingTable(tf.Module):
             if self._is_whole:
                 self._rows = _whole_rows(table)
             else:
-                self._ids, self._positions, self._rows = _found_rows(table)
+                self._ids, self._positions, self._rows = _found_rows(table, there)
 
     def __call__(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
@@ -207,9 +207,12 @@ class ServingTable(tf.Module):
             return flat
         high = 2**63 if rows is None else rows
         outside = flat < 0 if rows is None else (flat < 0) | (flat >= rows)
-        first = tf.where(outside)[:1, 0]
-        message = f"`ids` of {self._subject} must lie in [0, {high}): got"
-        told = [message, tf.gather(flat, first), "at position", first]
+        return self._none_of(flat, outside, f"lie in [0, {high}): got")
+
+    def _none_of(self, flat: tf.Tensor, wrong: tf.Tensor, demand: str) -> tf.Tensor:
+        """Return ids (n,), after checking that none is `wrong`, bool (n,)."""
+        first = tf.where(wrong)[:1, 0]
+        told = [f"`ids` of {self._subject} must {demand}", tf.gather(flat, first), "at position", first]
         assertion = tf.debugging.Assert(tf.equal(tf.size(first), 0), told)
         with tf.control_dependencies([] if assertion is None else [assertion]):
             return tf.identity(flat)
@@ -217,31 +220,24 @@ class ServingTable(tf.Module):
     def _found(self, flat: tf.Tensor) -> tf.Tensor:
         """Return the weights float32 (n, dim) of rows. Some may have no record."""
         if not self._count:
-            return self._first_values(flat)
+            return self._first_values(self._there(flat, tf.ones_like(flat, tf.bool)))
         sorted_ids = tf.expand_dims(self._ids, 0)
         at = tf.raw_ops.LowerBound(sorted_inputs=sorted_ids, values=tf.expand_dims(flat, 0), out_type=tf.int64)[0]
         at = tf.minimum(at, self._count - 1)
         rows = tf.cast(tf.gather(self._rows, tf.gather(self._positions, at)), tf.float32)
-        fresh = tf.where(tf.not_equal(tf.gather(self._ids, at), flat))
+        is_absent = tf.not_equal(tf.gather(self._ids, at), flat)
+        flat, fresh = self._there(flat, is_absent), tf.where(is_absent)
         return tf.tensor_scatter_nd_update(rows, fresh, self._first_values(tf.gather(flat, fresh[:, 0])))
 
     def _first_values(self, ids: tf.Tensor) -> tf.Tensor:
-        is_padding = None if self._padding is None else tf.equal(ids, self._padding[0])
-        if self._raises:
-            ids = self._none_of(ids, tf.ones_like(ids, tf.bool) if is_padding is None else ~is_padding)
         if self._default_row is not None:
-            row = tf.repeat(self._default_row[tf.newaxis], tf.size(ids), axis=0)
-            return row if is_padding is None else tf.where(is_padding[:, tf.newaxis], self._padding[1], row)
+            return tf.repeat(self._default_row[tf.newaxis], tf.size(ids), axis=0)
         values = first_values(self._spec, ids)
         return values if self._first_scale == 1.0 else values * self._first_scale
 
-    def _none_of(self, ids: tf.Tensor, absent: tf.Tensor) -> tf.Tensor:
-        """Return ids (n,), after checking that none of them is `absent`, bool (n,)."""
-        first = tf.boolean_mask(ids, absent)[:1]
-        message = f"`ids` of {self._subject} must have rows, as missing='raise' demands: none has"
-        assertion = tf.debugging.Assert(tf.equal(tf.size(first), 0), [message, first])
-        with tf.control_dependencies([] if assertion is None else [assertion]):
-            return tf.identity(ids)
+    def _there(self, flat: tf.Tensor, is_absent: tf.Tensor) -> tf.Tensor:
+        demand = "have rows, as missing='raise' demands: got"
+        return self._none_of(flat, is_absent, demand) if self._raises else flat
 
     def _check_found_rows(self, table: Table) -> None:
         if self._default_row is None and type(table.spec.init) not in _DRAWS:
@@ -256,13 +252,13 @@ class ServingTable(tf.Module):
             )
 
 
-def serving_table(table: Table) -> ServingTable:
-    """Return the serving table of a table.
+def serving_table(table: Table, missing: Missing | None) -> ServingTable:
+    """Return the serving table of a table, for layers with a choice of rows that are not there.
 
     Raises:
         ArgumentError: the table has none.
     """
-    found = (serving.get() or {}).get(table)
+    found = (serving.get() or {}).get((table, missing))
     if found is None:
         raise ArgumentError(
             f"{table!r} is looked up by the model that is exported, but by none of its layers. Assign the layer to an "
@@ -330,13 +326,13 @@ def _whole_rows(table: Table) -> tf.Variable:
     return _filled(table, count, map(table.lookup, parts))
 
 
-def _found_rows(table: Table) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
-    """Return three variables: ascending ids with records, their positions in the rows, and the rows."""
-    ids, done = np.empty(_count(table), np.int64), 0
+def _found_rows(table: Table, others: np.ndarray) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
+    """Return three variables: ascending ids with records, or in `others`, their positions in the rows, and the rows."""
+    ids, done = np.empty(_count(table) + len(others), np.int64), 0
 
     def batches() -> Iterator[np.ndarray]:
         nonlocal done
-        for part, values in table.export_batches():
+        for part, values in itertools.chain(table.export_batches(), [(others, table.lookup(others))]):
             ids[done : done + len(part)] = part
             done += len(part)
             yield values

@@ -241,7 +241,7 @@ def _shape(request: LookupRequest) -> list[int | None]:
 def _served(request: LookupRequest) -> tf.Tensor:
     """Return a request's result by TensorFlow's own operations, for a program that other processes run."""
     shards.check_whole(request.handle.table, request.handle.label, "exported")
-    rows = serving_table(request.handle.table)(request.ids)
+    rows = serving_table(request.handle.table, request.missing)(request.ids)
     return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
 
 

@@ -25,7 +25,7 @@ from embedrock.keras.workers.shards import wire_of
 from embedrock.system import forks
 from embedrock.table import batches
 from embedrock.table.batches import Batch, FeatureLayout
-from embedrock.table.missing import Missing
+from embedrock.table.missing import Missing, check_reads
 
 T = TypeVar("T")
 
@@ -64,25 +64,14 @@ class LookupRequest(NamedTuple):
     def missing(self) -> Missing | None:
         """The layer's choice of the values of rows that are not there, now; None: the table's."""
         layer = None if self.layer is None else self.layer()
-        choice = None if layer is None else layer.missing
-        return None if choice is None or choice.is_first and self.handle.state.missing is None else choice
+        return None if layer is None else layer.missing
 
     def check_missing(self, is_training: bool) -> None:
-        """Raise `UnsupportedError` if rows cannot be read by `missing`: they train, or others make their values."""
-        if (choice := self.missing) is None or choice.is_first:
-            return
-        if is_training and self.handle.variable.trainable:
-            raise UnsupportedError(
-                f"{self.handle.label} has missing={choice}, and trains: a row would be read as one value, and trained "
-                "from another, its initial value. Call the model with training=False, freeze the layer, "
-                "layer.trainable = False, or set layer.missing = None for training."
-            )
-        if self.handle.executor.is_on_gpu or self.handle.shard is not None:
-            where = "on a GPU" if self.handle.executor.is_on_gpu else "shared out over several workers"
-            raise UnsupportedError(
-                f"`missing` ({choice}) of {self.handle.label} goes with rows that the CPU reads here: its rows are "
-                f"{where}, where they have initial values. Leave it out; or use it in a model on the CPU."
-            )
+        """Raise `UnsupportedError` unless rows can be read by `missing` now: see `check_reads`."""
+        if missing := self.missing:
+            handle = self.handle
+            is_elsewhere = handle.executor.is_on_gpu or handle.shard is not None
+            check_reads(missing, handle.label, is_training and handle.variable.trainable, is_elsewhere)
 
     def place(self) -> Place:
         """Return a function that describes the position of one of its ids."""
@@ -150,7 +139,12 @@ class HostLookup:
             keep: gradients may follow.
             plan, rows: of a shard, the plan and its rows; None: they are to be found here.
         """
-        self._layout.missing = self._missing()
+        if len(choices := {request.missing for request in self.requests}) > 1:
+            raise UnsupportedError(
+                f"layers that one call looks up in {self.requests[0].handle.table.subject} must have one `missing`: "
+                f"got {', '.join(sorted(map(repr, choices)))}. Set it before the model is called, or compile it again."
+            )
+        self._layout.missing = choices.pop()
         if plan is None and not keep and not self._pooled and len(self._handles) == len(self.requests):
             with self._layout.table_lock.alone():
                 return self._asking(lambda layout, ids, *_: batches.look_up(layout, ids), inputs), None, None
@@ -162,16 +156,6 @@ class HostLookup:
         saved = part.trace if self._is_max else part.values if self._is_weighted else None
         batch.arrays, part.values = [], None  # the program has them
         return outputs, saved, batch
-
-    def _missing(self) -> Missing | None:
-        choices = {request.missing for request in self.requests}
-        if len(choices) > 1:
-            names = ", ".join(f"{request.missing} of {request.handle.label}" for request in self.requests)
-            raise UnsupportedError(
-                f"layers that a program looks up together must have one `missing`: got {names}. Set it before the "
-                "model is called, or compile the model again."
-            )
-        return choices.pop()
 
     def sum_gradients(
         self, inputs: Sequence[Any], plan: Any, grads: Sequence[Any], saved: Any

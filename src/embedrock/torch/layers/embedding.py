@@ -216,9 +216,9 @@ class Embedding(RowLayer):
             padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is not
                 zeroed.
             dtype: dtype of rows and outputs; by default that of `embeddings`.
-            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite, device_memory,
-                missing: as for the layer. The table on disk at `path` stores stepped rows. To open it again, pass `embeddings`
-                again.
+            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite, missing,
+                device_memory: as for the layer. The table on disk at `path` stores stepped rows. To open it
+                again, pass `embeddings` again.
 
         Example:
             >>> import torch, embedrock.torch as ert

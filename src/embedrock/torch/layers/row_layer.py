@@ -275,7 +275,7 @@ class RowLayer(nn.Module):
         choice = Missing.of(given, self.handle.label)
         if choice is not None:
             rows_of(self._table).row_instead(choice)  # an error
-            if self.max_norm is not None and not choice.is_first:
+            if choice and self.max_norm is not None:
                 raise UnsupportedError(
                     f"`missing` of {self.handle.label} does not go with max_norm, as a lookup makes the rows that it "
                     "shrinks. Leave one of them out."

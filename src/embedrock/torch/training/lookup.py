@@ -22,7 +22,7 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import FeatureLayout
-from embedrock.table.missing import Missing
+from embedrock.table.missing import Missing, check_reads
 from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, Block, as_it_is, each_once
 from embedrock.torch.training.cpu_executor import CpuExecutor, host_grads, host_weights
@@ -148,8 +148,8 @@ class LayerLayout:
         self.joins, self.executor = executor.joins, executor if isinstance(executor, CpuExecutor) else None
         self.features: FeatureLayout | None = None
         self.missing: Missing | None = layers[0].missing
-        if self.missing is not None and not self.missing.is_first:
-            self._check_missing()
+        is_elsewhere = self.executor is None or self.executor.rows is not None
+        check_reads(self.missing, self.handles[0].label, is_elsewhere=is_elsewhere)
         if self.executor is not None:
             own_lock = rows_of(executor.table).table_lock
             self.features = FeatureLayout(own_lock, tables, modes, self.paddings, self.missing)
@@ -166,33 +166,6 @@ class LayerLayout:
         self._on_device: dict[tuple[int, ...], Any] = {}
         self.most_dims = 64 if modes[0] is None else 2  # bags are the rows of ids
         generation.layouts.add(self)
-
-    def _check_missing(self) -> None:
-        """Raise `UnsupportedError` if others than the CPU's kernels make the values of rows that are not there."""
-        if self.executor is None or self.executor.rows is not None:
-            where = "on a GPU, which makes" if self.executor is None else "of other processes, or averages, which have"
-            raise UnsupportedError(
-                f"`missing` ({self.missing}) of {self.handles[0].label} goes with rows that the CPU reads here: its "
-                f"rows are {where} initial values. Leave it out; or use it in a model on the CPU that one process has."
-            )
-
-    def _check_still(self, layers: Sequence[Any]) -> None:
-        """Raise `UnsupportedError` unless the layers are frozen, or in `eval()`."""
-        for layer in layers:
-            if layer.training and layer.handle.requires_grad:
-                raise UnsupportedError(
-                    f"{layer.handle.label} has missing={self.missing}, and trains: a row would be read as one value, "
-                    "and trained from another, its initial value. Call eval() on the model, freeze the layer by "
-                    "requires_grad_(False), or set layer.missing = None for training."
-                )
-
-    def check_trains(self) -> None:
-        """Raise `UnsupportedError` for gradients of rows that were read by `missing`."""
-        if self.missing is not None and not self.missing.is_first:
-            raise UnsupportedError(
-                f"a gradient came for rows of {self.handles[0].label}, which were read with missing={self.missing}: in "
-                "eval() they get none. Freeze the layer by requires_grad_(False), or set layer.missing = None."
-            )
 
     def leave(self, handle: Handle) -> None:
         """Drop the tables if one is of this handle: their records may go."""
@@ -254,8 +227,8 @@ class LayerLayout:
                 "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
             )
         check_untouched(self.distinct)
-        if self.missing is not None and not self.missing.is_first:
-            self._check_still(layers)
+        for layer in layers if self.missing else ():
+            check_reads(self.missing, layer.handle.label, layer.training and layer.handle.requires_grad)
         if not torch.is_grad_enabled():
             return []
         for handle in self.distinct if any(map(_PASSED_BY, self.distinct)) else ():
@@ -506,7 +479,7 @@ class HostLookup(LookupState):
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
     def blocks(self, grads: Sequence[Any]) -> list[Block]:
-        self.layout.check_trains()
+        check_reads(self.layout.missing, self.handles[0].label, trains=True)  # a gradient in `eval()`
         handles, tables = self._by_table, self._given[0].tables
         if self.side_by_side:
             blocks = batches.sum_array(self._batch, grads[0])
@@ -522,7 +495,7 @@ class HostLookup(LookupState):
         return [(own, list(map(handles.get, tables))) for tables, own in blocks]
 
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
-        self.layout.check_trains()
+        check_reads(self.layout.missing, self.handles[0].label, trains=True)
         blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`
         summed = self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]
         return {id(self.handles[0]): summed}
