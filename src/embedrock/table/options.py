@@ -73,7 +73,7 @@ class OpenArguments(StorageOptions, total=False):
 
     init: Annotated[Initializer | None, TableOption(2, None)]
     name: Annotated[str | None, TableOption(9, None)]
-    missing: Annotated[Any, TableOption(13, None, of_files=True)]
+    missing: Annotated[Any, TableOption(14, None, of_files=True)]
     lock: Annotated[bool, TableOption(12, True, of_files=True)]
     system: Annotated[System, TableOption(14, OS_SYSTEM, of_files=True, is_internal=True)]
 
