@@ -88,6 +88,7 @@ FIRST = Missing("first")
 
 def no_row(subject: str, ids: np.ndarray) -> IdError:
     """Return the error of ids (n,) without a row, where ``missing="raise"`` demands one."""
+    ids = np.unique(ids)
     more = len(ids) - SHOWN_IDS
     got = f"{ids[:SHOWN_IDS].tolist()}{f' and {more} more' * (more > 0)}"
     return IdError(
