@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, IdError, UnsupportedError, counted
+from embedrock.errors import ArgumentError, IdError, UnsupportedError, counted, did_you_mean
 
 CHOICES = ("first", "zeros", "shared", "raise")
 SHOWN_IDS = 8
@@ -44,8 +44,10 @@ class Missing(NamedTuple):
                 row = row.astype(np.float32)
             if np.isfinite(row).all():
                 return cls("row", tuple(row.tolist()))
+        meant = did_you_mean(given, CHOICES) if isinstance(given, str) else ""
         raise ArgumentError(
             f"`missing` of {subject} must be one of {', '.join(CHOICES)}, or a row of finite floats: got {given!r}."
+            f"{meant}"
         )
 
     def __bool__(self) -> bool:
