@@ -65,25 +65,6 @@ class Missing(NamedTuple):
         """Return which ids (n,) without records are not there: all but the padding row. bool (n,)."""
         return np.ones(len(ids), bool) if self.padding is None else ids != self.padding
 
-    def row(self, subject: str, dim: int, shared: np.ndarray | None) -> np.ndarray:
-        """Return the row in place of all that are not there, float32 (dim,). `shared` is the default row.
-
-        Raises:
-            ArgumentError: the given row has another size, or the table has no default row.
-        """
-        if self.choice == "shared":
-            if shared is not None:
-                return shared
-            raise ArgumentError(
-                f"`missing` of {subject} is 'shared', and it has no default row, which only "
-                "admission=er.Admission(default='shared') trains. Give a row, missing=row, or missing='zeros'."
-            )
-        if self.choice == "row" and len(self.values) != dim:
-            raise ArgumentError(
-                f"`missing` of {subject} must be a row of shape ({dim},): got one of shape ({len(self.values)},)."
-            )
-        return np.array(self.values or np.zeros(dim), np.float32)
-
 
 FIRST = Missing("first")
 
@@ -100,14 +81,7 @@ def no_row(subject: str, ids: np.ndarray) -> IdError:
 
 
 def check_reads(missing: Missing | None, label: str, trains: bool = False, is_elsewhere: bool = False) -> None:
-    """Raise `UnsupportedError` unless rows that are not there can be read by a choice.
-
-    Args:
-        missing: the choice.
-        label: name of the layer, or table, in error messages.
-        trains: the rows train.
-        is_elsewhere: others than this process's CPU make the values of rows without a record.
-    """
+    """Raise `UnsupportedError` if rows that train, or that others than this process's CPU read, have a choice."""
     if missing and trains:
         raise UnsupportedError(
             f"{label} has missing={missing}, and trains: a row would be read as one value, and trained from another, "

@@ -491,7 +491,19 @@ class TableState:
         Raises:
             ArgumentError: the table has no such row.
         """
-        return missing.row(self.subject, self.spec.dim, None if self.shared is None else self.shared.weights())
+        dim, values, shared = self.spec.dim, missing.values, self.shared
+        if missing.choice == "shared":
+            if shared is not None:
+                return shared.weights()
+            raise ArgumentError(
+                f"`missing` of {self.subject} is 'shared', and it has no default row, which only "
+                "admission=er.Admission(default='shared') trains. Give a row, missing=row, or missing='zeros'."
+            )
+        if missing.choice == "row" and len(values) != dim:
+            raise ArgumentError(
+                f"`missing` of {self.subject} must be a row of shape ({dim},): got one of shape ({len(values)},)."
+            )
+        return np.array(values or np.zeros(dim), np.float32)
 
     def first_values(self, ids: np.ndarray) -> np.ndarray:
         """Return float32 (n, dim), the weights of rows without records, not scaled by `StepHistory.first_scale`."""
