@@ -51,7 +51,7 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
-    check_reads(rows.instead, table.subject, is_elsewhere=True)
+    check_reads(rows.missing, table.subject, is_elsewhere=True)
     with rows.table_lock.alone(beside_executors=True):  # two executors would lose the first one's gradients
         executor = rows.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(device):

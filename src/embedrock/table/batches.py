@@ -23,7 +23,7 @@ from embedrock.system import forks
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table import reading
-from embedrock.table.missing import Missing, reads_missing
+from embedrock.table.missing import Missing
 from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
@@ -465,8 +465,7 @@ def look_up(layout: FeatureLayout, ids: Sequence[Any]) -> list[np.ndarray]:
         flat = [checked[number].reshape(-1) for number in pool.numbers]
         bounds = bounds_of([own.size for own in flat]).tolist()
         out = buffers.empty((bounds[-1], pool.dim), np.float32)
-        with reads_missing(pool.rows, layout.missing):
-            reading.look_up(pool.rows, flat, out)
+        reading.look_up(pool.rows, flat, out, reading.choices_of(pool.rows, layout.missing))
         for number, start, stop in zip(pool.numbers, bounds[:-1], bounds[1:], strict=True):
             found[number] = out[start:stop].reshape(*checked[number].shape, pool.dim)
     return [found[number] for number in range(len(checked))]
@@ -515,8 +514,8 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
     for part in batch.parts:
         layout = part.layout
         if known is None:
-            with reads_missing(layout.rows, batch.layout.missing, layout.paddings):
-                source, part.plan = reading.source_of(layout.rows, part.plan, for_weights)
+            choices = reading.choices_of(layout.rows, batch.layout.missing, layout.paddings)
+            source, part.plan = reading.source_of(layout.rows, part.plan, for_weights, choices)
         else:
             source = PooledSource.of(known)
         if not side_by_side:

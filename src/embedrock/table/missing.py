@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,24 +92,3 @@ def check_reads(missing: Missing | None, label: str, trains: bool = False, is_el
             "shared out over processes, or averages, where a row that is not there has its initial value. Leave it "
             "out, or use the rows on the CPU of one process."
         )
-
-
-@contextmanager
-def reads_missing(
-    tables: Sequence[Any], missing: Missing | None, paddings: Sequence[int | None] = ()
-) -> Iterator[None]:
-    """Make states of tables read rows that are not there by a choice; None: by their own. Caller holds the table lock.
-
-    `paddings` has the padding row of each table.
-    """
-    before = [rows.missing for rows in tables]
-    if missing is not None:
-        for rows in tables:
-            rows.row_instead(missing)  # an error, also if all rows are there
-        for rows, padding in zip(tables, paddings or [missing.padding] * len(tables), strict=True):
-            rows.missing = missing._replace(padding=padding)
-    try:
-        yield
-    finally:
-        for rows, own in zip(tables, before, strict=True):
-            rows.missing = own

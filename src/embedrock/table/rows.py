@@ -480,11 +480,6 @@ class TableState:
         has_default = self.lifecycle is not None and (self.lifecycle.reads_zeros or self.lifecycle.shares_row)
         return isinstance(self.spec.init, FromArray) and not has_default
 
-    @property
-    def instead(self) -> Missing | None:
-        """The choice of values for rows that are not there; None: what they have without one."""
-        return self.missing if self.missing and not self.are_all_there else None
-
     def row_instead(self, missing: Missing) -> np.ndarray:
         """Return the row of a choice, float32 (dim,).
 

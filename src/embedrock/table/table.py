@@ -6,7 +6,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import numpy as np
@@ -26,7 +25,7 @@ from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.table import changes, checks, opened, reading, saved
 from embedrock.table.changes import first_scale, give_rule
-from embedrock.table.missing import Missing, reads_missing
+from embedrock.table.missing import Missing
 from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
@@ -38,7 +37,6 @@ from embedrock.table.stored import StoredVerbs
 
 F = TypeVar("F", bound="Table")
 P = ParamSpec("P")
-NO_CHOICE = nullcontext()
 T = TypeVar("T")
 
 
@@ -266,8 +264,8 @@ class Table(StoredVerbs):
         choice = rows.missing if missing is None else Missing.of(missing, rows.subject)
         is_apart = choice is not None and choice.choice == "raise"  # `out` stays as it is then
         found = buffers.empty((*checked.shape, rows.spec.dim), np.float32) if out is None or is_apart else out
-        with NO_CHOICE if choice is None else reads_missing((rows,), choice):
-            reading.look_up((rows,), [checked.reshape(-1)], found.reshape(-1, rows.spec.dim))
+        choices = reading.choices_of((rows,), choice)
+        reading.look_up((rows,), [checked.reshape(-1)], found.reshape(-1, rows.spec.dim), choices)
         if out is None or found is out:
             return found
         out[...] = found

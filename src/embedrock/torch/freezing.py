@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
 from embedrock.system.ram import available_bytes
-from embedrock.table.missing import Missing, reads_missing
+from embedrock.table.missing import FIRST, Missing, check_reads
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, is_jagged, jagged_like
@@ -125,11 +125,7 @@ def freeze(model: nn.Module, ids: Ids | None = None, missing: Any = None) -> nn.
     _check_memory(layers, wanted)
     weights: Weights = {}
     choices = {layer: _missing(layer, given) for layer in layers.values()}
-    memo: dict[int, Any] = {}
-    for layer, choice in choices.items():
-        rows = rows_of(layer.table)
-        with rows.table_lock.alone(), reads_missing((rows,), choice):
-            memo[id(layer)] = _plain(layer, wanted.get(layer), weights)
+    memo: dict[int, Any] = {id(own): _plain(own, wanted.get(own), missing, weights) for own, missing in choices.items()}
     for module in model.modules():
         if isinstance(module, AveragedModel):  # the average follows a model, and a frozen model cannot change
             memo[id(module)] = copy.deepcopy(module.module, memo)
@@ -180,21 +176,23 @@ def _missing(layer: RowLayer, given: Missing | None) -> Missing | None:
             f"{layer.handle.label} cannot be frozen with missing='raise': plain layers raise no errors of rows. Choose "
             "a value: ert.freeze(model, missing='zeros')."
         )
+    check_reads(choice, layer.handle.label, is_elsewhere=layer.handle.average is not None)
+    rows_of(layer.table).row_instead(choice or FIRST)  # an error
     return choice and choice._replace(padding=layer.padding_idx)
 
 
-def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Module:
+def _plain(layer: RowLayer, ids: np.ndarray | None, missing: Missing | None, weights: Weights) -> nn.Module:
     if ids is None:
-        key = layer.handle, rows_of(layer.table).missing, layer.max_norm, layer.norm_type
+        key = layer.handle, missing, layer.max_norm, layer.norm_type
         if key not in weights:
-            weights[key] = _weight(layer, np.arange(layer.num_embeddings or 0))
+            weights[key] = _weight(layer, np.arange(layer.num_embeddings or 0), missing)
         made = _layer(layer, weights[key], layer.padding_idx)
     else:
         padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
         rows = rows_of(layer.table)
-        row = rows.row_instead(rows.missing or Missing("zeros" if rows.shared is None else "shared"))  # of other ids
+        row = rows.row_instead(missing or Missing("zeros" if rows.shared is None else "shared"))  # of other ids
         known = torch.from_numpy(ids).to(layer.handle.device)
-        made = KnownRows(known, _layer(layer, _weight(layer, ids, row[None]), padding))
+        made = KnownRows(known, _layer(layer, _weight(layer, ids, missing, row[None]), padding))
     for name in HOOKS:
         setattr(made, name, copy.copy(getattr(layer, name)))
     return made.train(layer.training)
@@ -211,11 +209,11 @@ def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn
     return made
 
 
-def _weight(layer: RowLayer, ids: np.ndarray, spare: np.ndarray = _NO_ROWS) -> nn.Parameter:
+def _weight(layer: RowLayer, ids: np.ndarray, missing: Missing | None, spare: np.ndarray = _NO_ROWS) -> nn.Parameter:
     """Return the rows of ids, as a lookup returns them, followed by the rows in `spare`."""
     weight = torch.zeros(len(ids) + len(spare), layer.embedding_dim, dtype=layer.dtype, device="cpu")
     for start in range(0, len(ids), BATCH_ROWS):
-        rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS]))
+        rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS], missing))
         if layer.max_norm is not None:
             rows = torch.embedding_renorm_(rows, torch.arange(len(rows)), layer.max_norm, layer.norm_type)
         weight[start : start + len(rows)] = rows.to(layer.dtype)

@@ -19,7 +19,7 @@ from embedrock.kernels import constants
 from embedrock.spec.spec import Spec
 from embedrock.system.ram import memory_limit
 from embedrock.system.sizes import format_bytes, parse_bytes
-from embedrock.table.missing import Missing, reads_missing
+from embedrock.table.missing import Missing
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table, rows_of
 
@@ -157,16 +157,13 @@ class ServingTable(tf.Module):
     def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES, missing: Missing | None = None) -> None:
         super().__init__()
         rows = rows_of(table)
-        with rows.table_lock.alone(), reads_missing((rows,), missing):
-            self._save(table, rows.instead, whole_bytes)
-
-    def _save(self, table: Table, missing: Missing | None, whole_bytes: int | str) -> None:
-        rows, padding = rows_of(table), missing and missing.padding
+        missing = None if rows.are_all_there else rows.missing if missing is None else missing
+        padding = missing.padding if missing else None
         self._spec, self._first_scale = table.spec, np.float32(table.first_scale)
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
         there = np.array([] if padding is None or padding in table else [padding], np.int64)  # without a record
         self._count = _count(table) + len(there)
-        row = rows.default_row() if missing is None else rows.row_instead(missing)
+        row = rows.row_instead(missing) if missing else rows.default_row()
         self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
         self._raises = missing is not None and missing.choice == "raise"
         self._is_whole, size = extent(table, whole_bytes, missing)
@@ -179,9 +176,9 @@ class ServingTable(tf.Module):
             )
         with tf.device("CPU:0"):  # functions name no device: where a SavedModel is loaded, its variables may lie on any
             if self._is_whole:
-                self._rows = _whole_rows(table)
+                self._rows = _whole_rows(table, missing)
             else:
-                self._ids, self._positions, self._rows = _found_rows(table, there)
+                self._ids, self._positions, self._rows = _found_rows(table, there, missing)
 
     def __call__(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
@@ -320,19 +317,21 @@ def _filled(table: Table, count: int, batches: Iterable[np.ndarray]) -> tf.Varia
     return variable
 
 
-def _whole_rows(table: Table) -> tf.Variable:
+def _whole_rows(table: Table, missing: Missing | None) -> tf.Variable:
     count = table.rows or 0  # open ids are not whole
     parts = (np.arange(k, min(k + EXPORT_BATCH_ROWS, count)) for k in range(0, count, EXPORT_BATCH_ROWS))
-    return _filled(table, count, map(table.lookup, parts))
+    return _filled(table, count, (table.lookup(part, missing=missing) for part in parts))
 
 
-def _found_rows(table: Table, others: np.ndarray) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
+def _found_rows(
+    table: Table, others: np.ndarray, missing: Missing | None
+) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
     """Return three variables: ascending ids with records, or in `others`, their positions in the rows, and the rows."""
     ids, done = np.empty(_count(table) + len(others), np.int64), 0
 
     def batches() -> Iterator[np.ndarray]:
         nonlocal done
-        for part, values in itertools.chain(table.export_batches(), [(others, table.lookup(others))]):
+        for part, values in itertools.chain(table.export_batches(), [(others, table.lookup(others, missing=missing))]):
             ids[done : done + len(part)] = part
             done += len(part)
             yield values
