@@ -20,6 +20,7 @@ NEAR: dict[str, tuple[Callable[[Path], Any], str]] = {
     "policy": (lambda path: er.Table(9, 4, path=path, policy="LRU"), "lru"),
     "mode of a table": (lambda path: er.open(path, mode="R"), "r"),
     "on_nonfinite": (lambda path: er.Table(9, 4, on_nonfinite="skipp"), "skip"),
+    "missing": (lambda path: er.Table(9, 4).lookup([1], missing="zero"), "zeros"),
     "mode of bags": (lambda path: ert.EmbeddingBag(9, 4, mode="Mean"), "mean"),
     "dtype of a layer": (lambda path: ert.Embedding(9, 4, dtype="float32"), "torch.float32"),  # pyright: ignore
     "argument of Table": (lambda path: er.Table(9, 4, memroy="1GB"), "memory"),  # pyright: ignore[reportCallIssue]

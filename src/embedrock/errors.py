@@ -29,7 +29,7 @@ class UnknownArgumentError(EmbedrockError, TypeError):
 
 
 class IdError(EmbedrockError, IndexError):
-    """Ids that lie outside the table."""
+    """Ids that lie outside the table, or lack a row where one is demanded."""
 
 
 class IdTypeError(EmbedrockError, TypeError):

@@ -178,3 +178,22 @@ def test_commands_see_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["newest_good"] == 0
     assert os.path.join("shard-1-of-2", "delta") in verdict["problems"][0]
+
+
+def test_parts_know_which_ids_have_rows(tmp_path: Path) -> None:
+    both, every = Together(tmp_path / "users.rock", 3, er.Adam(lr=0.1)), np.arange(-5, 9600)
+    both.step(0)
+    both.commit(1)
+    there = np.isin(every, both.alone.export()[0])
+    rows = np.where(there[:, None], both.alone.lookup(every), np.float32(0.25))
+    with er.open(both.path, mode="r", missing=[0.25] * DIM) as table:
+        np.testing.assert_array_equal(table.contains(every), there)
+        assert (len(table), -5 in table, every[there][0] in table) == (there.sum(), False, True)
+        np.testing.assert_array_equal(table.lookup(every), rows)
+        np.testing.assert_array_equal(table.read(table.plan(every)), rows)
+        np.testing.assert_array_equal(table.lookup(every, missing="first"), both.alone.lookup(every))
+        with pytest.raises(er.IdError, match=r"in 3 parts, must have rows, .*: 1 id without one, \[-5\]"):
+            table.lookup([-5, *every[there][:9]], missing="raise")
+    with pytest.raises(er.ArgumentError, match=r"must be a row of shape \(4,\)"):
+        er.open(both.path, mode="r", missing=[0.25])
+    both.close()

@@ -292,6 +292,9 @@ class TracedPair(Pair):
             assert repr(table.path) in table.subject
         assert (table.device_memory, len(table.uuid)) == (None, 32)
         assert table.last_step is None or table.last_step <= max(saved.steps for saved in self.saved.values())
+        some = self.ids(np.arange(TOTAL))
+        np.testing.assert_array_equal(table.contains(some), np.isin(some, ram.export()[0]))
+        assert len(table) == len(ram.export()[0])
         stats = table.stats()
         assert stats["rows_touched"] == ram.stats()["rows_touched"]
         stored = stats["rows_touched"] + BATCH * self.case.in_group

@@ -10,7 +10,9 @@ import pytest
 import embedrock as er
 from embedrock.table.options import LayerOptions, OpenArguments, StorageOptions, TableOptions, declared, defaults
 
-IN_ORDER = "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode system"
+IN_ORDER = (
+    "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode missing system"
+)
 IN_ORDER += " device_memory admission eviction"
 
 

@@ -28,6 +28,7 @@ from embedrock.storage.record_pools import RecordRange
 from embedrock.system.ram import available_bytes, memory_limit
 from embedrock.system.sizes import format_bytes, parse_bytes
 from embedrock.table.group import device_memory_of
+from embedrock.table.missing import check_reads
 from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
@@ -50,6 +51,7 @@ def side_of(table: Table, device: torch.device) -> GpuExecutor | None:
     _check_only_gpu(table, device)
     _check_capability(device)
     rows = rows_of(table)
+    check_reads(rows.missing, table.subject, is_elsewhere=True)
     with rows.table_lock.alone(beside_executors=True):  # two executors would lose the first one's gradients
         executor = rows.executor
         if isinstance(executor, GpuExecutor) and executor.is_used_on(device):

@@ -14,11 +14,13 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.io.vfs import full_disk, is_full
+from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.saving.checkpoint import bytes_of
 from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, extent, serving
-from embedrock.keras.training.handle import handles_of
 from embedrock.system.paths import local_path
 from embedrock.system.scopes import set_within
+from embedrock.table.missing import FIRST, Missing
+from embedrock.table.table import Table, rows_of
 
 MODEL_FILE = "model.keras"
 HOST_CALLS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
@@ -31,6 +33,7 @@ def export(
     dependency: str | None = None,
     input_signature: Sequence[Any] | None = None,
     whole_bytes: int | str | None = None,
+    missing: Any = None,
 ) -> None:
     """Write a model as it is now as a SavedModel, with its rows as variables. `model.export` cannot do this.
 
@@ -53,9 +56,11 @@ def export(
         whole_bytes: largest table, in bytes of weights or as "2GiB", that is saved with all of its rows; None: 256 MiB.
             From larger tables only rows that were stepped or assigned are saved. The initial values of the others are
             computed. (Tables made from an array always have all rows saved.)
+        missing: values of rows that are not there: see `Embedding`. None: that of each layer.
 
     Raises:
-        ArgumentError: the model is not built, its inputs are not known, or `folder` exists.
+        ArgumentError: the model is not built, its inputs are not known, or `folder` exists. Or a table lacks the row of
+            `missing`.
         MemoryBudgetError: the rows would not fit this process's memory.
         OSError: the disk is full, or the folder cannot be written to.
         UnsupportedError: the model calls Python in other ways.
@@ -73,20 +78,33 @@ def export(
         raise ArgumentError(f"`model` of erk.export must be a Keras model that is built: got {got}.")
     dense_bytes = bytes_of(model.variables)
     if dependency is not None:
-        _check_dependency(dependency, {"input_signature": input_signature, "whole_bytes": whole_bytes})
+        others = {"input_signature": input_signature, "whole_bytes": whole_bytes, "missing": missing}
+        _check_dependency(dependency, others)
         with _appearing(folder, dense_bytes) as draft:
             draft.mkdir()
             return model.save(draft / MODEL_FILE)
     signature = _signature_of(model) if input_signature is None else list(input_signature)
     limit = WHOLE_BYTES if whole_bytes is None else whole_bytes
-    of_model = [handle.table for handle in handles_of(model)]
-    with _appearing(folder, dense_bytes + sum(extent(table, limit)[1] for table in of_model)) as draft:
-        tables = {table: ServingTable(table, limit) for table in of_model}
+    choices = _choices(model, Missing.of(missing, "erk.export"))
+    size = dense_bytes + sum(extent(table, limit, choice)[1] for (table, _), choice in choices.items())
+    with _appearing(folder, size) as draft:
+        tables = {asked: ServingTable(asked[0], limit, choice) for asked, choice in choices.items()}
         with set_within(serving, tables):
             served = _served(model, [keras.tree.map_structure(_spec, one) for one in signature])
             served._tables = list(tables.values())
             signatures = dict.fromkeys(("serve", "serving_default"), served.serve.get_concrete_function())
             tf.saved_model.save(served, str(draft), signatures=signatures)
+
+
+def _choices(model: keras.Model, given: Missing | None) -> dict[tuple[Table, Missing | None], Missing | None]:
+    """Return the choice for rows that are not there, by the tables of a model's layers and the layers' own choices."""
+    choices: dict[tuple[Table, Missing | None], Missing | None] = {}
+    for layer in model._flatten_layers():
+        if isinstance(layer, KerasRowLayer):
+            choice = given and given._replace(padding=0 if layer.mask_zero else None)
+            choices[layer.table, layer.missing] = layer.missing if given is None else choice
+            rows_of(layer.table).row_instead(given or FIRST)  # an error, before anything is written
+    return choices
 
 
 def _served(model: keras.Model, signature: list[Any]) -> Any:

@@ -304,7 +304,10 @@ class DiskBackend(Backend):
         return copies, known
 
     def holds(self, ids: np.ndarray) -> np.ndarray:
-        return (self.cache.find(ids) >= 0) | (self.store.locate(ids) >= 0)
+        held = self.store.locate(ids) >= 0
+        rest = (~held).nonzero()[0]
+        held[rest] = self.cache.find(ids[rest]) >= 0
+        return held
 
     def discard(self, ids: np.ndarray, is_final: bool = False) -> None:
         slots = self.cache.find(ids)

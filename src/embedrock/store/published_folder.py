@@ -95,7 +95,9 @@ class PublishedFolder(TableFolder):
         `purges`: old files have forgotten rows, and leave at once.
         """
         snapshots = self.freeze([_none_newer] * len(self.stores))
-        self.publish(snapshots, {**changes, "name": None, "parent": self.manifest.commit}, 0.0 if purges else keep_hours)
+        self.publish(
+            snapshots, {**changes, "name": None, "parent": self.manifest.commit}, 0.0 if purges else keep_hours
+        )
         if purges:
             lists = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
             self.unlink([file.name for file in lists], lambda: False)

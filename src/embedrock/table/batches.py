@@ -23,6 +23,7 @@ from embedrock.system import forks
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table import reading
+from embedrock.table.missing import Missing
 from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
@@ -47,6 +48,7 @@ class FeatureLayout:
         tables: of the features.
         modes: of bags, "sum", "mean" or "max"; None: the rows themselves.
         paddings: ids that count in no bag, and whose rows get no gradient; None: none.
+        missing: values of rows that are not there; None: those of each table.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class FeatureLayout:
         tables: Sequence[Table],
         modes: Sequence[str | None] | None = None,
         paddings: Sequence[int | None] | None = None,
+        missing: Missing | None = None,
     ) -> None:
         none = [None] * len(tables)
-        self.table_lock, self.tables = table_lock, tables
+        self.table_lock, self.tables, self.missing = table_lock, tables, missing
         self.modes, self.paddings = modes or none, paddings or none
         for mode in self.modes:
             if mode not in _KINDS:
@@ -462,7 +465,7 @@ def look_up(layout: FeatureLayout, ids: Sequence[Any]) -> list[np.ndarray]:
         flat = [checked[number].reshape(-1) for number in pool.numbers]
         bounds = bounds_of([own.size for own in flat]).tolist()
         out = buffers.empty((bounds[-1], pool.dim), np.float32)
-        reading.look_up(pool.rows, flat, out)
+        reading.look_up(pool.rows, flat, out, reading.choices_of(pool.rows, layout.missing))
         for number, start, stop in zip(pool.numbers, bounds[:-1], bounds[1:], strict=True):
             found[number] = out[start:stop].reshape(*checked[number].shape, pool.dim)
     return [found[number] for number in range(len(checked))]
@@ -511,7 +514,8 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
     for part in batch.parts:
         layout = part.layout
         if known is None:
-            source, part.plan = reading.source_of(layout.rows, part.plan, for_weights)
+            choices = reading.choices_of(layout.rows, batch.layout.missing, layout.paddings)
+            source, part.plan = reading.source_of(layout.rows, part.plan, for_weights, choices)
         else:
             source = PooledSource.of(known)
         if not side_by_side:

@@ -45,6 +45,7 @@ from embedrock.table import batches, checks, opened
 from embedrock.table.batches import FeatureLayout
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.changes import change_policies, set_rule
+from embedrock.table.missing import Missing
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of, rows_of_last_commit
 from embedrock.table.options import (
@@ -148,7 +149,7 @@ class Group(StoredVerbs):
         self.members, self.table_lock = members, members.table_lock
         self.storage = members if isinstance(members, StorageManager) else None
         self._tables: dict[str, Table] = {}  # open members
-        self._layouts, self._closed_at = dict[tuple[Table, ...], FeatureLayout](), ""
+        self._layouts, self._closed_at = dict[tuple[Any, ...], FeatureLayout](), ""
         members.listener = weakref.WeakMethod(self._forget)
         if self.storage is not None:
             weakref.finalize(self, self.storage.abandon, is_forgotten=True)
@@ -348,17 +349,18 @@ class Group(StoredVerbs):
 
     # ---------------------------------------------------------------- all members at once
 
-    def lookup(self, ids: Mapping[str, npt.ArrayLike]) -> dict[str, np.ndarray]:
+    def lookup(self, ids: Mapping[str, npt.ArrayLike], missing: Any = None) -> dict[str, np.ndarray]:
         """Return the weights of rows of some members: float32 of shape ``ids.shape + (dim,)``, by name.
 
         Args:
             ids: by name of the member: see `Table.lookup`.
+            missing: values of rows that are not there, of all members: see `Table.lookup`.
 
         Raises:
             UnknownTableError: the group has no such member.
             IdError, IdTypeError: as for `Table.lookup`.
         """
-        layout = self._layout(ids)
+        layout = self._layout(ids, Missing.of(missing, self.subject))
         with self.table_lock.alone():
             return dict(zip(ids, batches.look_up(layout, list(ids.values())), strict=True))
 
@@ -399,14 +401,14 @@ class Group(StoredVerbs):
                 parts += [(summed, rules[table], number, rows_of(table)) for number, table in enumerate(tables)]
             step_checked(StepRequest.of_joint(parts))
 
-    def _layout(self, ids: Mapping[str, npt.ArrayLike]) -> FeatureLayout:
+    def _layout(self, ids: Mapping[str, npt.ArrayLike], missing: Missing | None = None) -> FeatureLayout:
         _check_by_name("ids", ids)
         tables = tuple([self[name] for name in ids])
-        known = self._layouts.get(tables)
+        known = self._layouts.get(key := (*tables, missing))
         if known is None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            known = self._layouts[tables] = FeatureLayout(self.table_lock, tables)
+            known = self._layouts[key] = FeatureLayout(self.table_lock, tables, missing=missing)
         return known
 
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:

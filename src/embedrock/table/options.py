@@ -24,6 +24,7 @@ from embedrock.spec.eviction import Eviction
 from embedrock.storage.cache import POLICIES
 from embedrock.system.paths import local_path
 from embedrock.system.sizes import MAP, Size, parse_bytes, parse_device_memory, parse_seconds
+from embedrock.table.missing import Missing
 
 MODES = ("w", "r")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,6 +73,7 @@ class OpenArguments(StorageOptions, total=False):
 
     init: Annotated[Initializer | None, TableOption(2, None)]
     name: Annotated[str | None, TableOption(9, None)]
+    missing: Annotated[Any, TableOption(14, None, of_files=True)]
     lock: Annotated[bool, TableOption(12, True, of_files=True)]
     system: Annotated[System, TableOption(14, OS_SYSTEM, of_files=True, is_internal=True)]
 
@@ -117,7 +119,8 @@ def table_options(given: Mapping[str, Any]) -> dict[str, Any]:
         UnknownArgumentError: `er.Table` has no such option.
     """
     options = filled(TableOptions, given, refuse_unknown)
-    return {**options, "device_memory": parse_device_memory(options["device_memory"])}
+    missing = Missing.of(options["missing"])  # an array compares with defaults by elements
+    return {**options, "device_memory": parse_device_memory(options["device_memory"]), "missing": missing}
 
 
 def refuse_unknown(
@@ -179,6 +182,7 @@ class OpenOptions(NamedTuple):
         at: number of a commit, for a reader; None: the last one.
         system: system calls for I/O.
         name: of the table, for error messages.
+        missing: values of rows that are not there, for a reader: as given, an array as a list.
     """
 
     path: str
@@ -191,6 +195,7 @@ class OpenOptions(NamedTuple):
     at: int | None
     system: System
     name: str | None
+    missing: Any = None
 
     def checked(self) -> OpenOptions:
         """Return the options with an absolute path.
@@ -205,6 +210,12 @@ class OpenOptions(NamedTuple):
                 f'`at` ({self.at!r}) goes with mode="r": a writer works on the last commit. '
                 f"Call rollback({self.at!r}) to go on from an earlier one."
             )
+        missing = Missing.of(self.missing)
+        if missing is not None and self.mode != "r":
+            raise ArgumentError(
+                f'`missing` ({missing}) goes with mode="r": what a writer reads is trained, from its initial value on. '
+                "Give it to a lookup, table.lookup(ids, missing=...), or to layers that are frozen or in eval()."
+            )
         for name, value in (("keep", self.keep), ("at", self.at)):
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < (name == "keep")
@@ -218,7 +229,7 @@ class OpenOptions(NamedTuple):
             parse_bytes(MAP)  # raises
         path = os.path.abspath(local_path(self.path))
         self.system.check_usable(f"table {self.name or path!r}")
-        return self._replace(path=path, commit_every=every)
+        return self._replace(path=path, commit_every=every, missing=missing and missing.given)
 
 
 def checked_every(every: Any, mode: str) -> int | str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -25,11 +25,14 @@ from embedrock.storage.records import Records
 from embedrock.system.buffers import buffers
 from embedrock.system.spans import spanned
 from embedrock.table.caught_up import CaughtUpRows
+from embedrock.table.missing import Missing, no_row
 from embedrock.table.rows import TableState
 
 EXPORT_BATCH_ROWS = 65_536
 
 Tables = Sequence[TableState]
+Choices = Mapping[TableState, Missing]  # for rows that are not there
+OWN_CHOICES: Choices = {}  # those of the tables
 # Many tables are read by one call of `map`.
 BACKEND, HISTORY, _OWNS = attrgetter("backend"), attrgetter("history"), attrgetter("owns")
 
@@ -111,7 +114,9 @@ def note_all(batch: Sequence[tuple[Tables, Plan]]) -> None:
 # -------------------------------------------------------------------- weights
 
 
-def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[PooledSource, Plan]:
+def source_of(
+    tables: Tables, plan: Plan, is_copy: bool = False, choices: Choices = OWN_CHOICES
+) -> tuple[PooledSource, Plan]:
     """Return the rows of a plan, in their records if possible, and the plan with present slots.
 
     With `is_copy`, the words are the weights of the rows, float32 (unique, dim).
@@ -119,12 +124,12 @@ def source_of(tables: Tables, plan: Plan, is_copy: bool = False) -> tuple[Pooled
     try:
         here = located(tables, plan)
     except CacheTooSmallError:  # reads may have any size
-        parts = [weights_of(rows, plan.ids[own]) for rows, own in own_parts(tables, plan)]
+        parts = [weights_of(rows, plan.ids[own], choices) for rows, own in own_parts(tables, plan)]
         return PooledSource.of(np.concatenate(parts)), plan
     lag = any(map(HISTORY, tables)) and any(rows.lags for rows in tables)
     if is_copy or lag or tables[0].spec.codec is not None:  # a packed row is decoded once, and then pooled as float32
-        return PooledSource.of(_values(tables, here, plan.epoch >= 0)), here
-    return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here)), here
+        return PooledSource.of(_values(tables, here, plan.epoch >= 0, choices)), here
+    return PooledSource(tables[0].tier.pool.records.weights, *_with_fresh(tables, here, choices)), here
 
 
 @spanned("gather")
@@ -142,17 +147,19 @@ def read(rows: TableState, plan: Plan, out: np.ndarray | None = None) -> np.ndar
     return out
 
 
-def _values(tables: Tables, here: Plan, keeps: bool) -> np.ndarray:
+def _values(tables: Tables, here: Plan, keeps: bool, choices: Choices) -> np.ndarray:
     """Return the weights of the rows of a plan with present slots: float32 (unique, dim).
 
     With `keeps`, a step of the plan may take over rows that caught up.
     """
     records, values = pool_of(tables).records, buffers.empty((len(here.ids), tables[0].spec.dim), np.float32)
-    gather(PooledSource(records.weights, *_with_fresh(tables, here)), counting(len(values)), values)
+    gather(PooledSource(records.weights, *_with_fresh(tables, here, choices)), counting(len(values)), values)
     for _, run in itertools.groupby(own_parts(tables, here), lambda part: history_of(part[0])):
         alike = list(run)
         rows, own = alike[0][0], slice(alike[0][1].start, alike[-1][1].stop)
         state = _refresh(rows, records, here.slots[own], values[own])
+        for each, part in alike if state is not None else ():
+            _keep_instead(each, here.ids[part], here.slots[part], values[part], choices)
         # A step rounds 16-bit weights itself.
         if state is not None and keeps and rows.spec.dtype == "float32":
             versions = [(each.version, each.version.now) for each, _ in alike]
@@ -165,15 +172,16 @@ def history_of(rows: TableState) -> Any:
     return rows if rows.history is None else rows.history.content
 
 
-def weights_of(rows: TableState, ids: np.ndarray) -> np.ndarray:
+def weights_of(rows: TableState, ids: np.ndarray, choices: Choices = OWN_CHOICES) -> np.ndarray:
     """Return the weights of any number of rows, without loading them."""
     values = np.empty((len(ids), rows.spec.dim), np.float32)
     for start in range(0, len(ids), EXPORT_BATCH_ROWS):
         part = ids[start : start + EXPORT_BATCH_ROWS]
         records, slots = rows.tier.read_through(part)
         found, out = plan_of_rows(part, slots, -1), values[start : start + EXPORT_BATCH_ROWS]
-        gather(PooledSource(records.weights, *_with_fresh((rows,), found)), counting(len(part)), out)
+        gather(PooledSource(records.weights, *_with_fresh((rows,), found, choices)), counting(len(part)), out)
         _refresh(rows, records, slots, out)
+        _keep_instead(rows, part, slots, out, choices)
     return values
 
 
@@ -184,13 +192,13 @@ def _refresh(rows: TableState, records: Records, slots: np.ndarray, values: np.n
     return records.refresh(slots, values, rows.history.numbers())
 
 
-def _with_fresh(tables: Tables, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+def _with_fresh(tables: Tables, plan: Plan, choices: Choices) -> tuple[np.ndarray, np.ndarray]:
     """Return slots and the values of rows without a record, where slot ``-1 - k`` stands for value k."""
     slots = plan.slots
     if not plan.missing:
         return slots, _no_rows(tables[0].spec.dim)
     missing = (slots < 0).nonzero()[0]
-    fresh = np.concatenate([unrecorded(rows, ids) for rows, ids in missing_ids(tables, plan, missing)])
+    fresh = np.concatenate([unrecorded(rows, ids, choices) for rows, ids in missing_ids(tables, plan, missing)])
     slots = slots.copy()
     slots[missing] = -1 - np.arange(len(missing))
     return slots, fresh
@@ -209,10 +217,60 @@ def missing_ids(tables: Tables, plan: Plan, missing: np.ndarray) -> Iterator[tup
             yield rows, plan.ids[missing[start:stop]]
 
 
-def unrecorded(rows: TableState, ids: np.ndarray) -> np.ndarray:
-    """Return the values of rows without records, float32 (n, dim)."""
+def unrecorded(rows: TableState, ids: np.ndarray, choices: Choices = OWN_CHOICES) -> np.ndarray:
+    """Return the values of rows without records, float32 (n, dim).
+
+    Raises:
+        IdError: there are some, and `missing` demands that there are none.
+    """
+    missing = _instead(rows, choices)
+    if missing is None:
+        return _as_first(rows, ids)
+    absent, values = missing.absent(ids), np.empty((len(ids), rows.spec.dim), np.float32)
+    if missing.choice == "raise" and absent.any():
+        raise no_row(rows.subject, ids[absent])
+    values[absent] = rows.row_instead(missing)
+    if not absent.all():
+        values[~absent] = _as_first(rows, ids[~absent])
+    return values
+
+
+def _as_first(rows: TableState, ids: np.ndarray) -> np.ndarray:
     row = rows.default_row()
     return rows.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)
+
+
+def _instead(rows: TableState, choices: Choices) -> Missing | None:
+    """Return the choice that makes the values of a table's rows without records; None: they are as without one."""
+    missing = choices.get(rows, rows.missing)
+    return missing if missing and not rows.are_all_there else None
+
+
+def choices_of(tables: Tables, missing: Missing | None, paddings: Sequence[int | None] = ()) -> Choices:
+    """Return the choices of a lookup in tables, whose `paddings` are there; None: the tables' own.
+
+    Raises:
+        ArgumentError: a table has no such row.
+    """
+    if missing is None:
+        return OWN_CHOICES
+    for rows in tables:
+        rows.row_instead(missing)
+    each = paddings or [missing.padding] * len(tables)
+    return {rows: missing._replace(padding=padding) for rows, padding in zip(tables, each, strict=True)}
+
+
+def _keep_instead(rows: TableState, ids: np.ndarray, slots: np.ndarray, values: np.ndarray, choices: Choices) -> None:
+    """Write the row of `missing` again, which a rule with ``dense=True`` has moved like initial values."""
+    if (missing := _instead(rows, choices)) is not None:
+        values[(slots < 0) & missing.absent(ids)] = rows.row_instead(missing)
+
+
+def are_there(rows: TableState, ids: np.ndarray) -> np.ndarray:
+    """Return which ids (n,) have a row: bool (n,)."""
+    tier = rows.tier
+    check_owned((rows,), (ids,))
+    return np.ones(len(ids), bool) if rows.are_all_there else tier.holds(ids)
 
 
 # -------------------------------------------------------------------- without a plan
@@ -263,13 +321,13 @@ def refuse(tables: Tables, ids: Sequence[np.ndarray]) -> NoReturn:
     raise AssertionError("all ids are inside")
 
 
-def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
+def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray, choices: Choices = OWN_CHOICES) -> None:
     """Write the weights of the ids (n,) of each table, one table after the other, to `out`: float32 (n, dim)."""
     pool, keys = pool_of(tables), []
     check_owned(tables, ids)
     for rows, own in zip(tables, ids, strict=True):
         if rows.history is not None and rows.lags:
-            return _look_up_all(tables, ids, out)
+            return _look_up_all(tables, ids, out, choices)
         base = 0 if rows.backend is None else rows.backend.base
         keys.append(own + base if base else own)
     joined = keys[0] if len(keys) == 1 else np.concatenate(keys)
@@ -282,12 +340,12 @@ def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
     absent = [own[missing[lo:hi] - start] for own, start, (lo, hi) in parts]
     values = np.empty((len(missing), out.shape[1]), np.float32)
     if pool.evicts and not pool.finds_all:
-        _look_up_all(tables, absent, values)
+        _look_up_all(tables, absent, values, choices)
     else:
-        np.concatenate([unrecorded(*own) for own in zip(tables, absent, strict=True)], out=values)
+        np.concatenate([unrecorded(*own, choices) for own in zip(tables, absent, strict=True)], out=values)
     out[missing] = values
 
 
-def _look_up_all(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray) -> None:
+def _look_up_all(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray, choices: Choices) -> None:
     plan = planned(tables, ids)
-    gather(source_of(tables, plan)[0], plan.inverse, out)
+    gather(source_of(tables, plan, choices=choices)[0], plan.inverse, out)

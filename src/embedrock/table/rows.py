@@ -15,6 +15,7 @@ from embedrock import kernels
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.batch.plan import counting
 from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError, counted
+from embedrock.initializers import FromArray
 from embedrock.optimizers import Rule, StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
@@ -29,6 +30,7 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
 from embedrock.system.sizes import format_bytes
 from embedrock.table.caught_up import CaughtUpReads
+from embedrock.table.missing import Missing
 
 NOBODY = np.empty(0, np.int64)
 NEVER = 1 << 63  # more steps than any table makes
@@ -109,11 +111,13 @@ class Location(ABC):
         steps_to_look: steps of a table between calls of `look`.
         went_back_to: the commit whose content the last one has, if that was a rollback.
         listener: weak reference to a function that gets the names of closed members.
+        missing: default of the tables' `missing`.
     """
 
     writes = True
     steps_to_look: int = NEVER
     went_back_to: int | None = None
+    missing: Missing | None = None
 
     def __init__(self, pools: RecordPools, is_alone: bool, table_lock: TableLock, subject: str) -> None:
         self.pools, self.is_alone, self.table_lock, self.subject = pools, is_alone, table_lock, subject
@@ -274,6 +278,7 @@ class TableState:
         last_read: the batch that was read, and may still be stepped, the latest plan first: for each of its plans with
             rows of this table, a weak reference to the plan's ids, and the part of this table.
         lifecycle: admission and eviction of rows; None: rows get records when they are stepped.
+        missing: choice of the values of rows that are not there; None: "first".
     """
 
     spec: Spec
@@ -295,7 +300,7 @@ class TableState:
         self._closed_at = ""
         self.reads = CaughtUpReads()
         self.described: tuple[int, np.ndarray] | None = None
-        self.process = forks.process
+        self.missing, self.process = location.missing, forks.process
 
     def install(
         self,
@@ -468,6 +473,32 @@ class TableState:
         if self.lifecycle is not None and self.lifecycle.reads_zeros:
             return np.zeros(self.spec.dim, np.float32)
         return None if self.shared is None else self.shared.weights()
+
+    @property
+    def are_all_there(self) -> bool:
+        """Return whether each row without a record lies in an array of initial values."""
+        has_default = self.lifecycle is not None and (self.lifecycle.reads_zeros or self.lifecycle.shares_row)
+        return isinstance(self.spec.init, FromArray) and not has_default
+
+    def row_instead(self, missing: Missing) -> np.ndarray:
+        """Return the row of a choice, float32 (dim,).
+
+        Raises:
+            ArgumentError: the table has no such row.
+        """
+        dim, values, shared = self.spec.dim, missing.values, self.shared
+        if missing.choice == "shared":
+            if shared is not None:
+                return shared.weights()
+            raise ArgumentError(
+                f"`missing` of {self.subject} is 'shared', and it has no default row, which only "
+                "admission=er.Admission(default='shared') trains. Give a row, missing=row, or missing='zeros'."
+            )
+        if missing.choice == "row" and len(values) != dim:
+            raise ArgumentError(
+                f"`missing` of {self.subject} must be a row of shape ({dim},): got one of shape ({len(values)},)."
+            )
+        return np.array(values or np.zeros(dim), np.float32)
 
     def first_values(self, ids: np.ndarray) -> np.ndarray:
         """Return float32 (n, dim), the weights of rows without records, not scaled by `StepHistory.first_scale`."""

@@ -58,6 +58,7 @@ from embedrock.system.log import caller, caller_level, is_interrupted, tell
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, parse_seconds
 from embedrock.table.changed_rows import RowChanges, changes_in
+from embedrock.table.missing import Missing
 from embedrock.table.options import OpenOptions
 from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
@@ -94,6 +95,7 @@ class StorageManager(Location):
             pools = (DiskOfTable if is_alone else DiskPools)(opening.memory, opening.policy, table_lock)
         super().__init__(pools, is_alone, table_lock, f"{table_folder.kind} {opening.name or opening.path!r}")
         self.table_folder, self.opening, self.writes = table_folder, opening, opening.mode == "w"
+        self.missing = Missing.of(opening.missing)
         self.upkeep = BackgroundCompaction(opening.path)
         self.changed, self.versions = ChangeCounter(), dict[str, ChangeCounter]()
         self._commit: StorageCommit | None = None  # the last one
@@ -556,6 +558,8 @@ class StorageManager(Location):
         rows = TableState(self, own or default, name)
         rows.kept_options = {"on_nonfinite": own} if own else {}
         self._wake(rows, member, init)
+        if rows.missing is not None:
+            rows.row_instead(rows.missing)  # an error, before anything reads it
         self.enter(name, rows)
         return rows
 

@@ -26,6 +26,7 @@ from embedrock.system.interrupts import held_back
 from embedrock.table import changes, checks, opened, reading, saved
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.changes import first_scale, give_rule
+from embedrock.table.missing import Missing
 from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
 from embedrock.table.prefetch import bring, prefetch, room_for
@@ -97,6 +98,7 @@ class Table(StoredVerbs):
             long after the last commit. `close`, and the end of the program, commit the rest.
         lock: of a table on disk: refuse to open if the file system has no locks.
         mode: "w", or "r" for a snapshot of a table on disk, which moves only when `refresh` is called.
+        missing: of a snapshot, the default of the same argument of `lookup`.
         system: system calls for I/O of a table on disk (for tests).
         device_memory: the most GPU memory for rows of a table in a model on a GPU, in bytes, "2GiB" or "25%". It holds
             all rows if they fit, otherwise a cache of the rows in use. 0: rows are used in RAM. None: half of the free
@@ -188,7 +190,7 @@ class Table(StoredVerbs):
         if self.storage is None:
             return made_with
         opening = self.storage.opening
-        names = "path", "policy", "keep", "commit_every"
+        names = "path", "policy", "keep", "commit_every", "missing"
         return made_with | {name: getattr(opening, name) for name in names}
 
     @property
@@ -238,7 +240,7 @@ class Table(StoredVerbs):
     # ---------------------------------------------------------------- reading
 
     @exclusive
-    def lookup(self, ids: npt.ArrayLike, out: np.ndarray | None = None) -> np.ndarray:
+    def lookup(self, ids: npt.ArrayLike, out: np.ndarray | None = None, missing: Any = None) -> np.ndarray:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
 
         Nothing is stored: a row that was never stepped has its initial value, however often it is read.
@@ -246,9 +248,13 @@ class Table(StoredVerbs):
         Args:
             ids: integers of any shape; repeats are allowed.
             out: C-contiguous float32 of that shape, for the result.
+            missing: the value of rows that are not there, see `contains`: "first", their initial value; "zeros";
+                "shared", the default row of the admission; "raise", an `IdError`; or a row (dim,). None: that of
+                `er.open`, or else "first".
 
         Raises:
-            IdError: an id lies outside the table.
+            IdError: an id lies outside the table, or has no row and ``missing="raise"``.
+            ArgumentError: `missing` is no choice, or no row of this table.
             IdTypeError: ids are not integers.
         """
         rows = self._rows
@@ -257,10 +263,55 @@ class Table(StoredVerbs):
             checks.check_out(out, (*checked.shape, rows.spec.dim), rows.subject)
         if rows.executor is not None:
             rows.check()
-        if out is None:
-            out = buffers.empty((*checked.shape, rows.spec.dim), np.float32)
-        reading.look_up((rows,), [checked.reshape(-1)], out.reshape(-1, rows.spec.dim))
+        choice = rows.missing if missing is None else Missing.of(missing, rows.subject)
+        is_apart = choice is not None and choice.choice == "raise"  # `out` stays as it is then
+        found = buffers.empty((*checked.shape, rows.spec.dim), np.float32) if out is None or is_apart else out
+        choices = reading.choices_of((rows,), choice)
+        reading.look_up((rows,), [checked.reshape(-1)], found.reshape(-1, rows.spec.dim), choices)
+        if out is None or found is out:
+            return found
+        out[...] = found
         return out
+
+    @exclusive
+    def contains(self, ids: npt.ArrayLike) -> np.ndarray:
+        """Return which ids have a row that is there: bool of the shape of `ids`.
+
+        A row is there if it has a record, committed or not. Or the table's initial values are an array, which has the
+        row. Rows that were forgotten, evicted or not admitted are not there.
+
+        Args:
+            ids: integers of any shape; repeats are allowed.
+
+        Raises:
+            IdError, IdTypeError: as for `lookup`.
+
+        Example:
+            >>> import embedrock as er
+            >>> table = er.Table(rows=10**9, dim=2)
+            >>> table.assign([7], [[1.0, 2.0]])
+            >>> table.contains([7, 8]).tolist(), 7 in table, len(table)
+            ([True, False], True, 1)
+            >>> table.lookup([7, 8], missing="zeros").tolist()
+            [[1.0, 2.0], [0.0, 0.0]]
+        """
+        rows = self._checked_rows()
+        checked = check_ids(ids, rows.spec.rows, rows.subject)
+        return reading.are_there(rows, checked.reshape(-1)).reshape(checked.shape)
+
+    def __contains__(self, row_id: Any) -> bool:
+        """Return whether an id has a row: see `contains`."""
+        return bool(self.contains(row_id))
+
+    @exclusive
+    def __len__(self) -> int:
+        """Return the number of rows that are there: see `contains`."""
+        rows = self._checked_rows()
+        count = rows.tier.count  # an error if it is closed
+        return count if rows.spec.rows is None or not rows.are_all_there else rows.spec.rows
+
+    def __bool__(self) -> bool:
+        return True  # without rows, too: `er.opened(path) or er.Table(rows, dim, path=path)`
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
         """Return the plan of a batch: unique rows, the row of each position, and the slots of the records."""

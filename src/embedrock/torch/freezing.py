@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
 from embedrock.system.ram import available_bytes
+from embedrock.table.missing import FIRST, Missing, check_reads
 from embedrock.table.table import rows_of
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, is_jagged, jagged_like
@@ -22,8 +23,8 @@ from embedrock.torch.training.averages import AveragedModel
 from embedrock.torch.training.handle import Handle
 
 BATCH_ROWS = 65_536
-# The handle, `max_norm` and `norm_type` identify tied layers, which share one copy.
-Weights = dict[tuple[Handle, float | None, float], nn.Parameter]
+# The handle, `missing`, `max_norm` and `norm_type` identify tied layers, which share one copy.
+Weights = dict[tuple[Handle, Missing | None, float | None, float], nn.Parameter]
 Ids = Mapping[Any, npt.ArrayLike]  # by layer, or by name of a layer
 _NO_ROWS = np.empty((0, 1), np.float32)
 
@@ -72,7 +73,7 @@ def _count_below(ids: Tensor, wanted: Tensor) -> Tensor:
     return found
 
 
-def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
+def freeze(model: nn.Module, ids: Ids | None = None, missing: Any = None) -> nn.Module:
     """Return a copy of a model with plain `nn.Embedding`s and `nn.EmbeddingBag`s that hold the current rows.
 
     The copy needs no Embedrock: `torch.export`, ONNX and AOTInductor take it. The state dicts of the layers are those
@@ -82,12 +83,14 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
     Args:
         model: with embedding layers.
         ids: the ids to keep, by layer or by name in the model: integers of any shape. Such a layer becomes a
-            `KnownRows`. Other ids get zeros there, or the default row of the layer's admission. Layers without an entry
-            keep all rows.
+            `KnownRows`. Other ids get the row of `missing` there. Layers without an entry keep all rows.
+        missing: the row of ids without one: "first", "zeros", "shared" or a row, see `Embedding`. None: that of each
+            layer. With "first", ids that a `KnownRows` does not keep get the default row of the layer's admission, or
+            else zeros.
 
     Raises:
         ArgumentError: `ids` has a key that is no layer of the model, is empty, or is missing for open ids.
-        UnsupportedError: a layer overrides `forward`.
+        UnsupportedError: a layer overrides `forward`, or has ``missing="raise"``.
         IdError, IdTypeError: ids lie outside the table, or are not integers.
         MemoryBudgetError: the rows do not fit this machine's memory.
 
@@ -111,7 +114,7 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
             f"`ids` of ert.freeze must be a dict from layers to the ids of each: got {type(ids).__name__}. For "
             "example: ert.freeze(model, {layer: layer.table.export()[0]})."
         )
-    wanted = _by_layer(layers, ids or {})
+    wanted, given = _by_layer(layers, ids or {}), Missing.of(missing, "ert.freeze")
     for layer in layers.values():
         if type(layer).forward not in (Embedding.forward, EmbeddingBag.forward):
             raise UnsupportedError(
@@ -121,7 +124,8 @@ def freeze(model: nn.Module, ids: Ids | None = None) -> nn.Module:
             )
     _check_memory(layers, wanted)
     weights: Weights = {}
-    memo: dict[int, Any] = {id(layer): _plain(layer, wanted.get(layer), weights) for layer in layers.values()}
+    choices = {layer: _missing(layer, given) for layer in layers.values()}
+    memo: dict[int, Any] = {id(own): _plain(own, wanted.get(own), missing, weights) for own, missing in choices.items()}
     for module in model.modules():
         if isinstance(module, AveragedModel):  # the average follows a model, and a frozen model cannot change
             memo[id(module)] = copy.deepcopy(module.module, memo)
@@ -162,18 +166,33 @@ def _check_memory(layers: Mapping[str, RowLayer], wanted: Mapping[RowLayer, np.n
         )
 
 
-def _plain(layer: RowLayer, ids: np.ndarray | None, weights: Weights) -> nn.Module:
+def _missing(layer: RowLayer, given: Missing | None) -> Missing | None:
+    """Return the choice for a layer's rows that are not there."""
+    choice = layer.missing if given is None else given
+    if choice is None:
+        choice = rows_of(layer.table).missing
+    if choice is not None and choice.choice == "raise":
+        raise UnsupportedError(
+            f"{layer.handle.label} cannot be frozen with missing='raise': plain layers raise no errors of rows. Choose "
+            "a value: ert.freeze(model, missing='zeros')."
+        )
+    check_reads(choice, layer.handle.label, is_elsewhere=layer.handle.average is not None)
+    rows_of(layer.table).row_instead(choice or FIRST)  # an error
+    return choice and choice._replace(padding=layer.padding_idx)
+
+
+def _plain(layer: RowLayer, ids: np.ndarray | None, missing: Missing | None, weights: Weights) -> nn.Module:
     if ids is None:
-        key = layer.handle, layer.max_norm, layer.norm_type
+        key = layer.handle, missing, layer.max_norm, layer.norm_type
         if key not in weights:
-            weights[key] = _weight(layer, np.arange(layer.num_embeddings or 0))
+            weights[key] = _weight(layer, np.arange(layer.num_embeddings or 0), missing)
         made = _layer(layer, weights[key], layer.padding_idx)
     else:
         padding = None if layer.padding_idx is None else int(np.searchsorted(ids, layer.padding_idx))
-        shared = rows_of(layer.table).shared  # the row of unknown ids
-        spare = np.zeros((1, layer.embedding_dim), np.float32) if shared is None else shared.weights()[None]
+        rows = rows_of(layer.table)
+        row = rows.row_instead(missing or Missing("zeros" if rows.shared is None else "shared"))  # of other ids
         known = torch.from_numpy(ids).to(layer.handle.device)
-        made = KnownRows(known, _layer(layer, _weight(layer, ids, spare), padding))
+        made = KnownRows(known, _layer(layer, _weight(layer, ids, missing, row[None]), padding))
     for name in HOOKS:
         setattr(made, name, copy.copy(getattr(layer, name)))
     return made.train(layer.training)
@@ -190,11 +209,11 @@ def _layer(layer: RowLayer, weight: nn.Parameter, padding_idx: int | None) -> nn
     return made
 
 
-def _weight(layer: RowLayer, ids: np.ndarray, spare: np.ndarray = _NO_ROWS) -> nn.Parameter:
+def _weight(layer: RowLayer, ids: np.ndarray, missing: Missing | None, spare: np.ndarray = _NO_ROWS) -> nn.Parameter:
     """Return the rows of ids, as a lookup returns them, followed by the rows in `spare`."""
     weight = torch.zeros(len(ids) + len(spare), layer.embedding_dim, dtype=layer.dtype, device="cpu")
     for start in range(0, len(ids), BATCH_ROWS):
-        rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS]))
+        rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS], missing))
         if layer.max_norm is not None:
             rows = torch.embedding_renorm_(rows, torch.arange(len(rows)), layer.max_norm, layer.norm_type)
         weight[start : start + len(rows)] = rows.to(layer.dtype)

@@ -49,6 +49,7 @@ class RowOptions(LayerOptions, total=False):
     group: Annotated[Group | None, TableOption(16, None)]
     sharded: Annotated[bool, TableOption(17, False)]
     wire: Annotated[str, TableOption(21, "float32")]
+    missing: Annotated[Any, TableOption(23, None)]
 
 
 class RowLayerOptions(RowOptions, total=False):

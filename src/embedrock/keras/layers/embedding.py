@@ -52,6 +52,9 @@ class Embedding(KerasRowLayer, keras.layers.Embedding):  # pyright: ignore[repor
             `layer.table` is the worker's shard. In one process it changes nothing.
         wire: dtype of float32 rows of shards, and of their gradients, on the wire between workers. "float32" is exact.
             "bfloat16" rounds to 16 bits, which is no longer exact.
+        missing: values of rows that are not there, where the layer is frozen or not training: "first", their initial
+            values; "zeros"; "shared", the default row of the admission; "raise", an `IdError`; or a row (output_dim,).
+            None: that of the table. With `mask_zero`, row 0 is always there. It can be set at any time.
         name, dtype, trainable: as for all layers of Keras. Rows are kept in the dtype of variables: float32, or half of
             it with "bfloat16" or "float16".
 

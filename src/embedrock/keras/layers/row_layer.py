@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial, partialmethod
@@ -32,8 +33,9 @@ from embedrock.keras.training.regularization import batch_regularizer, constrain
 from embedrock.keras.training.requests import LookupRequest
 from embedrock.keras.training.variable import BEGIN_ANEW
 from embedrock.keras.workers import shards
+from embedrock.table.missing import Missing
 from embedrock.table.options import LayerOptions, declared, defaults, shows
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 ARRAYS = ("numpy", "pandas", "polars", "pyarrow")  # packages whose ids are not tensors yet
 SIZES = ("input_dim", "output_dim")
@@ -125,11 +127,13 @@ class KerasRowLayer(keras.layers.Layer):
             "embeddings_constraint": constraint_of(embeddings_constraint, kind, dim),
             "mask_zero": mask_zero,
             **of_table,
+            "missing": None,  # until the table is there
         }
         # Loops that reset models look here, and then at `embeddings`, which raises an error.
         self.__dict__["embeddings_initializer"] = self.embeddings_initializer
         self.shares_open_table = False  # with another model; set by `layer_of`
         self._table = self._open(kind)
+        self.missing = of_table["missing"]
         if of_table["sharded"]:
             shards.note(self._table, of_table["wire"])
         loading.tables_of_layers.add(self._table)
@@ -180,6 +184,18 @@ class KerasRowLayer(keras.layers.Layer):
     embeddings_initializer = LayerArgument(default=UNIFORM)
     rule, seed, memory, directory, on_nonfinite, group, sharded, wire = (LayerArgument() for _ in range(8))
     policy, keep, commit_every, device_memory, admission, eviction = (LayerArgument() for _ in range(6))
+
+    @property
+    def missing(self) -> Any:
+        """Values of rows that are not there: see `Embedding`. It can be set at any time."""
+        return self._config["missing"]
+
+    @missing.setter
+    def missing(self, given: Any) -> None:
+        choice = Missing.of(given, self.label)
+        if choice is not None:
+            rows_of(self.table).row_instead(choice)  # an error
+        self._config["missing"] = choice and choice._replace(padding=0 if self.mask_zero else None)
 
     @classmethod
     @shows(RowOptions, "seed")  # the rows start as the weights
@@ -398,7 +414,8 @@ class KerasRowLayer(keras.layers.Layer):
                 f"`weights` of {self.label} must have the structure of the ids, {counted(len(parts), 'tensor')}: got "
                 f"{len(factors)}."
             )
-        requests = [self.ask(part, factor) for part, factor in zip(parts, factors, strict=True)]
+        own = weakref.ref(self)
+        requests = [self.ask(part, factor)._replace(layer=own) for part, factor in zip(parts, factors, strict=True)]
         if self.handle.variable.regularizer is not None:
             self.looked_up.extend(request.ids for request in requests)
         return requests

@@ -33,6 +33,7 @@ OF_MEMBER = ("name", "rows", "dim", *GIVEN)
 def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a layer as plain data. In a saved model, layers on one table have its number."""
     table, config = layer.table, {**arguments, "rule": describe_rule_of_layer(arguments["rule"])}
+    config["missing"] = layer.missing and layer.missing.given
     config["embeddings_regularizer"] = keras.regularizers.serialize(arguments["embeddings_regularizer"])
     config["embeddings_constraint"] = keras.constraints.serialize(arguments["embeddings_constraint"])
     if isinstance(config["input_dim"], Table):
@@ -159,7 +160,7 @@ def describe_group(group: Group) -> dict[str, Any]:
         return {**described, "device_memory": group.device_memory}
     opening = group.storage.opening
     described |= {name: getattr(opening, name) for name in ("path", "policy", "keep", "commit_every")}
-    return {**described, "at": group.last_commit} if group.mode == "r" else described
+    return {**described, "at": group.last_commit, "missing": opening.missing} if group.mode == "r" else described
 
 
 def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Group | None, bool]:
@@ -185,6 +186,7 @@ def group_of(description: Mapping[str, Any], name: str, label: str) -> tuple[Gro
     if at is not None:
         snapshots = {} if shared is None else shared
         if (KEY, path, at) not in snapshots:
+            options["missing"] = description.get("missing")
             snapshots[KEY, path, at] = loading.open_snapshot(loading.path_now(path), at, options)
         return snapshots[KEY, path, at], False
     if shared is not None:

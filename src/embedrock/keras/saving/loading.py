@@ -172,7 +172,7 @@ def found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], A
 def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
     """Open a table or group for reading, as of a commit."""
     drawn = ["init"] * isinstance(options.get("init"), FromArray)
-    names = ("memory", "on_nonfinite", "policy", "device_memory", "name", *drawn)
+    names = ("memory", "on_nonfinite", "policy", "device_memory", "name", "missing", *drawn)
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 
 

@@ -5,6 +5,7 @@ A SavedModel with these needs no Embedrock, and no Python. While `serving` is ac
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -18,6 +19,7 @@ from embedrock.kernels import constants
 from embedrock.spec.spec import Spec
 from embedrock.system.ram import memory_limit
 from embedrock.system.sizes import format_bytes, parse_bytes
+from embedrock.table.missing import Missing
 from embedrock.table.reading import EXPORT_BATCH_ROWS
 from embedrock.table.table import Table, rows_of
 
@@ -123,7 +125,7 @@ ID_BYTES = 16  # index bytes of a row: its id and its position
 MAX_FOUND_ROWS = 2**31 - 2  # the limit of TensorFlow's LowerBound
 
 # The tables that layers read while models are traced for an export; None: their own.
-serving: ContextVar[Mapping[Table, ServingTable] | None] = ContextVar("serving", default=None)
+serving: ContextVar[Mapping[tuple[Table, Missing | None], ServingTable] | None] = ContextVar("serving", default=None)
 
 
 class ServingTable(tf.Module):
@@ -137,8 +139,11 @@ class ServingTable(tf.Module):
     Args:
         table: the table, which must not change meanwhile. Rows are read in batches.
         whole_bytes: in bytes, or as "512MiB".
+        missing: values of rows that are not there; None: those of the table. With "raise" they are an
+            `InvalidArgumentError`, and only rows with records are saved.
 
     Raises:
+        ArgumentError: the table has no such row.
         MemoryBudgetError: the variables would not fit this process's memory.
         UnsupportedError: not all rows are saved, and 2**31 or more have records, or the initializer is the user's own.
 
@@ -149,14 +154,19 @@ class ServingTable(tf.Module):
         TensorShape([2, 4])
     """
 
-    def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES) -> None:
+    def __init__(self, table: Table, whole_bytes: int | str = WHOLE_BYTES, missing: Missing | None = None) -> None:
         super().__init__()
+        rows = rows_of(table)
+        missing = None if rows.are_all_there else rows.missing if missing is None else missing
+        padding = missing.padding if missing else None
         self._spec, self._first_scale = table.spec, np.float32(table.first_scale)
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
-        self._count = _count(table)
-        row = rows_of(table).default_row()
+        there = np.array([] if padding is None or padding in table else [padding], np.int64)  # without a record
+        self._count = _count(table) + len(there)
+        row = rows.row_instead(missing) if missing else rows.default_row()
         self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
-        self._is_whole, size = extent(table, whole_bytes)
+        self._raises = missing is not None and missing.choice == "raise"
+        self._is_whole, size = extent(table, whole_bytes, missing)
         if not self._is_whole:
             self._check_found_rows(table)
         if size > memory_limit():
@@ -166,9 +176,9 @@ class ServingTable(tf.Module):
             )
         with tf.device("CPU:0"):  # functions name no device: where a SavedModel is loaded, its variables may lie on any
             if self._is_whole:
-                self._rows = _whole_rows(table)
+                self._rows = _whole_rows(table, missing)
             else:
-                self._ids, self._positions, self._rows = _found_rows(table)
+                self._ids, self._positions, self._rows = _found_rows(table, there, missing)
 
     def __call__(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
@@ -194,9 +204,12 @@ class ServingTable(tf.Module):
             return flat
         high = 2**63 if rows is None else rows
         outside = flat < 0 if rows is None else (flat < 0) | (flat >= rows)
-        first = tf.where(outside)[:1, 0]
-        message = f"`ids` of {self._subject} must lie in [0, {high}): got"
-        told = [message, tf.gather(flat, first), "at position", first]
+        return self._none_of(flat, outside, f"lie in [0, {high}): got")
+
+    def _none_of(self, flat: tf.Tensor, wrong: tf.Tensor, demand: str) -> tf.Tensor:
+        """Return ids (n,), after checking that none is `wrong`, bool (n,)."""
+        first = tf.where(wrong)[:1, 0]
+        told = [f"`ids` of {self._subject} must {demand}", tf.gather(flat, first), "at position", first]
         assertion = tf.debugging.Assert(tf.equal(tf.size(first), 0), told)
         with tf.control_dependencies([] if assertion is None else [assertion]):
             return tf.identity(flat)
@@ -204,12 +217,13 @@ class ServingTable(tf.Module):
     def _found(self, flat: tf.Tensor) -> tf.Tensor:
         """Return the weights float32 (n, dim) of rows. Some may have no record."""
         if not self._count:
-            return self._first_values(flat)
+            return self._first_values(self._there(flat, tf.ones_like(flat, tf.bool)))
         sorted_ids = tf.expand_dims(self._ids, 0)
         at = tf.raw_ops.LowerBound(sorted_inputs=sorted_ids, values=tf.expand_dims(flat, 0), out_type=tf.int64)[0]
         at = tf.minimum(at, self._count - 1)
         rows = tf.cast(tf.gather(self._rows, tf.gather(self._positions, at)), tf.float32)
-        fresh = tf.where(tf.not_equal(tf.gather(self._ids, at), flat))
+        is_absent = tf.not_equal(tf.gather(self._ids, at), flat)
+        flat, fresh = self._there(flat, is_absent), tf.where(is_absent)
         return tf.tensor_scatter_nd_update(rows, fresh, self._first_values(tf.gather(flat, fresh[:, 0])))
 
     def _first_values(self, ids: tf.Tensor) -> tf.Tensor:
@@ -217,6 +231,10 @@ class ServingTable(tf.Module):
             return tf.repeat(self._default_row[tf.newaxis], tf.size(ids), axis=0)
         values = first_values(self._spec, ids)
         return values if self._first_scale == 1.0 else values * self._first_scale
+
+    def _there(self, flat: tf.Tensor, is_absent: tf.Tensor) -> tf.Tensor:
+        demand = "have rows, as missing='raise' demands: got"
+        return self._none_of(flat, is_absent, demand) if self._raises else flat
 
     def _check_found_rows(self, table: Table) -> None:
         if self._default_row is None and type(table.spec.init) not in _DRAWS:
@@ -231,13 +249,13 @@ class ServingTable(tf.Module):
             )
 
 
-def serving_table(table: Table) -> ServingTable:
-    """Return the serving table of a table.
+def serving_table(table: Table, missing: Missing | None) -> ServingTable:
+    """Return the serving table of a table, for layers with a choice of rows that are not there.
 
     Raises:
         ArgumentError: the table has none.
     """
-    found = (serving.get() or {}).get(table)
+    found = (serving.get() or {}).get((table, missing))
     if found is None:
         raise ArgumentError(
             f"{table!r} is looked up by the model that is exported, but by none of its layers. Assign the layer to an "
@@ -268,11 +286,12 @@ def _count(table: Table) -> int:
     return int(table.stats()["rows_touched"])
 
 
-def extent(table: Table, whole_bytes: int | str) -> tuple[bool, int]:
+def extent(table: Table, whole_bytes: int | str, missing: Missing | None = None) -> tuple[bool, int]:
     """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
     limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.words.itemsize
     found = _count(table) * (row_bytes + ID_BYTES)
-    if table.rows is None:
+    is_partial = missing is not None and missing.choice == "raise" and not rows_of(table).are_all_there
+    if table.rows is None or is_partial:
         return False, found
     whole = table.rows * row_bytes
     is_whole = type(table.spec.init) not in _DRAWS or whole <= max(limit, found)
@@ -298,19 +317,21 @@ def _filled(table: Table, count: int, batches: Iterable[np.ndarray]) -> tf.Varia
     return variable
 
 
-def _whole_rows(table: Table) -> tf.Variable:
+def _whole_rows(table: Table, missing: Missing | None) -> tf.Variable:
     count = table.rows or 0  # open ids are not whole
     parts = (np.arange(k, min(k + EXPORT_BATCH_ROWS, count)) for k in range(0, count, EXPORT_BATCH_ROWS))
-    return _filled(table, count, map(table.lookup, parts))
+    return _filled(table, count, (table.lookup(part, missing=missing) for part in parts))
 
 
-def _found_rows(table: Table) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
-    """Return three variables: ascending ids with records, their positions in the rows, and the rows."""
-    ids, done = np.empty(_count(table), np.int64), 0
+def _found_rows(
+    table: Table, others: np.ndarray, missing: Missing | None
+) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
+    """Return three variables: ascending ids with records, or in `others`, their positions in the rows, and the rows."""
+    ids, done = np.empty(_count(table) + len(others), np.int64), 0
 
     def batches() -> Iterator[np.ndarray]:
         nonlocal done
-        for part, values in table.export_batches():
+        for part, values in itertools.chain(table.export_batches(), [(others, table.lookup(others, missing=missing))]):
             ids[done : done + len(part)] = part
             done += len(part)
             yield values

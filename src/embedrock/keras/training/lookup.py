@@ -51,7 +51,8 @@ class ProgramLookup:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, requests: Sequence[LookupRequest], keep: bool) -> None:
+    def __init__(self, requests: Sequence[LookupRequest], training: bool | None) -> None:
+        keep, self._is_training = training is not False, training is True
         self._number, self._keep, self._count = next(ProgramLookup._numbers), keep, len(requests)
         self.kept: dict[int, list[Any]] = {}
         self.handles = list(dict.fromkeys(request.handle for request in requests))
@@ -79,6 +80,9 @@ class ProgramLookup:
         if values.any():
             for handle, value in zip(self.handles, values, strict=True):
                 handle.check_untouched(value)
+        for part in self.parts:
+            for request in part.requests:
+                request.check_missing(self._is_training)
         for handle in self.handles:
             if handle.state.executor is not None:
                 handle.executor.begin()
@@ -103,6 +107,9 @@ class ProgramLookup:
             plans_number: the number of kept plans, which `look_up` returned.
             inputs: the parts of the requests, the saved arrays of `look_up`, and the gradients of the rows and bags.
         """
+        for part in self.parts:
+            for request in part.requests:
+                request.check_missing(is_training=True)
         saved = iter(inputs[self._inputs :])
         arrays = [None if part.saved is None else next(saved) for part in self.parts]
         grads = list(saved)
@@ -187,7 +194,7 @@ def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> 
 
 def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[tf.Tensor]:
     """Look up requests whose rows are all on the CPU, or all on the GPU."""
-    lookup, context = ProgramLookup(requests, keep=training is not False), tf.distribute.get_replica_context()
+    lookup, context = ProgramLookup(requests, training), tf.distribute.get_replica_context()
     # Without a replica (a symbolic build) nothing is trained.
     replica = tf.convert_to_tensor(0 if context is None else context.replica_id_in_sync_group, tf.int32)
     if lookup.trained and callers.local(callers.TF_VECTORIZED, "_pfor_impl", "loop_fn") is not callers.MISSING:
@@ -234,7 +241,7 @@ def _shape(request: LookupRequest) -> list[int | None]:
 def _served(request: LookupRequest) -> tf.Tensor:
     """Return a request's result by TensorFlow's own operations, for a program that other processes run."""
     shards.check_whole(request.handle.table, request.handle.label, "exported")
-    rows = serving_table(request.handle.table)(request.ids)
+    rows = serving_table(request.handle.table, request.missing)(request.ids)
     return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
 
 

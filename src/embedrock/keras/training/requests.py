@@ -17,7 +17,7 @@ from embedrock.batch.wrong_ids import Place, in_array
 from embedrock.distributed import stages
 from embedrock.distributed.owners import Shard, Split
 from embedrock.distributed.transport import addressed, taken
-from embedrock.errors import ArgumentError, IdError, counted
+from embedrock.errors import ArgumentError, IdError, UnsupportedError, counted
 from embedrock.keras.training import host_calls
 from embedrock.keras.training.handle import TableHandle, functions_of
 from embedrock.keras.workers.cluster import gather
@@ -25,6 +25,7 @@ from embedrock.keras.workers.shards import wire_of
 from embedrock.system import forks
 from embedrock.table import batches
 from embedrock.table.batches import Batch, FeatureLayout
+from embedrock.table.missing import Missing, check_reads
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class LookupRequest(NamedTuple):
         weights: float32 (n,), factors of the rows of bags; None for ones.
         is_max: pool by the largest values of each column instead of sums. It goes without weights.
         is_masked: padding was removed from the ids.
+        layer: weak reference to the layer that asks, without which programs may live; None: none does.
     """
 
     handle: TableHandle
@@ -48,6 +50,7 @@ class LookupRequest(NamedTuple):
     weights: Any = None
     is_max: bool = False
     is_masked: bool = False
+    layer: weakref.ref[Any] | None = None
 
     def parts(self) -> list[Any]:
         return [part for part in self[1:4] if part is not None]
@@ -55,7 +58,20 @@ class LookupRequest(NamedTuple):
     def of(self, parts: Iterator[Any]) -> LookupRequest:
         """Return a request like this one of other parts, in the order of `parts`."""
         ids, offsets, weights = (None if part is None else next(parts) for part in self[1:4])
-        return LookupRequest(self.handle, ids, offsets, weights, self.is_max, self.is_masked)
+        return self._replace(ids=ids, offsets=offsets, weights=weights)
+
+    @property
+    def missing(self) -> Missing | None:
+        """The layer's choice of the values of rows that are not there, now; None: the table's."""
+        layer = None if self.layer is None else self.layer()
+        return None if layer is None else layer.missing
+
+    def check_missing(self, is_training: bool) -> None:
+        """Raise `UnsupportedError` unless rows can be read by `missing` now: see `check_reads`."""
+        if missing := self.missing:
+            handle = self.handle
+            is_elsewhere = handle.executor.is_on_gpu or handle.shard is not None
+            check_reads(missing, handle.label, is_training and handle.variable.trainable, is_elsewhere)
 
     def place(self) -> Place:
         """Return a function that describes the position of one of its ids."""
@@ -81,7 +97,8 @@ def planned_apart(requests: Sequence[LookupRequest]) -> list[list[int]]:
     for number, request in enumerate(requests):
         handle, group = request.handle, request.handle.table.group
         is_alone = group is None or handle in weighted or handle.executor.is_on_gpu or handle.shard is not None
-        parts.setdefault((handle, request.is_max) if is_alone else group, []).append(number)
+        together = (handle, request.is_max) if is_alone else group
+        parts.setdefault((together, request.missing), []).append(number)
     return list(parts.values())
 
 
@@ -122,6 +139,12 @@ class HostLookup:
             keep: gradients may follow.
             plan, rows: of a shard, the plan and its rows; None: they are to be found here.
         """
+        if len(choices := {request.missing for request in self.requests}) > 1:
+            raise UnsupportedError(
+                f"layers that one call looks up in {self.requests[0].handle.table.subject} must have one `missing`: "
+                f"got {', '.join(sorted(map(repr, choices)))}. Set it before the model is called, or compile it again."
+            )
+        self._layout.missing = choices.pop()
         if plan is None and not keep and not self._pooled and len(self._handles) == len(self.requests):
             with self._layout.table_lock.alone():
                 return self._asking(lambda layout, ids, *_: batches.look_up(layout, ids), inputs), None, None

@@ -46,7 +46,7 @@ REFUSED = {
 }
 # arguments of layers, not of tables
 OWN = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset", "num_embeddings")
-OF_RANKS = {"sharded", "reshard", "wire", "positions"}
+OF_LAYERS = {"sharded", "reshard", "wire", "positions", "missing"}  # not of tables
 PRETRAINED_REFUSED = {**REFUSED, "init": "the weights are the first values. Leave it out"}
 
 
@@ -58,6 +58,7 @@ class PretrainedOptions(LayerOptions, total=False):
     reshard: Annotated[str, TableOption(20, "error")]
     wire: Annotated[str, TableOption(21, "float32")]
     positions: Annotated[bool, TableOption(22, False)]
+    missing: Annotated[Any, TableOption(23, None)]
 
 
 class RowOptions(PretrainedOptions, total=False):
@@ -193,7 +194,7 @@ def table_of(
     """Return the table of a layer: a ready-made one, or a new one from the layer's arguments."""
     known = (*OWN, *declared(RowOptions))
     given = filled(RowOptions, options, lambda unknown: refuse(layer, unknown, REFUSED, known))
-    group, sharded = given.pop("group"), given.pop("sharded")
+    group, sharded, _ = given.pop("group"), given.pop("sharded"), given.pop("missing")
     dtype = rows.spec.value_dtype if isinstance(rows, Table) else _dtype_name(layer, given["dtype"])
     check_sharded(layer, sharded)
     _check_commit_every(layer, sharded, given["commit_every"])
@@ -243,7 +244,7 @@ def pretrained_table(
     layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: PretrainedOptions
 ) -> Table:
     """Return a table that reads its rows from `weights` when they are needed."""
-    known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | OF_RANKS
+    known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | OF_LAYERS
     sharded = options.get("sharded", False)
     refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])
     if getattr(weights, "ndim", None) != 2:
@@ -267,7 +268,7 @@ def pretrained_table(
     made_of = {"init": init, "dtype": native if dtype is None else _dtype_name(layer, dtype)}
     check_wire(layer, options.get("wire", "float32"), sharded is not False, made_of["dtype"])
     _check_commit_every(layer, sharded, options.get("commit_every"))
-    of_table = {name: value for name, value in options.items() if name not in OF_RANKS}
+    of_table = {name: value for name, value in options.items() if name not in OF_LAYERS}
     first = first_values(options.get("seed"))
 
     def make(own: dict[str, Any]) -> Table:

@@ -41,6 +41,7 @@ class EmbeddingBag(RowLayer):
         padding_idx: id of the padding row, which starts as zeros, gets no gradient and counts in no bag.
         path, memory, policy, keep, commit_every, init, seed, dtype, name, sharded, reshard, wire, positions, rule,
             directory, on_nonfinite, device_memory: as in `Embedding`.
+        missing: as in `Embedding`. A row that is not there counts in its bag, with that value.
 
     Raises:
         ArgumentError: an argument has a value that cannot work.

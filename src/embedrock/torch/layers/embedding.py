@@ -167,6 +167,9 @@ class Embedding(RowLayer):
             the rows first. All ranks must then see the same disk.
         wire: dtype in messages of sharded float32 rows and their gradients. "float32" is exact, "bfloat16" rounds to
             the nearest number of 16 bits. See docs/shards.md.
+        missing: values of rows that are not there, in a layer that is frozen or in `eval()`: "first", their initial
+            values; "zeros"; "shared", the default row of the admission; "raise", an `IdError`; or a row
+            (embedding_dim,). None: that of the table. The padding row is always there. It can be set at any time.
         positions: several processes get the bits of one process with all batches as one batch. Gradients are sent for
             each position, and summed in that order. False: each rank sums gradients before it sends them, which sends
             less. See docs/shards.md.
@@ -213,9 +216,9 @@ class Embedding(RowLayer):
             padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is not
                 zeroed.
             dtype: dtype of rows and outputs; by default that of `embeddings`.
-            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite, device_memory:
-                as for the layer. The table on disk at `path` stores stepped rows. To open it again, pass `embeddings`
-                again.
+            options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite, missing,
+                device_memory: as for the layer. The table on disk at `path` stores stepped rows. To open it
+                again, pass `embeddings` again.
 
         Example:
             >>> import torch, embedrock.torch as ert
@@ -288,7 +291,8 @@ class Embedding(RowLayer):
             return self._planned_lookup(layout, [], ids).read(for_weights=False)[0]
         with span("read"):
             array, *_ = layout.plain((ids,)) or self.host_input(ids)
-            rows = torch.from_numpy(self._table.lookup(array))
+            missing = layout.missing and layout.missing._replace(padding=self.padding_idx)
+            rows = torch.from_numpy(self._table.lookup(array, missing=missing))
         return rows if layout.are_as_read else rows.to(layout.handles[0].device, self.dtype)
 
     # ------------------------------------------------------------ as a feature of a collection

@@ -18,6 +18,7 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
+from embedrock.table.missing import Missing
 from embedrock.table.options import shows
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.layers import operators, row_state
@@ -69,6 +70,7 @@ class RowLayer(nn.Module):
     rows: ClassVar[row_state.RowKeys] = row_state.RowKeys()
     handle: Handle
     _known_layout: LayerLayout | None = None
+    _missing: Missing | None = None
     _number: Tensor  # graphs identify the layer by it
 
     @shows(RowOptions)
@@ -95,6 +97,7 @@ class RowLayer(nn.Module):
         self._number = operators.number_of(self)
         self.name_in_errors()
         self._claim_max_norm()
+        self.missing = options.get("missing")
         if not terms.are_default:  # further layers on a shared table need not repeat the options
             self.handle.share_by(terms)
         if isinstance(self.handle, Handle):  # under FakeTensorMode it is a FakeTensor
@@ -109,7 +112,7 @@ class RowLayer(nn.Module):
         table = pretrained_table(cls._kind, weights, dtype, options)
         make: Any = cls  # arguments differ between layers
         layer = make(table, None, **given)
-        layer.dtype = DTYPES[table.spec.value_dtype]
+        layer.dtype, layer.missing = DTYPES[table.spec.value_dtype], options.get("missing")
         layer.handle.share_by(ShardingOptions.of(options))
         layer.requires_grad_(not freeze)
         return layer
@@ -238,6 +241,7 @@ class RowLayer(nn.Module):
         names = [name for name in (*self.shown, "dtype") if getattr(self, name) != DEFAULTS.get(name)]
         parts = [str(self.num_embeddings), str(self.embedding_dim), *(f"{n}={getattr(self, n)!r}" for n in names)]
         named = [] if self.table.name is None else [f"name={self.table.name!r}"]
+        named += [] if self.missing is None else [f"missing={self.missing!r}"]
         return f"{', '.join([*parts, *named])}; {rows_of(self.table)}"
 
     # ------------------------------------------------------------ forward
@@ -258,7 +262,25 @@ class RowLayer(nn.Module):
         handle = self._own_handle()
         if not isinstance(handle, Handle) or self.scale_grad_by_freq or handle.max_norm is not None:
             return None  # a lookup that shrinks rows keeps its place before or after others of the table
-        return handle.executor().joins
+        joins = handle.executor().joins
+        return joins if self.missing is None or joins is None else (joins, self.missing)
+
+    @property
+    def missing(self) -> Any:
+        """Values of rows that are not there: see `Embedding`. It can be set at any time."""
+        return self._missing
+
+    @missing.setter
+    def missing(self, given: Any) -> None:
+        choice = Missing.of(given, self.handle.label)
+        if choice is not None:
+            rows_of(self._table).row_instead(choice)  # an error
+            if choice and self.max_norm is not None:
+                raise UnsupportedError(
+                    f"`missing` of {self.handle.label} does not go with max_norm, as a lookup makes the rows that it "
+                    "shrinks. Leave one of them out."
+                )
+        self._missing = choice
 
     def _layout(self) -> LayerLayout:
         """Return what the layer's lookups have in common."""

@@ -15,6 +15,7 @@ from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import is_number, lags_behind
 from embedrock.initializers import Zeros
+from embedrock.table.missing import Missing
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
 from embedrock.torch.training.cpu_executor import CpuExecutor
@@ -175,7 +176,7 @@ class AveragedHandle(Handle):
     def executor(self) -> CpuExecutor:
         return self._host
 
-    def rows(self, ids: np.ndarray) -> np.ndarray:
+    def rows(self, ids: np.ndarray, missing: Missing | None = None) -> np.ndarray:
         self.check_untouched()
         return self.average.of(ids)
 

@@ -21,6 +21,7 @@ from embedrock.distributed.owners import Replica, Shard
 from embedrock.errors import ArgumentError, ForgottenGradientsError, UnsupportedError
 from embedrock.frontend.arguments import lags_behind
 from embedrock.optimizers import Rule
+from embedrock.table.missing import Missing
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
 from embedrock.torch.training.cpu_executor import CpuExecutor
@@ -519,7 +520,7 @@ class Handle(HandleValue, nn.Parameter):
             self._check_nothing_pends(torch.device("cpu"))
             rows_of(self.table).leave_side()
 
-    def rows(self, ids: np.ndarray) -> np.ndarray:
+    def rows(self, ids: np.ndarray, missing: Missing | None = None) -> np.ndarray:
         """Return rows as lookups return them, on any executor: float32 ``ids.shape + (dim,)``.
 
         Raises:
@@ -527,7 +528,7 @@ class Handle(HandleValue, nn.Parameter):
         """
         self.check_untouched()
         self.check_whole("frozen")
-        return self.table.lookup(ids)
+        return self.table.lookup(ids, missing=missing)
 
     def executor_of_gradients(self) -> Executor:
         """Return the executor of the pending gradients, or a new one if the rows' layout has changed."""

@@ -22,6 +22,7 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import FeatureLayout
+from embedrock.table.missing import Missing, check_reads
 from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, Block, as_it_is, each_once
 from embedrock.torch.training.cpu_executor import CpuExecutor, host_grads, host_weights
@@ -125,6 +126,7 @@ class LayerLayout:
         paddings: of the features.
         dtypes: of the outputs.
         executor: of the rows, if the CPU has them; else None.
+        missing: values of rows that are not there, of all features; None: those of each table.
         are_alike: all outputs have one device and dtype.
         are_as_read: these are the CPU and float32.
         are_as_found: these are float32, on the GPU that has the rows.
@@ -145,8 +147,12 @@ class LayerLayout:
         executor: Any = self.handles[0].executor()
         self.joins, self.executor = executor.joins, executor if isinstance(executor, CpuExecutor) else None
         self.features: FeatureLayout | None = None
+        self.missing: Missing | None = layers[0].missing
+        is_elsewhere = self.executor is None or self.executor.rows is not None
+        check_reads(self.missing, self.handles[0].label, is_elsewhere=is_elsewhere)
         if self.executor is not None:
-            self.features = FeatureLayout(rows_of(executor.table).table_lock, tables, modes, self.paddings)
+            own_lock = rows_of(executor.table).table_lock
+            self.features = FeatureLayout(own_lock, tables, modes, self.paddings, self.missing)
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
@@ -221,6 +227,8 @@ class LayerLayout:
                 "rows into the graph. Trace ert.freeze(model), which has plain layers; torch.compile works."
             )
         check_untouched(self.distinct)
+        for layer in layers if self.missing else ():
+            check_reads(self.missing, layer.handle.label, layer.training and layer.handle.requires_grad)
         if not torch.is_grad_enabled():
             return []
         for handle in self.distinct if any(map(_PASSED_BY, self.distinct)) else ():
@@ -471,6 +479,7 @@ class HostLookup(LookupState):
         return [out.to(handle.device, dtype) for out, dtype, handle in forms]
 
     def blocks(self, grads: Sequence[Any]) -> list[Block]:
+        check_reads(self.layout.missing, self.handles[0].label, trains=True)  # a gradient in `eval()`
         handles, tables = self._by_table, self._given[0].tables
         if self.side_by_side:
             blocks = batches.sum_array(self._batch, grads[0])
@@ -486,6 +495,7 @@ class HostLookup(LookupState):
         return [(own, list(map(handles.get, tables))) for tables, own in blocks]
 
     def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
+        check_reads(self.layout.missing, self.handles[0].label, trains=True)
         blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`
         summed = self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]
         return {id(self.handles[0]): summed}
