@@ -23,7 +23,7 @@ from embedrock.serving.sources import Inits, SourceTable, opened_commit
 from embedrock.spec.description import describe_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.record_pools import are_alike, may_share
-from embedrock.storage.records import Records
+from embedrock.storage.records import encode
 from embedrock.store.compaction import compact_all, fill
 from embedrock.store.manifest import KEYS, StoreEntry, TableEntry
 from embedrock.store.publication import DenseEntry, Publication
@@ -275,7 +275,7 @@ class _NextStep:
                 self._counts[name] = 0
                 for ids, rows, _ in self._tables[name].all_rows():
                     self._counts[name] += len(ids)
-                    yield ids + (part << PART_BITS), encoded(self._tables[name].spec, rows)
+                    yield ids + (part << PART_BITS), encode(self._tables[name].spec, ids, rows, _subject(name))
 
         self._rows += fill(store, batches(), sum(self._tables[name].most_rows for name in names))
         self._is_base = True
@@ -287,7 +287,7 @@ class _NextStep:
             keys, gone = ids + first, gone + first
             gone = gone[store.locate(gone) >= 0]
             self._counts[name] += int(np.count_nonzero(store.locate(keys) < 0)) - len(gone)
-            store.append(encoded(spec, rows), np.arange(len(keys)), keys)
+            store.append(encode(spec, ids, rows, _subject(name)), np.arange(len(keys)), keys)
             store.discard(gone)
             self._rows, self._gone = self._rows + len(ids), self._gone + len(gone)
 
@@ -308,11 +308,8 @@ class _NextStep:
         return tuple(found)
 
 
-def encoded(spec: Spec, rows: np.ndarray) -> np.ndarray:
-    """Return the records of weights float32 (n, dim): uint8 (n, record_bytes)."""
-    made = Records(spec, np.zeros(len(rows) * spec.record_bytes, np.uint8))
-    made.write(np.arange(len(rows)), rows)
-    return made.bytes
+def _subject(name: str) -> str:
+    return f"table {name!r}"
 
 
 def _pools_of(tables: Mapping[str, SourceTable]) -> list[list[str]]:

@@ -20,28 +20,29 @@ class MappedSegments(NamedTuple):
 
     Attributes:
         runs: the segments by number.
-        files: the bytes of each.
+        files: the bytes of each, by path.
         memory: uint32, from the first mapped byte to the last one. Other memory lies between files.
         places: by number of a segment, the position of its first record in `memory`, its salt and step: int64 (n, 3).
     """
 
     runs: Runs
-    files: dict[int, np.ndarray]
+    files: dict[str, np.ndarray]
     memory: np.ndarray
     places: np.ndarray
 
     @classmethod
-    def of(cls, store: RecordStore, known: dict[int, np.ndarray]) -> MappedSegments:
-        """Map the segments of a store, but for those whose bytes are known by number."""
-        runs = store.runs
-        files = {n: known[n] if n in known else store.system.map(run.file.fd) for n, run in runs.items()}
-        starts = {n: address_of(file) for n, file in files.items()}
+    def of(cls, store: RecordStore, known: dict[str, np.ndarray]) -> MappedSegments:
+        """Map the segments of a store, except those whose bytes are known by path."""
+        runs, files = store.runs, dict[str, np.ndarray]()
+        for run in runs.values():
+            files[run.path] = known[run.path] if run.path in known else store.system.map(run.file.fd)
+        starts = {path: address_of(file) for path, file in files.items()}
         low = min(starts.values(), default=0)
-        high = max((starts[n] + file.nbytes for n, file in files.items()), default=0)
+        high = max((starts[path] + file.nbytes for path, file in files.items()), default=0)
         memory = np.ctypeslib.as_array((ctypes.c_uint32 * ((high - low) // 4)).from_address(low))
         places = np.zeros((max(runs, default=-1) + 1, 3), np.int64)
         for number, run in runs.items():
-            places[number] = (starts[number] - low + run.first) // 4, run.salt, run.step
+            places[number] = (starts[run.path] - low + run.first) // 4, run.salt, run.step
         return cls(runs, files, memory, places)
 
     def read(

@@ -139,7 +139,10 @@ class FolderKind(Generic[AManifest]):
         data, where = data or manifest.to_bytes(), self.path_of(folder, manifest.commit)
         self.parse(data, where)  # a manifest that cannot be read back is a bug, and must not be published
         draft = f"{folder}/{self.inside}/.{manifest.commit:010d}.tmp"
-        write_whole(system, *((draft, [data], where) if self.is_linked else (where, [data])))
+        if self.is_linked:
+            write_whole(system, draft, [data], where)
+        else:
+            write_whole(system, where, [data])
 
 
 # ---------------------------------------------------------------- bytes
