@@ -12,6 +12,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import ArgumentError, IdError, IdTypeError
+from embedrock.storage.disk_backend import DiskBackend
 from embedrock.table.missing import SHOWN_IDS, Missing
 from slow import slow
 
@@ -305,3 +306,20 @@ def test_a_choice_reads_as_it_was_given():
     assert [repr(Missing.of(given)) for given in ("zeros", [1, 2])] == ["'zeros'", "[1.0, 2.0]"]
     assert Missing.of(np.float32([1.5])) == Missing.of([1.5])
     assert [bool(Missing.of(given)) for given in ("first", "zeros", [0.0])] == [False, True, True]
+
+
+def test_lookups_that_meet_keep_their_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Loading rows may let the table's lock go: another thread may then look up by another choice."""
+    table, bring, found = er.Table(ROWS, DIM, path=tmp_path / "table"), DiskBackend.bring, []
+    table.commit()
+
+    def bring_after_another(self: DiskBackend, *args: Any) -> Any:
+        if not found:
+            found.append(None)
+            found[0] = table.lookup([5], missing=ROW)
+        return bring(self, *args)
+
+    monkeypatch.setattr(DiskBackend, "bring", bring_after_another)
+    np.testing.assert_array_equal(table.lookup([5], missing="zeros"), np.zeros((1, DIM)))
+    np.testing.assert_array_equal(found[0], [ROW])
+    table.close()
