@@ -27,7 +27,7 @@ import embedrock as er
 from embedrock.store.compaction import NO_AGE, compact
 from embedrock.store.pieces import CompactionGoal
 from suites import FaultFS
-from table_files import store_of
+from table_files import FOLDERS, store_of
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 PAGE, STEP = 4096, 0x9E3779B1
@@ -81,7 +81,7 @@ def system_of(files: dict[str, bytes]) -> FaultFS:
     """Return a file system that has these files as the table /t."""
     system = FaultFS()
     names = {f"/t/{path}" for path in files}
-    folders = {"/t", *(f"/t/{name}" for name in ("manifest", "base", "delta", "history"))}
+    folders = {"/t", *(f"/t/{name}" for name in FOLDERS)}
     for name in names:
         parts = name.split("/")
         folders |= {"/".join(parts[:k]) for k in range(2, len(parts))}
