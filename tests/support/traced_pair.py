@@ -368,6 +368,27 @@ class TracedPair(Pair):
         else:
             self._look_at(*self._readers.pop(0))
 
+    def changes(self) -> None:
+        """Compare what changed since a commit with the difference of the two, as far as lists reach."""
+        self.settle()
+        since, last = int(self.rng.choice(sorted(self.saved))), max(self.saved)
+        dense = self.ram.rule is not None and self.ram.rule.history() is not None
+        try:
+            found = [*self.table.changes(since)]
+        except UnsupportedError:
+            assert dense
+            return
+        except er.HistoryDroppedError as error:
+            assert since < error.oldest <= last
+            return
+        assert not dense
+        old, new = (_weights(self.saved[number]) for number in (since, last))
+        told = {int(row): found for ids, rows, _ in found for row, found in zip(ids, map(bytes, rows), strict=True)}
+        gone = {int(row) for *_, ids in found for row in ids}
+        assert {row for row in old.keys() | new.keys() if old.get(row) != new.get(row)} <= told.keys() | gone
+        assert told == {row: new[row] for row in told}
+        assert gone.isdisjoint(new)
+
     def _look_at(self, reader: er.Table | er.Group, expected: er.Table) -> None:
         with reader:
             check_same(table_in(reader), expected)
@@ -436,6 +457,10 @@ class TracedPair(Pair):
         return self.case.slots // BATCH - 2 - (self._ticket is not None) - 3 * self._companions
 
 
+def _weights(table: er.Table) -> dict[int, bytes]:
+    return {int(row): weights.tobytes() for row, weights in zip(*table.export(), strict=True)}
+
+
 ASKED: dict[str, Callable[[TracedPair], None]] = {
     "by plan": TracedPair.by_plan,
     "by apply": TracedPair.by_apply,
@@ -461,6 +486,7 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "rollback": TracedPair.rollback,
     "rollback far": lambda pair: pair.rollback(newest=False),
     "snapshot": TracedPair.snapshot,
+    "changes": TracedPair.changes,
     "join": TracedPair.join,
     "leave": TracedPair.leave,
 }
