@@ -115,9 +115,7 @@ def _read_table(case: Case, name: str, table: er.Table) -> None:
             _check_changes(case, name, table, since, changes)
 
 
-def _check_changes(
-    case: Case, name: str, table: er.Table, since: int | None, changes: list[Any]
-) -> None:
+def _check_changes(case: Case, name: str, table: er.Table, since: int | None, changes: list[Any]) -> None:
     """Check the rows that were told, that no row is told twice, and that a plain mutation hides no changed row."""
     none = ChangedRows(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), np.empty(0, np.int64))
     ids, rows, gone = map(np.concatenate, zip(none, *changes, strict=True))
@@ -125,7 +123,7 @@ def _check_changes(
     told = np.sort(np.concatenate([ids, gone]))
     if not np.all(told[:-1] < told[1:]):
         raise Wrong(f"changes that repeat since {since}: {told[:9]}")
-    before, now = (case.image.rows.get(number, {}).get(name) for number in (since, table.last_commit))
+    before, now = (case.image.rows.get(number or 0, {}).get(name) for number in (since, table.last_commit))
     if case.sealed or before is None or now is None:
         return
     differ = case.image.asked[name][(before.view(np.uint32) != now.view(np.uint32)).any(axis=1)]

@@ -38,6 +38,13 @@ def store_of(table: er.Table) -> RecordStore:
     return tier.store
 
 
+def lists_of_commits(system: System, folder: str) -> set[str]:
+    """Return the names of lists of changes that may be there: one of each commit."""
+    newest = folders.newest(system, folder)
+    files = change_lists.files_in(system, folder, newest.uuid)
+    return {*{file.commit: file.name for file in files if file.commit <= newest.commit}.values()}
+
+
 def newest_pool(system: System, folder: str) -> StoreEntry:
     """Return the entry of the records of a table alone in its newest commit."""
     return pool_of(folders.newest(system, folder))

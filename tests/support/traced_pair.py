@@ -49,7 +49,7 @@ from embedrock.store import folder as folders
 from embedrock.system import forks
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
-from same_tables import LAZY, RULES, check_same
+from same_tables import LAZY, RULES, check_changes, check_same
 from table_files import store_of
 
 NAMES = 4  # commits that have a name, at most
@@ -372,22 +372,7 @@ class TracedPair(Pair):
         """Compare what changed since a commit with the difference of the two, as far as lists reach."""
         self.settle()
         since, last = int(self.rng.choice(sorted(self.saved))), max(self.saved)
-        dense = self.ram.rule is not None and self.ram.rule.history() is not None
-        try:
-            found = [*self.table.changes(since)]
-        except UnsupportedError:
-            assert dense
-            return
-        except er.HistoryDroppedError as error:
-            assert since < error.oldest <= last
-            return
-        assert not dense
-        old, new = (_weights(self.saved[number]) for number in (since, last))
-        told = {int(row): found for ids, rows, _ in found for row, found in zip(ids, map(bytes, rows), strict=True)}
-        gone = {int(row) for *_, ids in found for row in ids}
-        assert {row for row in old.keys() | new.keys() if old.get(row) != new.get(row)} <= told.keys() | gone
-        assert told == {row: new[row] for row in told}
-        assert gone.isdisjoint(new)
+        check_changes(self.table, since, self.saved[since], self.saved[last])
 
     def _look_at(self, reader: er.Table | er.Group, expected: er.Table) -> None:
         with reader:
@@ -455,10 +440,6 @@ class TracedPair(Pair):
 
     def window(self, event: str) -> int:
         return self.case.slots // BATCH - 2 - (self._ticket is not None) - 3 * self._companions
-
-
-def _weights(table: er.Table) -> dict[int, bytes]:
-    return {int(row): weights.tobytes() for row, weights in zip(*table.export(), strict=True)}
 
 
 ASKED: dict[str, Callable[[TracedPair], None]] = {

@@ -24,6 +24,7 @@ FOLDER = "changes"
 FORMAT = 1
 BLOCK_IDS = 1024  # ids whose differences have one width
 WIDTHS = (1, 2, 4, 8)
+_WIDTHS, _ENDS = np.array(WIDTHS, np.uint8), np.array([1 << 8 * width for width in WIDTHS[:3]], np.uint64)
 MAX_BYTES = 1 << 33
 JOINED = 16  # lists that become one ...
 SINGLE = 2 * JOINED  # ... once there are as many of one commit
@@ -112,7 +113,10 @@ def read(system: System, folder: str, file: ListFile) -> ChangeList:
 
 
 def write(system: System, folder: str, name: str, data: bytes, joins: bool = False) -> None:
-    """Write the file of a change list, durably. The first one makes the folder.
+    """Write the file of a change list. The first one makes the folder.
+
+    Its name becomes durable with the manifest, where the file system keeps the order of names. Elsewhere, a loss of
+    power may take the list away.
 
     Args:
         joins: it replaces others of published commits, so that no crash may leave a part of it under its name.
@@ -124,7 +128,10 @@ def write(system: System, folder: str, name: str, data: bytes, joins: bool = Fal
         system.mkdir(f"{folder}/{FOLDER}")
         system.fsync_folder(folder)
     path = f"{folder}/{name}"
-    write_whole(system, f"{folder}/{FOLDER}/.tmp" if joins else path, [data], path if joins else None)
+    if joins:
+        write_whole(system, f"{folder}/{FOLDER}/.tmp", [data], link_to=path)
+    else:
+        write_whole(system, path, [data], sync_name=False)
 
 
 # ---------------------------------------------------------------- chains
@@ -183,7 +190,8 @@ def distinct(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Return the ids of some arrays, ascending, without repeats."""
     ids = np.concatenate([np.empty(0, np.int64), *parts])
     ids.sort()
-    return ids[np.append(True, ids[1:] != ids[:-1])] if len(ids) else ids
+    is_new = ids[1:] != ids[:-1]
+    return ids if is_new.all() else ids[np.append(True, is_new)]
 
 
 def joined(lists: list[ChangeList]) -> ChangeList:
@@ -261,10 +269,13 @@ def encode(ids: np.ndarray) -> bytes:
         return b""
     steps = np.empty(-(-len(ids) // BLOCK_IDS) * BLOCK_IDS, np.uint64)
     steps[0], steps[1 : len(ids)], steps[len(ids) :] = ids[:1].view(np.uint64)[0], np.diff(ids.view(np.uint64)), 0
-    most = steps.reshape(-1, BLOCK_IDS).max(axis=1)
-    widths = np.select([most < 1 << 8, most < 1 << 16, most < 1 << 32], WIDTHS[:3], WIDTHS[3]).astype(np.uint8)
-    of_each = widths.repeat(BLOCK_IDS)[: len(ids)]
-    parts = (steps[: len(ids)][of_each == width].astype(f"<u{width}").tobytes() for width in WIDTHS)
+    widths = _WIDTHS[np.searchsorted(_ENDS, steps.reshape(-1, BLOCK_IDS).max(axis=1), side="right")]
+    steps, used = steps[: len(ids)], sorted(set(widths.tolist()))
+    if len(used) > 1:
+        of_each = widths.repeat(BLOCK_IDS)[: len(ids)]
+        parts = [steps[of_each == width].astype(f"<u{width}").tobytes() for width in used]
+    else:
+        parts = [steps.astype(f"<u{used[0]}").tobytes()]
     return b"".join([widths.tobytes(), *parts])
 
 

@@ -622,7 +622,7 @@ def _ids_of(store: RecordStore, segment: Segment, size: int) -> Iterator[np.ndar
 def ids_of_logs(logs: Iterable[Log]) -> Iterator[np.ndarray]:
     """Iterate over the ids of records in logs and over the deleted ids, in any order."""
     for log in logs:
-        yield log.ids()
+        yield from log.id_parts()
         yield from log.noted
 
 
