@@ -24,7 +24,7 @@ from embedrock.store.manifest import Manifest, StoreEntry
 from embedrock.store.table_folder import TableFolder
 from slow import examples, slow
 from suites import FaultFS
-from table_files import newest_pool, pool_of
+from table_files import FOLDERS, newest_pool, pool_of
 
 ROWS, DIM = 12, 4
 IDS = np.arange(ROWS)
@@ -54,7 +54,7 @@ class Image:
     def system(self, **changes: bytes | None) -> FaultFS:
         """Return a file system with these files, some of which were changed: by kind, None for missing."""
         system = FaultFS()
-        for folder in ("/t", *(f"/t/{name}" for name in ("manifest", "base", "delta", "history"))):
+        for folder in ("/t", *(f"/t/{name}" for name in FOLDERS)):
             system.mkdir(folder)
         for folder in {path.rpartition("/")[0] for path in self.files if path.startswith("/t/base/")}:
             system.mkdir(folder)

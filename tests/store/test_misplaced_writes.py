@@ -9,10 +9,9 @@ import embedrock as er
 from embedrock.io.vfs import BLOCK
 from embedrock.spec.spec import Spec
 from embedrock.storage.ram_layout import memory_for
-from embedrock.store import folder as folders
 from embedrock.store.segments import CRC_BYTES, HEADER_BYTES
 from suites import FaultFS
-from table_files import newest_pool
+from table_files import FOLDERS, newest_pool
 
 ROWS, DIM = 2048, 4  # records of 16 bytes, 20 with their seal: every fifth block of a run begins with one
 STRIDE = 4 * DIM + CRC_BYTES
@@ -114,7 +113,7 @@ def of_one_name() -> tuple[FaultFS, str, bytes]:
     before, lost = system.files(), b""
     for times in (3, 1):
         system = FaultFS()
-        for folder in ("/t", *(f"/t/{name}" for name in folders.TABLE.folders)):
+        for folder in ("/t", *(f"/t/{name}" for name in FOLDERS)):
             system.mkdir(folder)
         for path, data in before.items():
             system.write_file(path, data)

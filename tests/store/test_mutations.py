@@ -64,7 +64,7 @@ def test_a_checksum_that_is_skipped_is_found(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_index_that_is_not_checked_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Segment, "_check_index", lambda run, index: None)
-    failures = run("sealed", range(200))
+    failures = run("sealed", range(400, 430))
     assert failures
     assert "Once more: PYTHONPATH=tests python tests/support/mutation_trials.py sealed" in str(failures[0])
 

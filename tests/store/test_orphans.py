@@ -20,7 +20,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store.segments import make_header
 from slow import slow
 from suites import FaultFS
-from table_files import files_of, store_of
+from table_files import files_of, lists_of_commits, store_of
 
 ROWS, DIM = 300, 3
 RULE = er.Adam(lr=0.1, dense=True)  # has a history, which is a file of each commit
@@ -44,12 +44,13 @@ def train(table: er.Table, seed: int, first: int = 0) -> None:
 
 
 def unnamed(system: FaultFS) -> set[str]:
-    """Return the names of all files that no commit names, but the lock."""
+    """Return the names of all files that no commit names, but the lock, and the list of changes of each commit."""
     names = {path.removeprefix(f"{PATH}/") for path in system.files()} - {"LOCK"}
     commits = {f"manifest/{number:010d}" for number in manifests.numbers(system, PATH)}
     return (
         names
         - folders.named_files(system, PATH)
+        - lists_of_commits(system, PATH)
         - {f"{name}{end}" for name in commits for end in (".json", ".released")}
     )
 

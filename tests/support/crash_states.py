@@ -463,10 +463,12 @@ def recover(trace: Trace, point: int, recovery: Trace, path: Path, system: Syste
         verdict = folder.verify()
         assert (verdict.problems, verdict.newest_good) == ([], commit), verdict
         check_commits(path, folder, trace, point, system)
+        check_changes(folder, trace, point)
         train_on(all_tables_in(folder, trace.kind))
         recovery.mark("begun", commit + 1, contents[1:])
         assert folder.commit() == commit + 1
         recovery.mark("done", commit + 1)
+        check_changes(folder, recovery, len(recovery.calls))
     check_commit(path, commit + 1, contents[1], system)
 
 
@@ -493,6 +495,36 @@ def check_commits(path: Path, folder: er.Table | er.Group, trace: Trace, point: 
     older = numbers[point % len(numbers)]
     if older != folder.last_commit:
         check_commit(path, older, trace.contents_of(older, point)[0], system)
+
+
+def check_changes(folder: er.Table | er.Group, trace: Trace, point: int) -> None:
+    """Fail unless changes since some commits name all rows that differ, or are refused in words."""
+    now, last = contents_of(tables_in(folder)), folder.last_commit
+    for since in {last, max(last - 1, 0), point % (last + 1)}:
+        known = [mark.contents[0] for mark in trace.known("begun", point) if mark.commit == since]
+        for name, table in tables_in(folder).items() if known else ():
+            try:
+                changes = [*table.changes(since)]
+            except (er.HistoryDroppedError, er.UnsupportedError):
+                continue
+            check_named(known[-1].get(name), now[name], changes)
+
+
+def check_named(before: Content | None, now: Content, changes: list[Any]) -> None:
+    """Fail unless changes have every row whose record differs, and say which of them have none."""
+    old, new = ({} if content is None else records_in(content) for content in (before, now))
+    named = {int(row) for ids, *_ in changes for row in ids}
+    gone = {int(row) for *_, ids in changes for row in ids}
+    missing = {row for row in old.keys() | new.keys() if old.get(row) != new.get(row)} - named - gone
+    assert not missing, f"rows {missing} changed, and no list says so"
+    assert named <= new.keys()
+    assert gone.isdisjoint(new)
+
+
+def records_in(content: Content) -> dict[int, bytes]:
+    ids = np.frombuffer(content.ids, np.int64).tolist()
+    width = len(content.records) // max(len(ids), 1)
+    return {row: content.records[place * width : (place + 1) * width] for place, row in enumerate(ids)}
 
 
 def files_named_in(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:

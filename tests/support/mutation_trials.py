@@ -23,11 +23,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
 import embedrock as er
+from embedrock.store import change_lists
 from embedrock.store.verify import verify
+from embedrock.table.changed_rows import ChangedRows
 from mutations import Case, case_of, images, names_in, packed_image, system_of, table_in
 
 MEMORY = "256KiB"
@@ -106,6 +109,26 @@ def _read_table(case: Case, name: str, table: er.Table) -> None:
         _check(case, name, table, *exported)
         _check_sound(table, *exported)
     tried(lambda: sum(len(ids) for ids, _ in table.export_batches(7)))
+    for since in (None, *range(table.last_commit + 1)):
+        changes = tried(lambda since=since: [*table.changes(since)])
+        if changes is not None:
+            _check_changes(case, name, table, since, changes)
+
+
+def _check_changes(case: Case, name: str, table: er.Table, since: int | None, changes: list[Any]) -> None:
+    """Check the rows that were told, that no row is told twice, and that a plain mutation hides no changed row."""
+    none = ChangedRows(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), np.empty(0, np.int64))
+    ids, rows, gone = map(np.concatenate, zip(none, *changes, strict=True))
+    _check(case, name, table, ids, rows)
+    told = np.sort(np.concatenate([ids, gone]))
+    if not np.all(told[:-1] < told[1:]):
+        raise Wrong(f"changes that repeat since {since}: {told[:9]}")
+    before, now = (case.image.rows.get(number or 0, {}).get(name) for number in (since, table.last_commit))
+    if case.sealed or before is None or now is None:
+        return
+    differ = case.image.asked[name][(before.view(np.uint32) != now.view(np.uint32)).any(axis=1)]
+    if not np.isin(differ, told).all():
+        raise Wrong(f"changes since {since} that are not told: {np.setdiff1d(differ, told)[:9]}")
 
 
 def _ids_for(case: Case, name: str, table: er.Table) -> np.ndarray:
@@ -147,7 +170,8 @@ def _write(case: Case) -> None:
         opened = tried(lambda: er.open("/t", system=system, memory=MEMORY))
         if opened is not None:
             try:
-                _train(case, opened)
+                with mock.patch.multiple(change_lists, JOINED=2, SINGLE=3):
+                    _train(case, opened)
             finally:
                 tried(opened.close)
             reopened = tried(lambda: er.open("/t", mode="r", system=system, memory=MEMORY))

@@ -27,7 +27,7 @@ import embedrock as er
 from embedrock.store.compaction import NO_AGE, compact
 from embedrock.store.pieces import CompactionGoal
 from suites import FaultFS
-from table_files import store_of
+from table_files import FOLDERS, store_of
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 PAGE, STEP = 4096, 0x9E3779B1
@@ -82,7 +82,7 @@ def system_of(files: dict[str, bytes]) -> FaultFS:
     """Return a file system that has these files as the table /t."""
     system = FaultFS()
     names = {f"/t/{path}" for path in files}
-    folders = {"/t", *(f"/t/{name}" for name in ("manifest", "base", "delta", "history"))}
+    folders = {"/t", *(f"/t/{name}" for name in FOLDERS)}
     for name in names:
         parts = name.split("/")
         folders |= {"/".join(parts[:k]) for k in range(2, len(parts))}
@@ -277,6 +277,14 @@ class Draft:
                 return path, {}
         return path, self.bodies[path]
 
+    def change_list(self) -> tuple[str, Any, int]:
+        """Choose a list of changes. Return its path, its object, and where its ids begin."""
+        path = self.rng.choice(sorted(path for path in self.files if path.startswith("changes/") and self.files[path]))
+        line, _, _ = bytes(self.files[path]).partition(b"\n")
+        body = self.bodies.setdefault(path, json.loads(line))
+        self.touched.add(path)
+        return path, body, len(line) + 66
+
     def value(self) -> Any:
         """Choose a value that somebody may not have thought of."""
         if self.rng.random() < 0.2:
@@ -401,6 +409,9 @@ def stray(draft: Draft) -> str:
         "base/x/y",
         "delta/x",
         "delta/0000000009-1.dlt",
+        "changes",
+        "changes/x",
+        "changes/0000000009-0000000001-99f-00000000-1.ids",
         "history/\udcff",
         "manifest",
         "delta",
@@ -425,6 +436,59 @@ def lock_file(draft: Draft) -> str:
 def edit(draft: Draft) -> str:
     """Change a node of a manifest."""
     path, node = draft.manifest()
+    return f"{path} {_edit(draft, node)}"
+
+
+def edit_list(draft: Draft) -> str:
+    """Change what a list of changes says of itself."""
+    path, body, _ = draft.change_list()
+    return f"{path} {_edit(draft, body)}"
+
+
+def count_of_list(draft: Draft) -> str:
+    """Say another number of ids, or of bytes, of a table in a list, or give bytes of one to another."""
+    path, body, _ = draft.change_list()
+    entry, other = (draft.rng.choice(body["tables"]) for _ in "ab")
+    how = draft.rng.randrange(4)
+    if how == 0:
+        entry[1] = draft.near(entry[1])
+    elif how == 1:
+        entry[2], other[2] = entry[2] + 1, other[2] - 1
+    elif how == 2:
+        body["tables"].append(["x" * draft.rng.randrange(3), draft.rng.choice([None, 0, 1, 2**40]), 0])
+    else:
+        body["renamed"].append([entry[0], other[0]])
+    return f"{path}: {how}"
+
+
+def ids_of_list(draft: Draft) -> str:
+    """Change a width or differences of a list of changes."""
+    path, _, start = draft.change_list()
+    data = draft.files[path]
+    at = draft.rng.randrange(start, len(data))
+    size = draft.rng.choice([1, 1, 2, 4, 8, 16])
+    fill = draft.rng.choice([bytes(size), b"\xff" * size, bytes([draft.rng.choice([1, 2, 4, 8, 3])]) * size])
+    data[at : at + size] = fill[: len(data) - at]
+    return f"{path}: {size} bytes at {at}"
+
+
+def resize_list(draft: Draft) -> str:
+    """Add bytes to the ids of a table, or take some, so that the lengths fit."""
+    path, body, start = draft.change_list()
+    size = draft.rng.choice([1, 2, 8, 1024, LARGE])
+    if draft.rng.random() < 0.5:
+        draft.files[path] += draft.rng.choice([bytes(size), b"\x01" * size, b"\x08" * size])
+    else:
+        del draft.files[path][max(start, len(draft.files[path]) - size) :]
+    rest = sum(entry[2] for entry in body["tables"][:-1])
+    last = body["tables"][-1]
+    last[2] = max(0, len(draft.files[path]) - start - rest)
+    last[1] = draft.rng.choice([last[1], last[2], last[2] - 1, last[2] // 2])
+    return f"{path}: {last}"
+
+
+def _edit(draft: Draft, node: Any) -> list[Any]:
+    """Change a node of an object, and return the way to it."""
     trail: list[Any] = []
     while isinstance(node, dict | list) and node:
         key = draft.rng.choice(sorted(node) if isinstance(node, dict) else range(len(node)))
@@ -444,7 +508,7 @@ def edit(draft: Draft) -> str:
         else:
             node[key] = draft.near(node[key])
         break
-    return f"{path} {trail}"
+    return trail
 
 
 def arrange(draft: Draft) -> str:
@@ -540,6 +604,7 @@ PLAIN: tuple[Change, ...] = (
 SEALED: tuple[Change, ...] = (
     *(*PLAIN, remove_file, edit, edit, edit, edit, arrange),
     *(index_kind, key_of_index, key_of_index, word_of_record, word_of_record, history_list),
+    *(edit_list, edit_list, count_of_list, ids_of_list, resize_list),
 )
 UNFIT = (TypeError, KeyError, ValueError, IndexError, OverflowError, StopIteration, struct.error, RecursionError)
 
@@ -602,10 +667,30 @@ def seal(draft: Draft) -> None:
             try:
                 body = draft.bodies.get(path) or json.loads(bytes(draft.files[path][:-66]))
                 _seal_entries(draft, body, keeps)
-                line = json.dumps(body).encode()
+                line = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()  # as a reader would
             except (ValueError, RecursionError):
                 line = bytes(draft.files[path][:-66])
-        draft.files[path] = bytearray(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
+        draft.files[path] = bytearray(_sealed(line))
+    for path in sorted(path for path in draft.files if path.startswith("changes/")):
+        with contextlib.suppress(*UNFIT):
+            _seal_list(draft, path, keeps["crc"])
+
+
+def _sealed(line: bytes) -> bytes:
+    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+
+def _seal_list(draft: Draft, path: str, keeps_crc: bool) -> None:
+    """Make a list of changes name its manifests as they are now, so that the chain holds."""
+    line, _, rest = bytes(draft.files[path]).partition(b"\n")
+    body, ids = draft.bodies.get(path) or json.loads(line), rest[65:]
+    for key, commit in (("manifest", "commit"), ("parent", "since")):
+        data = draft.files.get(f"manifest/{body[commit]:010d}.json")
+        if data and draft.rng.random() < 0.9:
+            body[key] = bytes(data[-65:-1]).decode()
+    if not keeps_crc:
+        body["crc"] = zlib.crc32(ids)
+    draft.files[path] = bytearray(_sealed(json.dumps(body).encode()) + ids)
 
 
 def _seal_entries(draft: Draft, body: Any, keeps: dict[str, bool]) -> None:

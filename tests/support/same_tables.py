@@ -40,3 +40,27 @@ def check_same(table: er.Table, ram: er.Table) -> None:
         np.testing.assert_array_equal(array, states[1][name], name)
     for got, wanted in zip(table.export(), ram.export(), strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def check_changes(table: er.Table, since: int, before: er.Table, now: er.Table) -> None:
+    """Fail unless changes name all rows that differ between two tables in RAM, or are refused in words."""
+    is_dense = now.rule is not None and now.rule.history() is not None
+    try:
+        found = [*table.changes(since)]
+    except er.HistoryDroppedError:
+        return
+    except er.UnsupportedError:
+        if is_dense:
+            return
+        raise
+    assert not is_dense
+    old, new = _weights_of(before), _weights_of(now)
+    told = {row: weights for ids, rows, _ in found for row, weights in zip(ids.tolist(), map(bytes, rows), strict=True)}
+    gone = {row for *_, ids in found for row in ids.tolist()}
+    assert {row for row in old.keys() | new.keys() if old.get(row) != new.get(row)} <= told.keys() | gone
+    assert told == {row: new[row] for row in told}
+    assert gone.isdisjoint(new)
+
+
+def _weights_of(table: er.Table) -> dict[int, bytes]:
+    return {row: bytes(weights) for row, weights in zip(table.export()[0].tolist(), table.export()[1], strict=True)}

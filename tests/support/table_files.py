@@ -6,12 +6,15 @@ import embedrock as er
 from embedrock.io.vfs import System
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.record_pools import RecordRange
+from embedrock.store import change_lists
 from embedrock.store import folder as folders
-from embedrock.store.manifest import Manifest, StoreEntry
+from embedrock.store.manifest import TABLE, Manifest, StoreEntry
 from embedrock.store.pieces import CompactionGoal
 from embedrock.store.record_store import RecordStore
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
+
+FOLDERS = (*TABLE.folders, change_lists.FOLDER)  # in the folder of a table
 
 
 def files_of(folder: er.Table | er.Group) -> StorageManager:
@@ -33,6 +36,13 @@ def store_of(table: er.Table) -> RecordStore:
         tier = tier.pool
     assert isinstance(tier, DiskBackend)
     return tier.store
+
+
+def lists_of_commits(system: System, folder: str) -> set[str]:
+    """Return the names of lists of changes that may be there: one of each commit."""
+    newest = folders.newest(system, folder)
+    files = change_lists.files_in(system, folder, newest.uuid)
+    return {*{file.commit: file.name for file in files if file.commit <= newest.commit}.values()}
 
 
 def newest_pool(system: System, folder: str) -> StoreEntry:

@@ -49,7 +49,7 @@ from embedrock.store import folder as folders
 from embedrock.system import forks
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
-from same_tables import LAZY, RULES, check_same
+from same_tables import LAZY, RULES, check_changes, check_same
 from table_files import store_of
 
 NAMES = 4  # commits that have a name, at most
@@ -371,6 +371,12 @@ class TracedPair(Pair):
         else:
             self._look_at(*self._readers.pop(0))
 
+    def changes(self) -> None:
+        """Compare what changed since a commit with the difference of the two, as far as lists reach."""
+        self.settle()
+        since, last = int(self.rng.choice(sorted(self.saved))), max(self.saved)
+        check_changes(self.table, since, self.saved[since], self.saved[last])
+
     def _look_at(self, reader: er.Table | er.Group, expected: er.Table) -> None:
         with reader:
             check_same(table_in(reader), expected)
@@ -464,6 +470,7 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "rollback": TracedPair.rollback,
     "rollback far": lambda pair: pair.rollback(newest=False),
     "snapshot": TracedPair.snapshot,
+    "changes": TracedPair.changes,
     "join": TracedPair.join,
     "leave": TracedPair.leave,
 }

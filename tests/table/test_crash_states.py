@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from crash_states import KINDS, explore_life, main, recorded_life
 from embedrock.errors import EmbedrockError
 from embedrock.io.vfs import File
 from embedrock.store import manifest as manifests
+from embedrock.store.record_store import CommitSnapshot
 from recorded_calls import Recorder
 from slow import slow
 
@@ -73,6 +75,17 @@ def publish_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(manifests, "publish", publish_then_sync)
 
 
+def lose_an_id(patch: pytest.MonkeyPatch) -> None:
+    """Leave the first id out of each list of changes."""
+    changed = CommitSnapshot.changed
+
+    def lost(self: CommitSnapshot) -> Any:
+        ids = changed(self)
+        return ids if ids is None else ids[1:]
+
+    patch.setattr(CommitSnapshot, "changed", lost)
+
+
 PLANTED = {
     "no fdatasync of logs": sync_no(".dlt"),
     "no fdatasync of chunks": sync_no(".rows"),
@@ -81,6 +94,7 @@ PLANTED = {
     "no fsync of the folder of manifests": sync_no_folder("/manifest"),
     "no fsync of the folder of bases": sync_no_folder("/base"),
     "manifests before their logs": publish_first,
+    "lists of changes that lack an id": lose_an_id,
 }
 
 

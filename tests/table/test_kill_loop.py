@@ -23,8 +23,9 @@ from embedrock.store import manifest as manifests
 from embedrock.store.reading import holds_table
 from embedrock.store.verify import verify
 from kill_loop import INTERRUPTED, KINDS, PLANTED, train
-from same_tables import check_same
+from same_tables import check_changes, check_same
 from slow import slow
+from table_files import lists_of_commits
 
 PROGRAM = Path(__file__).parents[1] / "support" / "kill_loop.py"
 LONGEST_SECONDS = 0.6  # until a kill by the clock
@@ -234,6 +235,8 @@ class Story:
         """Fail unless all commits that have a name are there, and open the oldest of them."""
         steps = {commit["commit"]: commit["step"] for commit in table.commits()}
         assert all(steps.get(commit) in possible for commit, possible in self._kept.items()), (steps, self._kept)
+        since = min(steps)
+        check_changes(table, since, self.ram.after(steps[since]), self.ram.after(steps[table.last_commit]))
         if self._kept:
             oldest = min(self._kept)
             with er.open(self.path, mode="r", at=oldest, memory=self._memory()) as reader:
@@ -242,7 +245,7 @@ class Story:
     def check_files(self) -> None:
         """Fail if files are left over that no commit needs."""
         commits = [manifests.read(OS_SYSTEM, self.path, n) for n in manifests.numbers(OS_SYSTEM, self.path)]
-        needed = set().union(*(commit.files for commit in commits))
+        needed = lists_of_commits(OS_SYSTEM, self.path).union(*(commit.files for commit in commits))
         found = {str(path.relative_to(self.path)) for path in Path(self.path).rglob("*.*") if path.is_file()}
         assert {name for name in found - needed if not name.startswith("manifest/")} == set()
 

@@ -261,7 +261,9 @@ def open_file(system: System, path: str, direct: bool = False) -> File:
         return File(system, path, fd, retried(system.size, fd))
 
 
-def write_whole(system: System, path: str, parts: Iterable[Data], link_to: str | None = None) -> None:
+def write_whole(
+    system: System, path: str, parts: Iterable[Data], link_to: str | None = None, sync_name: bool = True
+) -> None:
     """Write a file atomically: complete or not at all, even after a crash.
 
     Args:
@@ -269,6 +271,7 @@ def write_whole(system: System, path: str, parts: Iterable[Data], link_to: str |
             file.
         parts: its bytes, concatenated.
         link_to: the name that it gets once its bytes are durable.
+        sync_name: False where a crash may take the file away.
 
     Raises:
         FileExistsError: the name is taken. Nothing has changed.
@@ -283,7 +286,8 @@ def write_whole(system: System, path: str, parts: Iterable[Data], link_to: str |
         file.sync()
         file.close()
         if link_to is None:
-            retried(system.fsync_folder, _folder_of(path))
+            if sync_name:
+                retried(system.fsync_folder, _folder_of(path))
             return
         system.link(path, link_to)
     except BaseException:

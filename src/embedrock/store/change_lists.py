@@ -24,6 +24,7 @@ FOLDER = "changes"
 FORMAT = 1
 BLOCK_IDS = 1024  # ids whose differences have one width
 WIDTHS = (1, 2, 4, 8)
+_WIDTHS, _ENDS = np.array(WIDTHS, np.uint8), np.array([1 << 8 * width for width in WIDTHS[:3]], np.uint64)
 MAX_BYTES = 1 << 33
 JOINED = 16  # lists that become one ...
 SINGLE = 2 * JOINED  # ... once there are as many of one commit
@@ -82,6 +83,11 @@ class ListFile(NamedTuple):
     forgets: bool
     name: str
 
+    @property
+    def is_single(self) -> bool:
+        """Return whether it is of one commit: lists are joined from the oldest on."""
+        return self.since == self.commit - 1
+
 
 def files_in(system: System, folder: str, uuid: str) -> list[ListFile]:
     """Return the files of change lists of a folder, the oldest first."""
@@ -106,8 +112,14 @@ def read(system: System, folder: str, file: ListFile) -> ChangeList:
     return made
 
 
-def write(system: System, folder: str, name: str, data: bytes) -> None:
-    """Write the file of a change list, durably. The first one makes the folder.
+def write(system: System, folder: str, name: str, data: bytes, joins: bool = False) -> None:
+    """Write the file of a change list. The first one makes the folder.
+
+    Its name becomes durable with the manifest, where the file system keeps the order of names. Elsewhere, a loss of
+    power may take the list away.
+
+    Args:
+        joins: it replaces others of published commits, so that no crash may leave a part of it under its name.
 
     Raises:
         OSError: the disk failed.
@@ -115,7 +127,11 @@ def write(system: System, folder: str, name: str, data: bytes) -> None:
     if not system.exists(f"{folder}/{FOLDER}"):
         system.mkdir(f"{folder}/{FOLDER}")
         system.fsync_folder(folder)
-    write_whole(system, f"{folder}/{name}", [data])
+    path = f"{folder}/{name}"
+    if joins:
+        write_whole(system, f"{folder}/{FOLDER}/.tmp", [data], link_to=path)
+    else:
+        write_whole(system, path, [data], sync_name=False)
 
 
 # ---------------------------------------------------------------- chains
@@ -167,30 +183,38 @@ def ids_of(lists: Iterable[ChangeList], name: str) -> tuple[np.ndarray | None, i
             return None, one.commit
         parts.append(ids)
         name, reached = one.before(name), one.since
-    return (parts[1] if len(parts) == 2 else np.unique(np.concatenate(parts))), reached
+    return (parts[1] if len(parts) == 2 else distinct(parts)), reached
+
+
+def distinct(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Return the ids of some arrays, ascending, without repeats."""
+    ids = np.concatenate([np.empty(0, np.int64), *parts])
+    ids.sort()
+    is_new = ids[1:] != ids[:-1]
+    return ids if is_new.all() else ids[np.append(True, is_new)]
 
 
 def joined(lists: list[ChangeList]) -> ChangeList:
     """Return one list of the commits of a chain, the newest first."""
-    tables = {name: ids_of(lists, name)[0] for name in _names(lists)}
+    parts = dict[str, list[np.ndarray | None]]()
+    for one in reversed(lists):
+        for old, new in one.renamed:
+            parts[new] = parts.pop(old, [])
+        for name, ids in one.tables.items():
+            parts.setdefault(name, []).append(ids)
+    tables = {name: _distinct_or_any(found) for name, found in parts.items() if found}
     renamed = tuple(pair for one in reversed(lists) for pair in one.renamed)
-    last = lists[-1]
-    forgets = any(one.forgets for one in lists)
+    last, forgets = lists[-1], any(one.forgets for one in lists)
     return lists[0]._replace(since=last.since, parent=last.parent, tables=tables, renamed=renamed, forgets=forgets)
 
 
-def _names(lists: list[ChangeList]) -> set[str]:
-    """Return the names, as of the newest list, of all tables that some list has."""
-    names = set[str]()
-    for one in reversed(lists):
-        for old, new in one.renamed:
-            names = {new if name == old else name for name in names}
-        names |= one.tables.keys()
-    return names
+def _distinct_or_any(parts: list[np.ndarray | None]) -> np.ndarray | None:
+    ids = [part for part in parts if part is not None]
+    return distinct(ids) if len(ids) == len(parts) else None
 
 
 def superfluous(files: list[ListFile], oldest: int, table_bytes: int) -> list[ListFile]:
-    """Return the files to remove: too many bytes of lists from before the oldest commit, or forgotten rows.
+    """Return the files to remove: parts of joined lists, too many bytes of old lists, or forgotten rows.
 
     Args:
         files: of all lists, the oldest first.
@@ -198,9 +222,10 @@ def superfluous(files: list[ListFile], oldest: int, table_bytes: int) -> list[Li
         table_bytes: bytes of the table's newest commit.
     """
     room, gone = max(_LEAST_BYTES, table_bytes // _SHARE), False
-    removed = list[ListFile]()
+    joined_to = max((file.commit for file in files if not file.is_single), default=0)
+    removed = [file for file in files if file.is_single and file.commit <= joined_to]
     for file in reversed(files):
-        if file.commit > oldest:
+        if file.commit > oldest or file in removed:
             continue
         room -= file.nbytes
         gone = gone or room < 0 or (file.forgets and file.commit < files[-1].commit)  # the chain ends here
@@ -244,10 +269,13 @@ def encode(ids: np.ndarray) -> bytes:
         return b""
     steps = np.empty(-(-len(ids) // BLOCK_IDS) * BLOCK_IDS, np.uint64)
     steps[0], steps[1 : len(ids)], steps[len(ids) :] = ids[:1].view(np.uint64)[0], np.diff(ids.view(np.uint64)), 0
-    most = steps.reshape(-1, BLOCK_IDS).max(axis=1)
-    widths = np.select([most < 1 << 8, most < 1 << 16, most < 1 << 32], WIDTHS[:3], WIDTHS[3]).astype(np.uint8)
-    of_each = widths.repeat(BLOCK_IDS)[: len(ids)]
-    parts = (steps[: len(ids)][of_each == width].astype(f"<u{width}").tobytes() for width in WIDTHS)
+    widths = _WIDTHS[np.searchsorted(_ENDS, steps.reshape(-1, BLOCK_IDS).max(axis=1), side="right")]
+    steps, used = steps[: len(ids)], sorted(set(widths.tolist()))
+    if len(used) > 1:
+        of_each = widths.repeat(BLOCK_IDS)[: len(ids)]
+        parts = [steps[of_each == width].astype(f"<u{width}").tobytes() for width in used]
+    else:
+        parts = [steps.astype(f"<u{used[0]}").tobytes()]
     return b"".join([widths.tobytes(), *parts])
 
 

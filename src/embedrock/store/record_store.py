@@ -17,7 +17,7 @@ from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.kernels.keys import PART_BITS
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
-from embedrock.store.change_lists import decode, encode
+from embedrock.store.change_lists import decode, distinct, encode
 from embedrock.store.folder import Folder
 from embedrock.store.log_index import LogIndex
 from embedrock.store.manifest import KEYS, SegmentEntry, StoreEntry
@@ -647,15 +647,8 @@ def _ids_of(store: RecordStore, segment: Segment, size: int) -> Iterator[np.ndar
 def ids_of_logs(logs: Iterable[Log]) -> Iterator[np.ndarray]:
     """Iterate over the ids of records in logs and over the deleted ids, in any order."""
     for log in logs:
-        yield log.ids()
+        yield from log.id_parts()
         yield from log.noted
-
-
-def distinct(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the ids of some arrays, ascending, without repeats."""
-    ids = np.concatenate([np.empty(0, np.int64), *parts])
-    ids.sort()
-    return ids[np.append(True, ids[1:] != ids[:-1])] if len(ids) else ids
 
 
 def keys_of_part(number: int) -> tuple[int, int]:

@@ -303,6 +303,10 @@ class Log(Segment):
     def ids(self) -> np.ndarray:
         return joined(self._ids, self._ids.count, "ids of a file") if self.entry is None else self.index()
 
+    def id_parts(self) -> Iterator[np.ndarray]:
+        """Iterate over its ids in the order of the records, without a copy before it is sealed."""
+        return iter(self._ids) if self.entry is None else iter([self.index()])
+
     def seal(self, ids_in: tuple[int, int] | None = None) -> SegmentEntry:
         """Write the index, and make the file and its name durable. After an error it can be called again.
 

@@ -26,14 +26,14 @@ from embedrock.kernels.keys import PART_BITS
 from embedrock.store import change_lists
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
-from embedrock.store.change_lists import ChangeList, ListFile
+from embedrock.store.change_lists import ChangeList, ListFile, distinct
 from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry
 from embedrock.store.publishing import MAX_BYTES, sha_of
 from embedrock.store.reading import check_table
-from embedrock.store.record_store import CommitSnapshot, RecordStore, distinct, keys_of_part
+from embedrock.store.record_store import CommitSnapshot, RecordStore, keys_of_part
 from embedrock.system.scopes import on_failure
 
 
@@ -424,17 +424,21 @@ class TableFolder(Folder[Manifest]):
             nbytes = sum(entry.size for pool in self.manifest.pools for entry in (*pool.base, *pool.delta))
             gone = change_lists.superfluous(files, numbers[0], nbytes)
             self.unlink([file.name for file in gone], lambda: False)
-            single = [file for file in files if file not in gone and file.since == file.commit - 1]
+            single = [file for file in files if file not in gone and file.is_single]
             if len(single) >= change_lists.SINGLE:
                 self._join_lists(single[: change_lists.JOINED])
         except (OSError, EmbedrockError):
             self._count_failure()
 
     def _join_lists(self, files: Sequence[ListFile]) -> None:
-        lists = [change_lists.read(self.system, self.folder, file) for file in reversed(files)]
-        if all(one.parent == before.manifest for one, before in pairwise(lists)):
-            self._begin_list(change_lists.joined(lists))
-            self._listed = []
+        try:
+            lists = [change_lists.read(self.system, self.folder, file) for file in reversed(files)]
+        except EmbedrockError:  # a list is damaged: no chain goes past it
+            lists = []
+        if lists and all(one.parent == before.manifest for one, before in pairwise(lists)):
+            made = change_lists.joined(lists)
+            data = made.to_bytes()
+            change_lists.write(self.system, self.folder, self.free_name(made.stem(len(data)), ".ids"), data, True)
         self.unlink([file.name for file in files], lambda: False)
 
     def _publish_again(self, snapshots: Sequence[CommitSnapshot], *args: Any) -> Manifest:

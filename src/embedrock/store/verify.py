@@ -14,7 +14,7 @@ from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.store import change_lists
 from embedrock.store import manifest as manifests
 from embedrock.store.base import Base
-from embedrock.store.folder import strange_files
+from embedrock.store.folder import newest_readable, strange_files
 from embedrock.store.history import read_history
 from embedrock.store.manifest import StoreEntry
 from embedrock.store.reading import marks_of, unseal
@@ -71,11 +71,12 @@ def verify_commits(folder: str, system: System = OS_SYSTEM) -> tuple[Verificatio
 
 def _problems_of_lists(system: System, folder: str) -> list[str]:
     """Return the problems of lists of changes. No commit needs them."""
-    newest = manifests.numbers(system, folder)[-1:]
     try:
-        files = change_lists.files_in(system, folder, manifests.read(system, folder, newest[0]).uuid)
+        newest = newest_readable(system, folder)  # a list of a later commit is on its way, or was left by a crash
     except (EmbedrockError, OSError, IndexError):
         return []
+    files = change_lists.files_in(system, folder, newest.uuid)
+    files = [file for file in files if file.commit <= newest.commit]
     found = [(file, _problems_of(functools.partial(change_lists.read, system, folder, file))) for file in files]
     # A writer may have removed a file meanwhile.
     return [text for file, texts in found for text in texts if system.exists(f"{folder}/{file.name}")]
