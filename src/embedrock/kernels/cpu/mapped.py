@@ -5,7 +5,7 @@ import numpy as np
 from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.kernels.cpu import crc
 from embedrock.kernels.cpu.addresses import address_of
-from embedrock.kernels.cpu.codec import decode
+from embedrock.kernels.cpu.packed import read_row
 from embedrock.kernels.cpu.prefetch import prefetch_at
 from embedrock.kernels.cpu.runtime import kernel
 from embedrock.kernels.cpu.storage import find_base, find_overlay
@@ -38,5 +38,4 @@ def read(overlay, base, memory, places, ids, locations, records, words, out, lo,
         found = crc.copy(memory[first : first + width], records[i], names[2 * i], names[2 * i + 1])
         if memory[first + width] != found ^ np.uint32((place[1] + place[2] * index) & 0xFFFFFFFF):
             locations[0, i] = -2 - location
-        for d in range(out.shape[1]):
-            out[i, d] = decode(words[i, d])
+        read_row(words, i, out[i])
