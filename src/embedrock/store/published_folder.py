@@ -12,9 +12,8 @@ import numpy as np
 
 from embedrock.errors import CorruptTableError, TableFileError
 from embedrock.io.vfs import System, retried
-from embedrock.store import change_lists
+from embedrock.store import change_lists, publishing
 from embedrock.store import folder as folders
-from embedrock.store import publishing
 from embedrock.store.folder import join
 from embedrock.store.manifest import PUBLISHED, Manifest
 from embedrock.store.publication import Publication
