@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.distributed.commits import make_parts
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.serving.publisher import PublishOptions, publish_last
 from embedrock.store.manifest import PUBLISHED
@@ -62,6 +63,36 @@ def test_16_bits(tmp_path: Path):
     assert (np.abs(rows - users.lookup(ids)) <= np.abs(rows) * 2**-8).all()
     made = er.publish(users, tmp_path / "served", dtype="float16")
     assert made.is_base
+    users.close()
+
+
+@pytest.mark.parametrize("memory", ["map", "2MiB"])
+@pytest.mark.parametrize(("dtype", "error"), [("int8", 0.01), ("int4", 0.2)])
+def test_codecs(tmp_path: Path, dtype: str, error: float, memory: str):
+    users = table(tmp_path / "users.rock")
+    er.publish(users, tmp_path / "served", dtype=dtype)
+    with er.Subscriber(tmp_path / "served", memory) as served:
+        for number in range(3):
+            with served.step() as step:
+                rows = users.lookup(range(100))
+                assert np.abs(step["users"].lookup(range(100)) - rows).max() < error * np.abs(rows).max()
+                assert step["users"].spec.dtype == dtype
+            users.update([number, 50], np.ones((2, 4)))
+            users.commit()
+            assert er.publish(users, tmp_path / "served", dtype=dtype).rows == 2
+            assert served.refresh()
+    users.close()
+
+
+def test_rows_that_are_not_finite(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    users.assign([3], np.full((1, 4), 1e30))
+    users.commit()
+    with pytest.raises(er.GradientError, match=r"rows of table 'users' must be finite as float16: .* first ids \[3\]"):
+        er.publish(users, tmp_path / "served", dtype="float16")
+    assert er.Subscriber(tmp_path / "served").number is None
+    er.publish(users, tmp_path / "served")
+    assert_shown(tmp_path / "served", users)
     users.close()
 
 
@@ -242,6 +273,26 @@ def test_open_ids_whose_first_values_move(tmp_path: Path):
 def test_a_table_in_ram(tmp_path: Path):
     with pytest.raises(er.UnsupportedError, match="lives in RAM and has no commits"):
         er.publish(er.Table(10, 4), tmp_path / "served")
+
+
+def test_arguments(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    with pytest.raises(er.ArgumentError, match=r"`keep_hours` of publish must be a number of at least 0: got -1\."):
+        er.publish(users, tmp_path / "served", keep_hours=-1)
+    with pytest.raises(er.ArgumentError, match="`dtype` must be one of .*int8"):
+        er.publish(users, tmp_path / "served", dtype="int9")
+    assert not (tmp_path / "served").exists()
+    users.close()
+
+
+def test_a_table_in_parts(tmp_path: Path):
+    layout = make_parts(str(tmp_path / "users.rock"), 2)
+    for part in layout.parts:
+        table(Path(part)).close()
+    users = er.open(tmp_path / "users.rock", mode="r")
+    with pytest.raises(er.UnsupportedError, match=r"is in parts, and cannot be published\. Share its rows out"):
+        er.publish(users, tmp_path / "served")
+    users.close()
 
 
 def test_a_table_without_a_commit(tmp_path: Path):

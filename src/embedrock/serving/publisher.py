@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError
+from embedrock.distributed.commits import layout_of
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import FromArray, Initializer
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.kernels.keys import PART_BITS
@@ -103,7 +104,8 @@ def publish(
         step: training step; None: that of the commit.
 
     Raises:
-        UnsupportedError: it lives in RAM, or a table's rows cannot be published.
+        UnsupportedError: it lives in RAM or is in parts, or open ids have no end of rows to publish.
+        GradientError: rows have NaN or Inf, or values too large for `dtype`. Nothing is published.
         ArgumentError: it has no commit yet.
         TableFileError: `folder` has something else.
         TableLockedError: another process publishes there.
@@ -139,6 +141,11 @@ def publish_last(
         member: the only member of a group to publish; None: all.
         name: of a table alone; "": that of its folder.
     """
+    if layout_of(path) is not None:
+        raise UnsupportedError(
+            f"the table at {path!r} is in parts, and cannot be published. Share its rows out over one rank, "
+            "`embedrock reshard --shards 1`, and publish its part."
+        )
     with opened_commit(path, None, options.system) as commit:
         own = [one.name for one in commit.manifest.members if member in (None, one.name)]
         if member is not None and not own:
@@ -173,6 +180,8 @@ def publish_commits(
         folder: absolute path of the folder.
         options: see `PublishOptions`.
     """
+    if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
+        raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
     tables = dict[str, SourceTable]()
     for commit, names in commits:
         members = {member.name: member for member in commit.manifest.members}
@@ -275,24 +284,24 @@ class _NextStep:
                 self._counts[name] = 0
                 for ids, rows, _ in self._tables[name].all_rows():
                     self._counts[name] += len(ids)
-                    yield ids + (part << PART_BITS), encode(self._tables[name].spec, ids, rows, _subject(name))
+                    yield ids + (part << PART_BITS), self._encoded(name, ids, rows)
 
         self._rows += fill(store, batches(), sum(self._tables[name].most_rows for name in names))
         self._is_base = True
         return store
 
     def _append(self, store: RecordStore, name: str, changes: Iterable[ChangedRows]) -> None:
-        first, spec = self._pools[self._pool_of(name)].index(name) << PART_BITS, self._tables[name].spec
+        first = next(names.index(name) for names in self._pools if name in names) << PART_BITS
         for ids, rows, gone in changes:
             keys, gone = ids + first, gone + first
             gone = gone[store.locate(gone) >= 0]
             self._counts[name] += int(np.count_nonzero(store.locate(keys) < 0)) - len(gone)
-            store.append(encode(spec, ids, rows, _subject(name)), np.arange(len(keys)), keys)
+            store.append(self._encoded(name, ids, rows), np.arange(len(keys)), keys)
             store.discard(gone)
             self._rows, self._gone = self._rows + len(ids), self._gone + len(gone)
 
-    def _pool_of(self, name: str) -> int:
-        return next(number for number, names in enumerate(self._pools) if name in names)
+    def _encoded(self, name: str, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return encode(self._tables[name].spec, ids, rows, f"table {name!r}")
 
     def _rows_of(self, names: Sequence[str]) -> int | None:
         first = self._tables[names[0]].spec
@@ -306,10 +315,6 @@ class _NextStep:
                 place = number, part if may_share(spec) else None
                 found.append(TableEntry(name, *place, describe_spec(spec), of.steps, of.skipped_steps, counts[name]))
         return tuple(found)
-
-
-def _subject(name: str) -> str:
-    return f"table {name!r}"
 
 
 def _pools_of(tables: Mapping[str, SourceTable]) -> list[list[str]]:
