@@ -96,7 +96,7 @@ def files_in(system: System, folder: str, uuid: str) -> list[ListFile]:
     except OSError:  # as in folders of older releases
         return []
     own = [one for one in found if one and one[5] == uuid[:8]]
-    return sorted(ListFile(*map(int, one.groups()[:3]), bool(one[4]), f"{FOLDER}/{one[0]}") for one in own)
+    return sorted(ListFile(int(one[1]), int(one[2]), int(one[3]), bool(one[4]), f"{FOLDER}/{one[0]}") for one in own)
 
 
 def read(system: System, folder: str, file: ListFile) -> ChangeList:
