@@ -279,7 +279,7 @@ def test_arguments(tmp_path: Path):
     users = table(tmp_path / "users.rock")
     with pytest.raises(er.ArgumentError, match=r"`keep_hours` of publish must be a number of at least 0: got -1\."):
         er.publish(users, tmp_path / "served", keep_hours=-1)
-    with pytest.raises(er.ArgumentError, match="`dtype` must be one of .*int8"):
+    with pytest.raises(er.ArgumentError, match=r"`dtype` must be one of .*int8"):
         er.publish(users, tmp_path / "served", dtype="int9")
     assert not (tmp_path / "served").exists()
     users.close()
