@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, EmbedrockError
+from embedrock.errors import ArgumentError
 from embedrock.io.vfs import System, read_whole, write_whole
 from embedrock.store.publication import DenseEntry
 from embedrock.store.segments import damaged
@@ -84,9 +84,7 @@ def read(system: System, folder: str, entry: DenseEntry) -> dict[str, np.ndarray
         raise damaged(where, f"{entry.size} bytes with SHA-256 {entry.sha256}", f"{len(data)} bytes with another")
     try:
         return _arrays(data)
-    except EmbedrockError:
-        raise
-    except (ValueError, TypeError, KeyError, OverflowError, struct.error, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, struct.error, RecursionError) as error:
         raise damaged(where, "arrays as safetensors", f"{error!r:.200}") from error
 
 
