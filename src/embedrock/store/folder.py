@@ -311,7 +311,7 @@ def remove_orphans(system: System, folder: str, uuid: str, kind: FolderKind[Any]
             with contextlib.suppress(OSError):
                 remove(system, folder, name)
     with contextlib.suppress(OSError):
-        for path in filter(_COMPACTION.fullmatch, _names_in(system, folder, kind)):
+        for path in filter(_COMPACTION.fullmatch, names_in(system, folder, kind)):
             if not _listed(system, join(folder, path)):
                 with contextlib.suppress(OSError):
                     system.rmdir(join(folder, path))
@@ -358,12 +358,13 @@ def _unnamed(system: System, folder: str, kind: FolderKind[Any] = TABLE) -> list
 
 
 def _names(system: System, folder: str, kind: FolderKind[Any]) -> Iterator[str]:
-    for path in _names_in(system, folder, kind):
+    for path in names_in(system, folder, kind):
         inside = _listed(system, join(folder, path)) if _COMPACTION.fullmatch(path) else None
         yield from (path,) if inside is None else (f"{path}/{chunk}" for chunk in inside)
 
 
-def _names_in(system: System, folder: str, kind: FolderKind[Any]) -> list[str]:
+def names_in(system: System, folder: str, kind: FolderKind[Any]) -> list[str]:
+    """Return the names of files and folders of data."""
     return [f"{part}/{name}" for part in kind.data for name in _listed(system, join(folder, part))]
 
 
@@ -424,6 +425,10 @@ class Folder(Generic[AManifest]):
     def prepare_to_write(self) -> None:
         """Create missing folders, and remove orphans of earlier writers."""
         make_folders(self.system, self.folder, self.folder_kind)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove orphans of earlier writers."""
         remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
 
     def needed(self) -> set[str]:

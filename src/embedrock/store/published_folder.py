@@ -76,6 +76,12 @@ class PublishedFolder(TableFolder):
                 self.system.unlink(PUBLISHED.path_of(self.folder, number))
         super().prepare_to_write()
 
+    def tidy(self) -> None:
+        # A step that was not published has a later number. Looking through all manifests would take longer than a step.
+        last = f"/{self.manifest.commit:010d}-~"
+        if any(name[name.index("/") :] > last for name in folders.names_in(self.system, self.folder, PUBLISHED)):
+            super().tidy()
+
     @property
     def next_commit(self) -> int:
         return max(self._last_number, self.manifest.commit) + 1
@@ -130,7 +136,7 @@ class PublishedFolder(TableFolder):
         """Close the folder, and remove the files that no manifest names."""
         for store in self.stores:
             store.close()
-        folders.remove_orphans(self.system, self.folder, self.manifest.uuid, self.folder_kind)
+        self.tidy()
         self.close()
 
 
