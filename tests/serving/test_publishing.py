@@ -65,6 +65,36 @@ def test_16_bits(tmp_path: Path):
     users.close()
 
 
+@pytest.mark.parametrize("memory", ["map", "2MiB"])
+@pytest.mark.parametrize(("dtype", "error"), [("int8", 0.01), ("int4", 0.2)])
+def test_codecs(tmp_path: Path, dtype: str, error: float, memory: str):
+    users = table(tmp_path / "users.rock")
+    er.publish(users, tmp_path / "served", dtype=dtype)
+    with er.Subscriber(tmp_path / "served", memory) as served:
+        for number in range(3):
+            with served.step() as step:
+                rows = users.lookup(range(100))
+                assert np.abs(step["users"].lookup(range(100)) - rows).max() < error * np.abs(rows).max()
+                assert step["users"].spec.dtype == dtype
+            users.update([number, 50], np.ones((2, 4)))
+            users.commit()
+            assert er.publish(users, tmp_path / "served", dtype=dtype).rows == 2
+            assert served.refresh()
+    users.close()
+
+
+def test_rows_that_are_not_finite(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    users.assign([3], np.full((1, 4), 1e30))
+    users.commit()
+    with pytest.raises(er.GradientError, match=r"rows of table 'users' must be finite as float16: .* first ids \[3\]"):
+        er.publish(users, tmp_path / "served", dtype="float16")
+    assert er.Subscriber(tmp_path / "served").number is None
+    er.publish(users, tmp_path / "served")
+    assert_shown(tmp_path / "served", users)
+    users.close()
+
+
 def test_uncommitted_rows_are_not_published(tmp_path: Path):
     users = table(tmp_path / "users.rock")
     before = users.export()

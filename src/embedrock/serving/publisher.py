@@ -104,6 +104,7 @@ def publish(
 
     Raises:
         UnsupportedError: it lives in RAM, or a table's rows cannot be published.
+        GradientError: rows have NaN or Inf, or values too large for `dtype`. Nothing is published.
         ArgumentError: it has no commit yet.
         TableFileError: `folder` has something else.
         TableLockedError: another process publishes there.
@@ -275,24 +276,24 @@ class _NextStep:
                 self._counts[name] = 0
                 for ids, rows, _ in self._tables[name].all_rows():
                     self._counts[name] += len(ids)
-                    yield ids + (part << PART_BITS), encode(self._tables[name].spec, ids, rows, _subject(name))
+                    yield ids + (part << PART_BITS), self._encoded(name, ids, rows)
 
         self._rows += fill(store, batches(), sum(self._tables[name].most_rows for name in names))
         self._is_base = True
         return store
 
     def _append(self, store: RecordStore, name: str, changes: Iterable[ChangedRows]) -> None:
-        first, spec = self._pools[self._pool_of(name)].index(name) << PART_BITS, self._tables[name].spec
+        first = next(names.index(name) for names in self._pools if name in names) << PART_BITS
         for ids, rows, gone in changes:
             keys, gone = ids + first, gone + first
             gone = gone[store.locate(gone) >= 0]
             self._counts[name] += int(np.count_nonzero(store.locate(keys) < 0)) - len(gone)
-            store.append(encode(spec, ids, rows, _subject(name)), np.arange(len(keys)), keys)
+            store.append(self._encoded(name, ids, rows), np.arange(len(keys)), keys)
             store.discard(gone)
             self._rows, self._gone = self._rows + len(ids), self._gone + len(gone)
 
-    def _pool_of(self, name: str) -> int:
-        return next(number for number, names in enumerate(self._pools) if name in names)
+    def _encoded(self, name: str, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return encode(self._tables[name].spec, ids, rows, f"table {name!r}")
 
     def _rows_of(self, names: Sequence[str]) -> int | None:
         first = self._tables[names[0]].spec
@@ -306,10 +307,6 @@ class _NextStep:
                 place = number, part if may_share(spec) else None
                 found.append(TableEntry(name, *place, describe_spec(spec), of.steps, of.skipped_steps, counts[name]))
         return tuple(found)
-
-
-def _subject(name: str) -> str:
-    return f"table {name!r}"
 
 
 def _pools_of(tables: Mapping[str, SourceTable]) -> list[list[str]]:

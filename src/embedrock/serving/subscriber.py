@@ -132,9 +132,10 @@ class Subscriber:
 
     Args:
         folder: the folder. It may be missing, until the first step arrives.
-        memory: RAM for rows, as of `er.Table`.
+        memory: "map": rows are read from the page cache, of which all processes share one copy. Else RAM for a cache of
+            rows, as of `er.Table`, which is empty after each step.
         patience: time that a step may wait for its files, before `refresh` raises an error.
-        options: further options of `er.open`.
+        options: further options of `er.open`, such as `missing`.
 
     Attributes:
         waiting: a newer step that is not whole yet. None: there is none.
@@ -147,7 +148,7 @@ class Subscriber:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        memory: Size | None = None,
+        memory: Size | None = "map",
         *,
         patience: float | str = PATIENCE,
         system: System = OS_SYSTEM,
