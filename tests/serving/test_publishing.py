@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.distributed.commits import make_parts
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.serving.publisher import PublishOptions, publish_last
 from embedrock.store.manifest import PUBLISHED
@@ -272,6 +273,26 @@ def test_open_ids_whose_first_values_move(tmp_path: Path):
 def test_a_table_in_ram(tmp_path: Path):
     with pytest.raises(er.UnsupportedError, match="lives in RAM and has no commits"):
         er.publish(er.Table(10, 4), tmp_path / "served")
+
+
+def test_arguments(tmp_path: Path):
+    users = table(tmp_path / "users.rock")
+    with pytest.raises(er.ArgumentError, match=r"`keep_hours` of publish must be a number of at least 0: got -1\."):
+        er.publish(users, tmp_path / "served", keep_hours=-1)
+    with pytest.raises(er.ArgumentError, match="`dtype` must be one of .*int8"):
+        er.publish(users, tmp_path / "served", dtype="int9")
+    assert not (tmp_path / "served").exists()
+    users.close()
+
+
+def test_a_table_in_parts(tmp_path: Path):
+    layout = make_parts(str(tmp_path / "users.rock"), 2)
+    for part in layout.parts:
+        table(Path(part)).close()
+    users = er.open(tmp_path / "users.rock", mode="r")
+    with pytest.raises(er.UnsupportedError, match=r"is in parts, and cannot be published\. Share its rows out"):
+        er.publish(users, tmp_path / "served")
+    users.close()
 
 
 def test_a_table_without_a_commit(tmp_path: Path):

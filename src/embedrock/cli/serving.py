@@ -22,7 +22,8 @@ def add_parsers(subparsers: Any) -> None:
     parser = add_command(subparsers, "publish", _publish, text)
     parser.add_argument("table", metavar="TABLE", help="its folder, or FOLDER#NAME of a group's")
     parser.add_argument("folder", type=place, metavar="DEST", help="a folder for published rows only")
-    parser.add_argument("--dtype", choices=(*STORAGES, *CODECS), help="of the published weights (default: the table's own)")
+    text = "of the published weights (default: the table's own)"
+    parser.add_argument("--dtype", choices=(*STORAGES, *CODECS), help=text)
     hours = f"hours that files stay after the last step that needs them (default: {KEEP_HOURS:g})"
     parser.add_argument("--keep-hours", type=number, default=KEEP_HOURS, metavar="H", help=hours)
     parser.add_argument("--every", type=number, metavar="S", help="seconds between two steps (default: publish once)")

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError
+from embedrock.distributed.commits import layout_of
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import FromArray, Initializer
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.kernels.keys import PART_BITS
@@ -103,7 +104,7 @@ def publish(
         step: training step; None: that of the commit.
 
     Raises:
-        UnsupportedError: it lives in RAM, or a table's rows cannot be published.
+        UnsupportedError: it lives in RAM or is in parts, or open ids have no end of rows to publish.
         GradientError: rows have NaN or Inf, or values too large for `dtype`. Nothing is published.
         ArgumentError: it has no commit yet.
         TableFileError: `folder` has something else.
@@ -140,6 +141,11 @@ def publish_last(
         member: the only member of a group to publish; None: all.
         name: of a table alone; "": that of its folder.
     """
+    if layout_of(path) is not None:
+        raise UnsupportedError(
+            f"the table at {path!r} is in parts, and cannot be published. Share its rows out over one rank, "
+            "`embedrock reshard --shards 1`, and publish its part."
+        )
     with opened_commit(path, None, options.system) as commit:
         own = [one.name for one in commit.manifest.members if member in (None, one.name)]
         if member is not None and not own:
@@ -174,6 +180,8 @@ def publish_commits(
         folder: absolute path of the folder.
         options: see `PublishOptions`.
     """
+    if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
+        raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
     tables = dict[str, SourceTable]()
     for commit, names in commits:
         members = {member.name: member for member in commit.manifest.members}

@@ -362,7 +362,7 @@ class Subscriber:
         self._check_open()
         if not isinstance(every, int | float) or isinstance(every, bool) or every <= 0:
             raise ArgumentError(f"`every` of follow must be seconds, more than 0: got {every!r}.")
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # as in a forked process
             self._thread = threading.Thread(target=self._follow, args=(every,), name="embedrock-follow", daemon=True)
             self._thread.start()
         return self
