@@ -30,6 +30,7 @@ from embedrock.system.sizes import format_bytes
 IDS, SIDES, PROCESSES = 64, ("cache", "map"), 4
 PERCENTS = {"p50": 50, "p99": 99, "p99_9": 99.9}
 FEW, MANY = 1000, 100_000
+PUBLISHED = ("float32", "bfloat16", "int8")
 WRITE_ROWS = 65_536  # at a time
 REFRESH_S, REFRESHES = 1.0, 5
 
@@ -42,6 +43,7 @@ class Trainer:
 
         rule = er.Adagrad(lr=LEARNING_RATE)
         self._workload, self._step, self._stop = workload, 0, threading.Event()
+        self._folder = folder
         self._table = er.Table(workload.rows, workload.dim, path=folder / TABLE, memory=memory, rule=rule, keep=1)
         for first in range(0, workload.rows, WRITE_ROWS):
             self._change(np.arange(first, min(first + WRITE_ROWS, workload.rows)))
@@ -56,6 +58,18 @@ class Trainer:
             self._change(np.unique(rows[first : first + WRITE_ROWS]))
         self._table.commit()
         return int(self._table.stats()["disk_bytes"])
+
+    def publish(self, count: int, dtype: str) -> dict[str, float]:
+        """Commit `count` rows and publish them; return the seconds of that, and the bytes of the new logs."""
+        import embedrock as er
+
+        self.commit(count)
+        before, start = self._log_bytes(dtype), time.perf_counter()
+        er.publish(self._table, self._folder / dtype, dtype=dtype)
+        return {"publish_s": time.perf_counter() - start, "log_bytes": self._log_bytes(dtype) - before}
+
+    def _log_bytes(self, dtype: str) -> int:
+        return sum(file.stat().st_size for file in (self._folder / dtype / "delta").glob("*"))
 
     def start(self, commits: bool) -> None:
         """Train in a thread until `stop`, and commit each second."""
@@ -138,6 +152,34 @@ class Reader:
         return {"refresh_ms": seconds * 1e3, "p50_after": self.lookups(count)["p50"] / before}
 
 
+class Server:
+    """In a process of its own: a subscriber of what the trainer publishes, looked up by another thread."""
+
+    def __init__(self, workload: Workload, folder: Path, dtype: str) -> None:
+        import embedrock as er
+
+        self._served, self._ids = er.Subscriber(folder / dtype), np.arange(IDS) * SCATTER % workload.rows
+
+    def show(self) -> dict[str, float]:
+        """Show the newest step; return the milliseconds of that, and of the longest lookup meanwhile."""
+        ended, times = threading.Event(), list[float]()
+
+        def look() -> None:
+            while not ended.is_set():
+                start = time.perf_counter()
+                self._served.lookup({Path(TABLE).stem: self._ids})
+                times.append(time.perf_counter() - start)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        start = time.perf_counter()
+        assert self._served.refresh()
+        seconds = time.perf_counter() - start
+        ended.set()
+        thread.join()
+        return {"shown_ms": seconds * 1e3, "longest_lookup_ms": max(times) * 1e3}
+
+
 def _own_bytes() -> int:
     """Return the proportional set size of this process (Linux)."""
     (line,) = (line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
@@ -146,12 +188,13 @@ def _own_bytes() -> int:
 
 @dataclass
 class World:
-    """A trainer, a reader of each side, and a function that makes further readers of a side."""
+    """A trainer, a reader of each side, and functions that make further readers of a side, and subscribers."""
 
     trainer: Child
     readers: dict[str, Child]
     options: DiskOptions
     make: Callable[[str], Child]
+    serve: Callable[[str], Child]
 
     def rounds(self, name: str, turn: Callable[[Child], dict[str, float]]) -> list[dict[str, Any]]:
         """Take turns of all readers; return a line for each, with medians and least values."""
@@ -227,7 +270,23 @@ def refresh(world: World) -> list[dict[str, Any]]:
     return lines
 
 
-ROWS = (opening, ram, lookups_alone, lookups_beside_a_trainer, lookups_over_refreshes, refresh)
+def publishing(world: World) -> list[dict[str, Any]]:
+    """Publish many changed rows as each dtype, and show them elsewhere."""
+    lines = list[dict[str, Any]]()
+    for dtype in PUBLISHED:
+        say(f"publish {MANY:,} rows as {dtype}")
+        world.trainer.call("publish", MANY, dtype)  # the base
+        server, turns = world.serve(dtype), list[dict[str, float]]()
+        for _ in range(world.options.rounds):
+            turns.append({**world.trainer.call("publish", MANY, dtype), **server.call("show")})
+        found = {key: median(one[key] for one in turns) for key in turns[0]}
+        lines.append(
+            {"name": f"publish {MANY:,} rows as {dtype}", "row": "publish", "side": "map", "turns": turns, **found}
+        )
+    return lines
+
+
+ROWS = (opening, ram, lookups_alone, lookups_beside_a_trainer, lookups_over_refreshes, refresh, publishing)
 
 
 def _of(row: str, key: str) -> Any:
@@ -254,6 +313,8 @@ def _targets(table_bytes: int) -> list[Target]:
         found.append(Target("{name}: p50 after it, over before", _of(row, "p50_after"), 1.5, at_most=True))
     shared = each(lambda line: line["ram_bytes"] / table_bytes, "ram_bytes", name=f"RAM of {PROCESSES} processes, map")
     found.append(Target("{name}, over the bytes of the table", shared, 1.1, at_most=True))
+    found.append(Target("{name}", _of("publish", "publish_s"), 0.3, "s", at_most=True))
+    found.append(Target("{name}: shown elsewhere", _of("publish", "shown_ms"), 100.0, "ms", at_most=True))
     return [*found, Target("{name}", _of("open", "open_s"), 0.2, "s", at_most=True)]
 
 
@@ -271,7 +332,11 @@ def measure(task: Task) -> Report:
             return options.child(Reader, workload, folder, sizes[side])
 
         readers = {side: held.enter_context(make(side)) for side in SIDES}
-        world = World(trainer, readers, options, make)
+
+        def serve(dtype: str) -> Child:
+            return held.enter_context(options.child(Server, workload, folder, dtype))
+
+        world = World(trainer, readers, options, make, serve)
         report = Report([line for row in ROWS for line in row(world)])
     print("\n".join(map(format_line, report.results)))
     report.compare_with(_targets(table_bytes))
