@@ -175,7 +175,8 @@ def carry(carrier: Carrier, files: Mapping[str, bytes], names: Iterable[str] | N
 def test_two_publishers_of_two_chains():
     system = FaultFS()
     one, two = Run(system, 1), Run(system, 2, "/other")
-    one.train(30), two.train(30)
+    one.train(30)
+    two.train(30)
     one.publish()
     first = two.publish(folder="/second")
     one.train(5)

@@ -104,7 +104,9 @@ class _Manifests:
 
     def new(self) -> Iterator[tuple[int, Manifest | EmbedrockError | OSError]]:
         """Iterate over numbers, the highest first, and their manifests that were not seen, or their errors."""
-        for number in reversed(PUBLISHED.numbers(self._system, self._folder)):
+        numbers = PUBLISHED.numbers(self._system, self._folder)
+        self._seen = {one for one in self._seen if one[0] in numbers}
+        for number in reversed(numbers):
             where = PUBLISHED.path_of(self._folder, number)
             try:
                 if (number, self._end_of(where)) not in self._seen:
