@@ -86,7 +86,9 @@ def play(steps: list[PublishedStep], seed: int) -> tuple[Carrier, int]:
     if look() != len(steps) - 1:  # the first call looks at the newest numbers only
         served.refresh()
     assert look() == len(steps) - 1, f"schedule {seed} ends with step {served.number}, {served.waiting}: {told}"
-    assert served.waiting is None
+    # A part of a manifest that the publisher has removed may stay for ever.
+    stays = served.waiting is not None and f"manifest/{served.waiting.number:010d}.json" not in steps[-1].files
+    assert served.waiting is None or stays
     served.close()
     assert carrier.system.open_files() == []
     return carrier, len(seen - {-1})
@@ -114,4 +116,4 @@ def test_damage_is_an_error_that_names_the_file(seed: int):
     with pytest.raises(er.CorruptTableError) as caught:
         er.Subscriber(COPY, system=carrier.system, memory="1MiB", patience=0)
     assert f"{COPY}/{name} is " in str(caught.value)
-    assert "Carry this file again from the folder that er.publish writes." in str(caught.value)
+    assert "Carry this file again from the folder that er.publish writes, or" in str(caught.value)

@@ -348,7 +348,8 @@ class Subscriber:
         if now - since >= self._patience:
             raise CorruptTableError(
                 f"step {number} in {self._folder!r} is not whole since {now - since:.0f} s: {reason} Carry this file "
-                f"again from the folder that er.publish writes. Step {self.number} is still shown."
+                "again from the folder that er.publish writes, or remove it if it is not there any more. Step "
+                f"{self.number} is still shown."
             )
 
     # ---------------------------------------------------------------- in the background
