@@ -117,3 +117,25 @@ def test_damage_is_an_error_that_names_the_file(seed: int):
         er.Subscriber(COPY, system=carrier.system, memory="1MiB", patience=0)
     assert f"{COPY}/{name} is " in str(caught.value)
     assert "Carry this file again from the folder that er.publish writes, or" in str(caught.value)
+
+
+def test_a_file_that_is_replaced_between_two_tries():
+    step = one_chain()[1]
+    carrier = Carrier(one_chain(), np.random.default_rng(0))
+    first, *_, last = sorted(name for name in step.needed if name.endswith((".rows", ".dlt")))
+
+    def put(name: str, is_whole: bool) -> None:
+        data = bytearray(step.files[name])
+        data[4100] ^= not is_whole  # in a record
+        carrier._put(name, bytes(data))
+
+    for name in step.needed:
+        carrier._put(name, step.files[name])
+    put(last, is_whole=False)
+    served = er.Subscriber(COPY, system=carrier.system, memory="1MiB", patience=1e9)
+    put(first, is_whole=False)
+    put(last, is_whole=True)
+    assert not served.refresh()
+    put(first, is_whole=True)
+    assert served.refresh()
+    served.close()
