@@ -64,6 +64,7 @@ def test_rows_and_dense_weights_are_of_one_step(tmp_path: Path):
         served.refresh()
         if served.number is not None:
             with served.step() as step:
+                assert step.step is not None
                 assert step.step == step.dense["steps"] == served.step_number
                 shown.add(step.step)
                 users, items, weight = known[step.step]

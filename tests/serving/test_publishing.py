@@ -347,6 +347,13 @@ def test_dense_weights(tmp_path: Path):
         assert step.dense["h"].tolist() == [1.0, -2.0]
         assert step.dense["e"].shape == (0, 3)
     (file,) = (tmp_path / "served" / "dense").iterdir()
+    with er.open(tmp_path / "served", mode="r") as group:
+        assert not group.verify().problems
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + b"x")
+        (problem,) = group.verify().problems
+        assert f"{file} is damaged: expected bytes with SHA-256" in problem
+        file.write_bytes(data)
     with pytest.importorskip("safetensors").safe_open(file, framework="pt") as known:
         assert known.get_tensor("a").tolist() == [[0, 1, 2], [3, 4, 5]]
         assert known.get_tensor("h").tolist() == [1.0, -2.0]

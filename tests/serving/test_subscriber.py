@@ -141,7 +141,7 @@ def test_patience(source: Source, monkeypatch: pytest.MonkeyPatch):
         er.CorruptTableError, match=r"step 2 in .* is not whole since 6\d s: .*0002\.json is damaged: "
     ) as at:
         served.refresh()
-    assert str(at.value).endswith("from the folder that er.publish writes. Step 1 is still shown.")
+    assert str(at.value).endswith("or remove it if it is not there any more. Step 1 is still shown.")
     torn.unlink()
     assert not served.refresh()
     assert served.waiting is None
@@ -175,7 +175,8 @@ def carry(carrier: Carrier, files: Mapping[str, bytes], names: Iterable[str] | N
 def test_two_publishers_of_two_chains():
     system = FaultFS()
     one, two = Run(system, 1), Run(system, 2, "/other")
-    one.train(30), two.train(30)
+    one.train(30)
+    two.train(30)
     one.publish()
     first = two.publish(folder="/second")
     one.train(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Mapping
@@ -12,14 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.io.vfs import System, read_whole, write_whole
-from embedrock.store.publication import DenseEntry
+from embedrock.io.vfs import System, write_whole
+from embedrock.store.publication import DenseEntry, read_dense, sha256_of
 from embedrock.store.segments import damaged
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"}
 DTYPES |= {"U8": "|u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "|b1", "BF16": "<u2"}
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name != "BF16"}
-MOST_BYTES = 1 << 36
 _SIZE, _ALIGNED = struct.Struct("<Q"), 8
 
 
@@ -64,24 +62,13 @@ def write(system: System, folder: str, name: str, data: bytes) -> DenseEntry:
     return DenseEntry(name, len(data), sha256_of(data))
 
 
-def sha256_of(data: bytes) -> str:
-    """Return the SHA-256 of bytes in hexadecimal digits."""
-    return hashlib.sha256(data).hexdigest()
-
-
 def read(system: System, folder: str, entry: DenseEntry) -> dict[str, np.ndarray]:
     """Return the arrays of a file, read only. Those of bfloat16 are float32.
 
     Raises:
         CorruptTableError: the file is missing, shorter or damaged.
     """
-    where = f"{folder}/{entry.file}"
-    try:
-        data = read_whole(system, where, MOST_BYTES)
-    except FileNotFoundError:
-        raise damaged(where, f"{entry.size} bytes", "no file") from None
-    if len(data) != entry.size or sha256_of(data) != entry.sha256:
-        raise damaged(where, f"{entry.size} bytes with SHA-256 {entry.sha256}", f"{len(data)} bytes with another")
+    where, data = f"{folder}/{entry.file}", read_dense(system, folder, entry)
     try:
         return _arrays(data)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, struct.error, RecursionError) as error:

@@ -28,7 +28,7 @@ from embedrock.spec.description import read_spec
 from embedrock.store.manifest import PUBLISHED, Manifest
 from embedrock.store.publication import Publication
 from embedrock.store.publishing import MAX_BYTES, sha_of
-from embedrock.store.segments import REMEDY, Segment, SegmentEntry
+from embedrock.store.segments import REMEDY, Segment
 from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import check_seals
 from embedrock.system.log import tell
@@ -104,7 +104,9 @@ class _Manifests:
 
     def new(self) -> Iterator[tuple[int, Manifest | EmbedrockError | OSError]]:
         """Iterate over numbers, the highest first, and their manifests that were not seen, or their errors."""
-        for number in reversed(PUBLISHED.numbers(self._system, self._folder)):
+        numbers = PUBLISHED.numbers(self._system, self._folder)
+        self._seen = {one for one in self._seen if one[0] in numbers}
+        for number in reversed(numbers):
             where = PUBLISHED.path_of(self._folder, number)
             try:
                 if (number, self._end_of(where)) not in self._seen:
@@ -162,7 +164,6 @@ class Subscriber:
         self._manifests = _Manifests(system, self._folder)
         self._shown: ServedStep | None = None
         self._alive = list[ServedStep]()  # shown, or in use
-        self._good = set[SegmentEntry]()  # segments whose checksums fit
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._ends, self._is_closed = threading.Event(), False
@@ -296,28 +297,26 @@ class Subscriber:
         before = None if self._shown is None else self._shown.table_folder
         opened = TableFolder(self._system, self._folder, manifest, None, before)
         with on_failure(lambda: opened.close(before)):
+            # Checksums last: they take longest. A file that another try has checked may have been replaced since.
+            entry = _publication(manifest).dense
+            dense = {} if entry is None else dense_files.read(self._system, self._folder, entry)
+            known = (
+                set() if before is None else {id(one.file) for store in before.stores for one in store.runs.values()}
+            )
             for store in opened.stores:
                 for number, segment in enumerate(store.base.runs):
-                    self._check(segment, functools.partial(store.base.ids_of, number))
+                    if id(segment.file) not in known:
+                        check_seals(segment, functools.partial(store.base.ids_of, number))
                 for segment in store.delta:
-                    self._check(segment, _in_log(segment))
-            entry = manifest.published.dense if manifest.published else None
-            dense = {} if entry is None else dense_files.read(self._system, self._folder, entry)
+                    if id(segment.file) not in known:
+                        check_seals(segment, _in_log(segment))
         return ServedStep(group_of(opened, self._opening, self._given), manifest, dense)
-
-    def _check(self, segment: Segment, ids_of: Any) -> None:
-        assert segment.entry is not None
-        if segment.entry not in self._good:
-            check_seals(segment, ids_of)
-            self._good.add(segment.entry)
 
     def _show(self, made: ServedStep) -> None:
         before = self._shown
         with self._lock:
             self._shown = made
             self._alive.append(made)
-        entries = {entry for pool in made.manifest.pools for entry in (*pool.base, *pool.delta)}
-        self._good &= entries
         self._manifests.skip(made.manifest)
         if before is not None and chain_of(before.manifest) != chain_of(made.manifest):
             tell(
@@ -346,7 +345,8 @@ class Subscriber:
         if now - since >= self._patience:
             raise CorruptTableError(
                 f"step {number} in {self._folder!r} is not whole since {now - since:.0f} s: {reason} Carry this file "
-                f"again from the folder that er.publish writes. Step {self.number} is still shown."
+                "again from the folder that er.publish writes, or remove it if it is not there any more. Step "
+                f"{self.number} is still shown."
             )
 
     # ---------------------------------------------------------------- in the background

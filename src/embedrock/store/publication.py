@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from embedrock.io.vfs import System
 from embedrock.store.publishing import NUMBER, TIME, UUID, FieldCheck, check_fields, or_null, text, whole
+from embedrock.store.segments import damaged, open_needed
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,27 @@ class DenseEntry:
     file: str
     size: int
     sha256: str
+
+
+def sha256_of(data: bytes) -> str:
+    """Return the SHA-256 of bytes in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_dense(system: System, folder: str, entry: DenseEntry) -> bytes:
+    """Return the bytes of a file of dense weights.
+
+    Raises:
+        CorruptTableError: the file is missing, shorter or damaged.
+    """
+    where = f"{folder}/{entry.file}"
+    with contextlib.closing(open_needed(system, where, "its dense weights")) as file:
+        if file.size != entry.size:
+            raise damaged(where, f"{entry.size} bytes", file.size)
+        data = file.read(0, file.size)
+    if sha256_of(data) != entry.sha256:
+        raise damaged(where, f"bytes with SHA-256 {entry.sha256}", sha256_of(data))
+    return data
 
 
 @dataclass(frozen=True)

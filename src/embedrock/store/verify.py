@@ -17,6 +17,7 @@ from embedrock.store.base import Base
 from embedrock.store.folder import newest_readable, strange_files
 from embedrock.store.history import read_history
 from embedrock.store.manifest import StoreEntry
+from embedrock.store.publication import read_dense
 from embedrock.store.reading import marks_of, unseal
 from embedrock.store.segments import Segment, SegmentEntry
 
@@ -107,7 +108,12 @@ def _check_commit(
     for part in manifest.histories:
         if part not in problems:
             problems[part] = _problems_of(lambda part=part: read_history(system, folder, part, manifest.uuid))
-    return {*entries, *manifest.histories}, records
+    needed: set[Hashable] = {*entries, *manifest.histories}
+    if manifest.published is not None and (dense := manifest.published.dense) is not None:
+        needed.add(dense)
+        if dense not in problems:
+            problems[dense] = _problems_of(lambda: read_dense(system, folder, dense))
+    return needed, records
 
 
 def _problems_of(check: Callable[[], object]) -> list[str]:
