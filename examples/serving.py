@@ -28,9 +28,10 @@ import numpy as np
 import embedrock as er
 from common import DataError, count, facts, make_parser, mib, run
 from interactions import read_log
-from planted import Clicks, PlantedClicks, draw_labels
+from planted import Clicks, PlantedClicks
 
 TABLES, CHECKPOINTS, SERVED, COPY = "model.rock", "checkpoints", "served", "copy"  # folders
+LAST = "last"  # file with the number of the step that was published last
 LEAVING = 4  # times that items leave ...
 LEAVE = 100  # ... one in so many
 SAVES = 10  # checkpoints of a training
@@ -66,7 +67,7 @@ def train(options: Namespace, folder: Path) -> None:
             train_step(model, optimizer, [each[is_sold] for each in batch[:3]])
             if (step + 1) % max(1, options.steps // SAVES) == 0:
                 ert.save(model, folder / CHECKPOINTS, step + 1, optimizer)
-        publisher.publish(step=options.steps)
+        (folder / LAST).write_text(str(publisher.publish(step=options.steps).number))
     model.items.table.group.close()
 
 
@@ -276,7 +277,7 @@ def subscribe(options: Namespace, folder: Path) -> None:
     items = IndexInStep(INDEXES[options.index], "items")
     with er.Subscriber(folder / COPY, memory="map", patience="1min") as served:
         served.follow(every=options.every / 4)
-        while served.step_number != options.steps:
+        while str(served.number) != read_text(folder / LAST):
             time.sleep(options.every / 4)
             if served.error:
                 raise served.error
@@ -287,6 +288,11 @@ def subscribe(options: Namespace, folder: Path) -> None:
         with served.step() as step:
             items.follow(step)
             print(check(options, step, items), flush=True)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, "" if it is not there."""
+    return path.read_text() if path.exists() else ""
 
 
 def queries_of(step: er.ServedStep, users: np.ndarray) -> np.ndarray:
@@ -348,6 +354,7 @@ def serve(options: Namespace, folder: Path) -> None:
                 if kills < options.kills:
                     kills += 1
                     kill(running, published)
+                    (folder / LAST).unlink(missing_ok=True)
                     continue
             if any(each.exitcode for each in running.values()):
                 raise ServingError(" and ".join(name for name, each in running.items() if each.exitcode) + " failed")
