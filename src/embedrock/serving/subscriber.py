@@ -60,6 +60,7 @@ class ServedStep:
 
     Attributes:
         number: of the published step.
+        chain: of this step and those it follows from. Numbers of another chain mean other rows.
         step: training step.
         time: when it was published, ISO 8601, UTC.
         dense: arrays by name, read only.
@@ -67,6 +68,7 @@ class ServedStep:
 
     def __init__(self, group: Group, manifest: Manifest, dense: Mapping[str, np.ndarray]) -> None:
         self.number, self.step, self.time, self.dense = manifest.commit, manifest.step, manifest.time, dense
+        self.chain = chain_of(manifest)
         self._group, self.manifest, self.users = group, manifest, 0
 
     def __getitem__(self, name: str) -> Table:
