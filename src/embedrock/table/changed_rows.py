@@ -15,12 +15,11 @@ from embedrock.spec.spec import Spec
 from embedrock.storage.records import Records
 from embedrock.store import change_lists
 from embedrock.store.manifest import TableEntry
-from embedrock.store.record_store import keys_of_part
+from embedrock.store.record_store import ALL_IDS, keys_of_part
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.arena import cut
 
 CHUNK_ROWS = 65_536
-_ALL_IDS = -(2**63), 2**63
 
 
 class ChangedRows(NamedTuple):
@@ -62,7 +61,7 @@ class RowChanges:
         self._folder, self._spec = table_folder, spec
         table_folder.readers.add(self)
         self._store = table_folder.stores[member.pool]
-        self._lo, self._end = _ALL_IDS if member.part is None else keys_of_part(member.part)
+        self._lo, self._end = ALL_IDS if member.part is None else keys_of_part(member.part)
         self._first = self._lo if member.part is not None else 0
         self.since, self.commit, self.ids = (
             since,
@@ -88,7 +87,7 @@ class RowChanges:
     def _parts(self) -> Iterator[np.ndarray]:
         if self.ids is not None:
             return cut(self.ids, CHUNK_ROWS)
-        return (keys - self._first for keys in self._store.ascending_ids(self._lo, self._end, CHUNK_ROWS))
+        return (keys - self._first for keys in self._store.all_ids(self._lo, self._end, CHUNK_ROWS)[1])
 
 
 def _changed_ids(table_folder: TableFolder, member: TableEntry, since: int | None) -> np.ndarray | None:
