@@ -604,43 +604,6 @@ class RecordStore:
             return {segment.path for segment in (*self.base.runs, *self.delta, *self.logs)}
 
 
-def changed_ids(before: RecordStore, after: RecordStore, size: int) -> Iterator[np.ndarray]:
-    """Yield the ids whose records may have changed or been deleted between two commits of a store, each once.
-
-    The ids come from files that only one of the commits has. So unchanged files are not read.
-
-    Args:
-        before: the store at the earlier commit. No thread writes to either.
-        after: the store at the later commit.
-        size: ids at a time, at most.
-    """
-    old, new = _only_in(before, after), _only_in(after, before)
-    for store, segments in ((after, new), (before, old)):
-        for segment in segments:
-            for ids in _ids_of(store, segment, size):
-                ids = ids[store.locate(ids) >> RUN_SHIFT == segment.number]
-                yield ids if store is after else ids[~_are_in(after, new, ids)]  # the others came in the pass before
-    gone = np.unique(np.concatenate([np.empty(0, np.int64), *(segment.gone_ids() for segment in (*new, *old))]))
-    gone = gone[~_are_in(after, new, gone) & ~_are_in(before, old, gone)]
-    yield from cut(gone, size)
-
-
-def _only_in(store: RecordStore, other: RecordStore) -> list[Segment]:
-    paths = {segment.path for segment in (*other.base.runs, *other.delta)}
-    return [segment for segment in (*store.base.runs, *store.delta) if segment.path not in paths]
-
-
-def _are_in(store: RecordStore, segments: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
-    return np.isin(store.locate(ids) >> RUN_SHIFT, [segment.number for segment in segments])
-
-
-def _ids_of(store: RecordStore, segment: Segment, size: int) -> Iterator[np.ndarray]:
-    if segment in store.base.runs:
-        number = store.base.runs.index(segment)
-        return (store.base.ids_of(number, start, start + size) for start in range(0, segment.count, size))
-    return cut(np.unique(segment.index()), size)
-
-
 def _merged(parts: Iterable[np.ndarray], gone: np.ndarray, rest: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """Yield the ids of `parts` that are not gone, and those of `rest`: all ascend."""
     for ids in parts:

@@ -407,6 +407,20 @@ class TableFolder(Folder[Manifest]):
             tables[member.name] = ids if ids is None else distinct([ids, *withheld.get(member.name, ())[1:]])
         return tables
 
+    def changed_ids(self, since: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Return the ids of rows of tables that may differ from an earlier commit: int64 (n,), ascending.
+
+        Raises:
+            HistoryDroppedError: nothing says which rows.
+        """
+        lists, found = self.lists_since(since), dict[str, np.ndarray]()
+        for name in names:
+            ids, reached = change_lists.ids_of(lists, name)
+            if ids is None:
+                raise HistoryDroppedError(f"{self.folder}{f'#{name}' * bool(name)}", since, reached)
+            found[name] = ids
+        return found
+
     def lists_since(self, commit: int) -> list[ChangeList]:
         """Return the lists of changes from an earlier commit to this one, the newest first.
 
