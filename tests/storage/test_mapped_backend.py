@@ -19,9 +19,8 @@ from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.io.vfs import System
 from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.kernels.cpu.mapped import PLACE
-from embedrock.storage.mapped_backend import MappedBackend
+from embedrock.storage.mapped_backend import MappedBackend, MappedSegments
 from embedrock.store import manifest as manifests
-from embedrock.store.mapped import MappedSegments
 from embedrock.table.table import rows_of
 from slow import slow_but
 from suites import FaultFS

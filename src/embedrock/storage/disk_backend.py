@@ -268,7 +268,7 @@ class DiskBackend(Backend):
         slots, known = self.cache.find(ids), np.empty(len(ids), np.int64)
         found = self.store.located(ids[slots < 0])
         here, below = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)[found.positions]
-        copies = Records(self.spec, np.empty((len(here) + len(below)) * self.spec.record_bytes, np.uint8))
+        copies = self._empty(len(here) + len(below))
         copies.bytes[: len(here)] = self.records.bytes[slots[here]]
         self._read(found, copies.bytes, np.arange(len(here), len(copies.bytes)))
         known.fill(-1)
