@@ -460,10 +460,8 @@ class RecordStore:
                 above.append(ids[~in_base & ~are_gone])
                 gone.append(ids[in_base & are_gone])
             above += [ids[self.locate(ids) < 0] for ids in others]
-        rest, without = distinct(above), np.concatenate(gone)
-        below = base.id_batches(lo, end, size)
-        within = rest[np.searchsorted(rest, lo) : np.searchsorted(rest, end - 1, side="right")]
-        return base.count + len(rest) - len(without), _merged(below, without, within, size)
+        rest, without, below = distinct(above), np.concatenate(gone), base.id_batches(lo, end, size)
+        return base.count + len(rest) - len(without), _merged(below, without, within(rest, lo, end), size)
 
     @property
     def disk_bytes(self) -> int:
@@ -619,6 +617,11 @@ def ids_of_logs(logs: Iterable[Log]) -> Iterator[np.ndarray]:
     for log in logs:
         yield from log.id_parts()
         yield from log.noted
+
+
+def within(ids: np.ndarray, lo: int, end: int) -> np.ndarray:
+    """Return the ascending ids in [lo, end)."""
+    return ids[np.searchsorted(ids, lo) : np.searchsorted(ids, end - 1, side="right")]
 
 
 def keys_of_part(number: int) -> tuple[int, int]:

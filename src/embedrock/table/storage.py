@@ -360,7 +360,6 @@ class StorageManager(Location):
                 f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
                 f'snapshots, er.open({self.opening.path!r}, mode="r").'
             )
-        since = self.last_commit
         with self._refreshing:
             since = self.last_commit
             if changes:
