@@ -341,9 +341,10 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
 def _changed(before: Table, now: Table, size: int) -> Iterator[np.ndarray]:
     """Iterate over the ids of rows that may differ in two commits of a part. Some come twice."""
     one, other = _disk(before), _disk(now)
+    both = (cast(TableFolder, each.store.table_folder) for each in (one, other))
+    older, newer = sorted(both, key=lambda folder: folder.manifest.commit)  # a rollback may have undone a named commit
     try:
-        lists = cast(TableFolder, other.store.table_folder).changed_ids(one.store.content.commit, [""])
-        return cut(lists[""], size)
+        return cut(newer.changed_ids(older.manifest.commit, [""], older.sha)[""], size)
     except HistoryDroppedError:  # an older release made one of the commits, perhaps
         return itertools.chain(one.id_batches(size), other.id_batches(size))
 

@@ -402,13 +402,19 @@ class TableFolder(Folder[Manifest]):
             tables[member.name] = ids if ids is None else distinct([ids, *withheld.get(member.name, ())[1:]])
         return tables
 
-    def changed_ids(self, since: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+    def changed_ids(self, since: int, names: Iterable[str], sha: str | None = None) -> dict[str, np.ndarray]:
         """Return the ids of rows of tables that may differ from an earlier commit: int64 (n,), ascending.
+
+        Args:
+            sha: SHA-256 of that commit's manifest. Other lives of the folder may have commits of the same numbers.
 
         Raises:
             HistoryDroppedError: nothing says which rows.
         """
         lists, found = self.lists_since(since), dict[str, np.ndarray]()
+        first = (lists[-1].since, lists[-1].parent) if lists else (self.manifest.commit, self.sha)
+        if sha is not None and first != (since, sha):
+            raise HistoryDroppedError(self.folder, since, self.manifest.commit)
         for name in names:
             ids, reached = change_lists.ids_of(lists, name)
             if ids is None:

@@ -361,7 +361,7 @@ class StorageManager(Location):
                 f'snapshots, er.open({self.opening.path!r}, mode="r").'
             )
         with self._refreshing:
-            since = self.last_commit
+            since, sha = self.last_commit, self.table_folder.sha
             if changes:
                 with contextlib.suppress(HistoryDroppedError):
                     self.changes(since)  # or its errors would come after the refresh
@@ -371,6 +371,7 @@ class StorageManager(Location):
             if not changes:
                 return newest is not None
             try:
+                self.table_folder.changed_ids(since, (), sha)  # or it is another life of the folder
                 return self.changes(since)
             except HistoryDroppedError:
                 return self.changes(None)
@@ -381,7 +382,7 @@ class StorageManager(Location):
             return None
         members, keys = newest.manifest.members, [list[np.ndarray]() for _ in newest.stores]
         try:
-            found = newest.changed_ids(self.last_commit, [member.name for member in members])
+            found = newest.changed_ids(self.last_commit, [member.name for member in members], self.table_folder.sha)
         except HistoryDroppedError:
             return None
         for member in members:
