@@ -19,9 +19,8 @@ from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.io.vfs import System
 from embedrock.kernels.constants import RUN_SHIFT
 from embedrock.kernels.cpu.mapped import PLACE
-from embedrock.storage.mapped_backend import MappedBackend
+from embedrock.storage.mapped_backend import MappedBackend, MappedSegments
 from embedrock.store import manifest as manifests
-from embedrock.store.mapped import MappedSegments
 from embedrock.table.table import rows_of
 from slow import slow_but
 from suites import FaultFS
@@ -217,11 +216,12 @@ def test_the_kernel_is_its_reference(tmp_path: Path, dtype: str, damage: bool) -
         store, spec = store_of(table), table.spec
         segments = MappedSegments.of(store, {})
         low = segments.memory.ctypes.data
-        copies = {number: file.copy() for number, file in segments.files.items()}
+        files = {number: segments.files[run.path] for number, run in segments.runs.items()}
+        copies = {number: file.copy() for number, file in files.items()}
         memory, places = np.concatenate([copies[n].view(np.uint32) for n in copies]), segments.places.copy()
         start = 0
         for number, file in copies.items():
-            places[number, 0] += start - (segments.files[number].ctypes.data - low) // 4
+            places[number, 0] += start - (files[number].ctypes.data - low) // 4
             start += file.nbytes // 4
         ids = rng.integers(0, ROWS, 300)
         if damage:

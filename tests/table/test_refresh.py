@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,24 @@ def test_a_writer_and_a_dense_rule_are_refused(tmp_path: Path) -> None:
             assert reader.last_commit == 1
             assert reader.refresh()
             np.testing.assert_array_equal(reader.lookup([1, 2, 3]), table.lookup([1, 2, 3]))
+
+
+@pytest.mark.parametrize("commits", [0, 1, 2])
+def test_another_life_of_the_table_leaves_no_row_in_the_cache(tmp_path: Path, commits: int) -> None:
+    """A copy that trained on lies at the path now: its commits have the numbers of others that the reader saw."""
+    ids, path = np.arange(ROWS), tmp_path / "t"
+    with writer(path) as table:
+        shutil.copytree(path, tmp_path / "copy", ignore=shutil.ignore_patterns("LOCK"))
+        table.update(ids[:50], np.full((50, DIM), 5.0))
+        table.commit()
+    with er.open(path, mode="r") as reader:
+        reader.lookup(ids)
+        with er.open(tmp_path / "copy") as copied:
+            for step in range(commits):
+                copied.update(ids[60:70], np.full((10, DIM), float(step)))
+                copied.commit()
+            expected = copied.lookup(ids)
+        path.rename(tmp_path / "before")
+        (tmp_path / "copy").rename(path)
+        assert reader.refresh(changes=True).since is None
+        np.testing.assert_array_equal(reader.lookup(ids), expected)

@@ -69,9 +69,6 @@ class ShardedBackend(Backend):
     def _allocated(self, placement: RamLayout) -> tuple[Arena, Records]:
         return Arena(0, self.subject), self._empty(0)
 
-    def _empty(self, rows: int) -> Records:
-        return Records(self.spec, np.empty(rows * self.spec.record_bytes, np.uint8))
-
     @property
     def count(self) -> int:
         return sum(part.tier.count for part in self._parts)
@@ -87,13 +84,8 @@ class ShardedBackend(Backend):
     def find(self, ids: np.ndarray) -> np.ndarray:
         return np.full(len(ids), -1, np.int64)
 
-    def begin_batch(self) -> None:
-        """Do nothing: each load is a batch of its own."""
-
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        self.records, slots = self.read_through(ids)
-        self.new_epoch()
-        return slots
+        return self._bring_copies(ids)
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         slots, found, taken = np.full(len(ids), -1, np.int64), self._empty(len(ids)), 0

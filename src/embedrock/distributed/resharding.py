@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import queue
 import re
@@ -30,15 +31,23 @@ from embedrock.distributed.commits import (
     marks_of,
 )
 from embedrock.distributed.owners import Shard, owners
-from embedrock.errors import ArgumentError, CorruptTableError, TableFileError, UnsupportedError, counted
+from embedrock.errors import (
+    ArgumentError,
+    CorruptTableError,
+    HistoryDroppedError,
+    TableFileError,
+    UnsupportedError,
+    counted,
+)
 from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.reading import holds_table
-from embedrock.store.record_store import changed_ids
 from embedrock.store.segments import CRC_BYTES, ID_BYTES
+from embedrock.store.table_folder import TableFolder
 from embedrock.system import platform
+from embedrock.system.arena import cut
 from embedrock.system.buffers import buffers
 from embedrock.system.scopes import on_failure
 from embedrock.table.group import open_table
@@ -319,7 +328,7 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
         spec = replace(rows.spec, rule=first.spec.rule)
         rows.install(spec, rows.tier, first.history, first.steps, first.skipped_steps)
     for one, other in zip(before, now, strict=True):
-        for ids in changed_ids(_disk(one).store, _disk(other).store, size):
+        for ids in _changed(one, other, size):
             of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)
             changed, gone = has & ~(had & (old == new).all(axis=1)), had & ~has
             for shard, table in zip(shards, made, strict=True):
@@ -327,6 +336,17 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
                 with rows_of(table).table_lock.whole():
                     _disk(table).overwrite(ids[own & changed], new[own & changed])
                     _disk(table).discard(ids[own & gone])
+
+
+def _changed(before: Table, now: Table, size: int) -> Iterator[np.ndarray]:
+    """Iterate over the ids of rows that may differ in two commits of a part. Some come twice."""
+    one, other = _disk(before), _disk(now)
+    both = (cast(TableFolder, each.store.table_folder) for each in (one, other))
+    older, newer = sorted(both, key=lambda folder: folder.manifest.commit)  # a rollback may have undone a named commit
+    try:
+        return cut(newer.changed_ids(older.manifest.commit, [""], older.sha)[""], size)
+    except HistoryDroppedError:  # an older release made one of the commits, perhaps
+        return itertools.chain(one.id_batches(size), other.id_batches(size))
 
 
 def _at(table: Table, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

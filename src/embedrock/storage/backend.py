@@ -150,6 +150,15 @@ class Backend(ABC):
         """Load the records of `ids` (without repeats) and return their slots; `slots` are as found, and stay valid."""
         return slots
 
+    def _bring_copies(self, ids: np.ndarray) -> np.ndarray:
+        """Replace all records by copies of those of `ids`, and return their slots."""
+        self.records, slots = self.read_through(ids)
+        self.new_epoch()
+        return slots
+
+    def _empty(self, rows: int) -> Records:
+        return Records(self.spec, np.empty(rows * self.spec.record_bytes, np.uint8))
+
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         """Return records from which `ids` can be read without loading them, and their slots there; -1 for none."""
         return self.records, self.find(ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +22,11 @@ from embedrock.storage.online_curve import FULL, OnlineMissCurve
 from embedrock.storage.ram_layout import claim_of, memory_for, place
 from embedrock.storage.records import Records, wrong_last_steps
 from embedrock.storage.table_lock import TableLock
-from embedrock.store.base import Base
 from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS
 from embedrock.store.reading import NAMED
-from embedrock.store.record_store import LocatedRecords, RecordStore
+from embedrock.store.record_store import ALL_IDS, LocatedRecords, RecordStore
 from embedrock.store.segments import damaged
-from embedrock.system.arena import cut
 from embedrock.system.interrupts import held_back
 from embedrock.system.sizes import format_bytes
 from embedrock.system.spans import spanned
@@ -247,43 +244,18 @@ class DiskBackend(Backend):
         self.budget.free()
 
     def id_batches(self, size: int) -> Iterator[np.ndarray]:
-        below, rest = self._base_and_rest(size)
-        return itertools.chain(below, cut(rest, size))
+        count, found = self._ids(*ALL_IDS, size)
+        if count != self._count:  # callers have room for exactly that many
+            raise damaged(self.subject, f"`count` {count}, as its files say", self._count)
+        return found
 
-    def ascending_ids(self, size: int) -> Iterator[np.ndarray]:
-        below, rest = self._base_and_rest(size)
-        for ids in below:
-            end = int(np.searchsorted(rest, ids[-1])) if len(ids) else 0
-            both, rest = np.sort(np.concatenate([ids, rest[:end]])), rest[end:]
-            yield from cut(both, size)
-        yield from cut(rest, size)
-
-    def _base_and_rest(self, size: int) -> tuple[Iterator[np.ndarray], np.ndarray]:
-        """Return the ids in the base, at most `size` at a time, and the others: both ascending."""
-        base, rest, gone = self._known_ids()
-        there = base.count + len(rest) - len(gone)
-        if there != self._count:  # callers have room for exactly that many
-            raise damaged(self.subject, f"`count` {there}, as its files say", self._count)
-        rest.sort()  # a fixed order, which is that of the files
-        below = (
-            _without(base.ids_of(number, start, start + size), gone)
-            for number, chunk in enumerate(base.runs)
-            for start in range(0, chunk.count, size)
-        )
-        return below, rest
-
-    def _known_ids(self) -> tuple[Base, np.ndarray, np.ndarray]:
-        """Return the base, the ids that only logs or the cache have, and those of the base that were deleted."""
-        with self.store.lock:  # or a commit or a compaction might move rows from one to another meanwhile
-            above, gone = self.store.ids_beside_base()
-            resident = [ids[self.store.locate(ids) < 0] for ids, _ in self.cache.batches(MOVED_ROWS)]
-            return self.store.base, np.concatenate([above, *resident]), gone
+    ascending_ids = id_batches
 
     def ids_within(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
-        base, rest, gone = self._known_ids()
-        rest = np.sort(rest[(rest >= lo) & (rest <= hi - 1)])
-        below = _without(base.within(lo, hi)[0], gone)
-        return itertools.chain(cut(below, size), cut(rest, size))
+        return self._ids(lo, hi, size)[1]
+
+    def _ids(self, lo: int, hi: int, size: int) -> tuple[int, Iterator[np.ndarray]]:
+        return self.store.all_ids(lo, hi, size, (ids for ids, _ in self.cache.batches(MOVED_ROWS)))
 
     def remove_within(self, lo: int, hi: int, rows: int) -> None:
         """Delete the `rows` records of ids in ``[lo, hi)``, except those in files. Nothing runs in the background."""
@@ -296,7 +268,7 @@ class DiskBackend(Backend):
         slots, known = self.cache.find(ids), np.empty(len(ids), np.int64)
         found = self.store.located(ids[slots < 0])
         here, below = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)[found.positions]
-        copies = Records(self.spec, np.empty((len(here) + len(below)) * self.spec.record_bytes, np.uint8))
+        copies = self._empty(len(here) + len(below))
         copies.bytes[: len(here)] = self.records.bytes[slots[here]]
         self._read(found, copies.bytes, np.arange(len(here), len(copies.bytes)))
         known.fill(-1)
@@ -621,10 +593,6 @@ class DiskBackend(Backend):
                     self.records.bytes[made] = staged[good]
                 pin.hold(made)
             return found.ids[(slots < 0) & ~good]
-
-
-def _without(ids: np.ndarray, others: np.ndarray) -> np.ndarray:
-    return ids[~np.isin(ids, others)] if len(others) else ids
 
 
 class _CachePin(Pin):

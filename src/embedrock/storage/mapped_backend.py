@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import ctypes
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from embedrock import kernels
 from embedrock.errors import UnsupportedError
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Pin, RamLayout
 from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.listeners import EvictionListener
 from embedrock.storage.records import Records
-from embedrock.store.mapped import MappedSegments
+from embedrock.store.reading import Runs, corrupt
+from embedrock.store.record_store import RecordStore
+from embedrock.system.buffers import address_of
+
+
+class MappedSegments(NamedTuple):
+    """Segments of a store in memory.
+
+    Files of commits never change. If another program truncates one, the system ends this process (SIGBUS).
+
+    Attributes:
+        runs: the segments by number.
+        files: the bytes of each, by path.
+        memory: uint32, from the first mapped byte to the last one. Other memory lies between files.
+        places: by number of a segment, the position of its first record in `memory`, its salt and step: int64 (n, 3).
+    """
+
+    runs: Runs
+    files: dict[str, np.ndarray]
+    memory: np.ndarray
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, store: RecordStore, known: dict[str, np.ndarray]) -> MappedSegments:
+        """Map the segments of a store, except those whose bytes are known by path."""
+        runs, files = store.runs, dict[str, np.ndarray]()
+        for run in runs.values():
+            files[run.path] = known[run.path] if run.path in known else store.system.map(run.file.fd)
+        starts = {path: address_of(file) for path, file in files.items()}
+        low = min(starts.values(), default=0)
+        high = max((starts[path] + file.nbytes for path, file in files.items()), default=0)
+        memory = np.ctypeslib.as_array((ctypes.c_uint32 * ((high - low) // 4)).from_address(low))
+        places = np.zeros((max(runs, default=-1) + 1, 3), np.int64)
+        for number, run in runs.items():
+            places[number] = (starts[run.path] - low + run.first) // 4, run.salt, run.step
+        return cls(runs, files, memory, places)
 
 
 class MappedBackend(DiskBackend):
@@ -38,9 +75,7 @@ class MappedBackend(DiskBackend):
         """Do nothing: no row stays from one batch to the next."""
 
     def bring(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        self.records, slots = self.read_through(ids)
-        self.new_epoch()
-        return slots
+        return self._bring_copies(ids)
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
         records, locations = self._read_mapped(ids, np.empty((len(ids), 0), np.float32))
@@ -52,11 +87,18 @@ class MappedBackend(DiskBackend):
         return self._read_mapped(ids, out)[1]  # each position is that of its id
 
     def _read_mapped(self, ids: np.ndarray, out: np.ndarray) -> tuple[Records, np.ndarray]:
-        copies = Records(self.spec, np.empty(len(ids) * self.spec.record_bytes, np.uint8))
-        with self.store.lock:
-            if self._mapped.runs is not self.store.runs:
-                self._mapped = MappedSegments.of(self.store, self._mapped.files)
-            return copies, self._mapped.read(self.store, ids, (copies.bytes.view(np.uint32), copies.weights), out)
+        """Return copies of records, and their locations, -1 for none. Decode their first weights to `out`."""
+        copies, found = self._empty(len(ids)), np.empty((2, len(ids)), np.int64)
+        with (store := self.store).lock:
+            if self._mapped.runs is not store.runs:
+                self._mapped = MappedSegments.of(store, self._mapped.files)
+            places = store.log_index.place, store.base.index, *self._mapped[2:]
+            words = copies.bytes.view(np.uint32), copies.weights
+            kernels.cpu.launch(kernels.cpu.mapped.read, *places, ids, found, *words, out)
+            bad = (found[0] < -1).nonzero()[0]
+            if len(bad):
+                raise corrupt(store.runs, -2 - found[0, bad], ids[bad])
+        return copies, found[0]
 
     def add_listener(self, listener: EvictionListener) -> NoReturn:
         raise UnsupportedError(

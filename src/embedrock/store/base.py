@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -93,10 +93,16 @@ class Base:
         kernels.cpu.storage.list_bits(words, start - int(ranks[block]), segment.lo + block * BLOCK_BITS, ids)
         return ids
 
+    def id_batches(self, lo: int, hi: int, size: int) -> Iterator[np.ndarray]:
+        """Iterate over the ids in [lo, hi) that have records, ascending, at most `size` at a time."""
+        for number in self._numbers(lo, hi):
+            end = self._rank(number, hi)
+            for start in range(self._rank(number, lo), end, size):
+                yield self.ids_of(number, start, min(start + size, end))
+
     def within(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids in [lo, hi) that have records, ascending, and their locations."""
-        numbers = range(int(np.searchsorted(self._lasts, lo)), int(np.searchsorted(self._lows, hi - 1, side="right")))
-        parts = [self._part(number, lo, hi) for number in numbers]
+        parts = [self._part(number, lo, hi) for number in self._numbers(lo, hi)]
         ids, locations = ([part[k] for part in parts] for k in (0, 1))
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *ids]), np.concatenate([nothing, *locations])
@@ -105,6 +111,10 @@ class Base:
         """Return the number of records with ids less than `row`, which may be 2**63."""
         number = int(np.searchsorted(self._lasts, row - 1, side="right")) if row > -(2**63) else 0
         return int(self._below[number]) + (self._rank(number, row) if number < len(self.runs) else 0)
+
+    def _numbers(self, lo: int, hi: int) -> range:
+        # Numbers of the segments that may have ids in [lo, hi).
+        return range(int(np.searchsorted(self._lasts, lo)), int(np.searchsorted(self._lows, hi - 1, side="right")))
 
     def _part(self, number: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         start, stop = self._rank(number, lo), self._rank(number, hi)

@@ -26,6 +26,7 @@ from embedrock.store.segments import CRC_BYTES, Log, Segment, damaged, piece_row
 from embedrock.system.arena import cut, joined, returned
 from embedrock.system.scopes import on_failure
 
+ALL_IDS = -(2**63), 2**63
 GONE = (1 << RUN_SHIFT) - 1  # stands for a position in a segment: the row was deleted when that segment was the newest
 
 
@@ -444,29 +445,23 @@ class RecordStore:
             last = int(ids[-1])
             yield ids, locations
 
-    def ids_beside_base(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids that have records in logs only, and the deleted ids that the base still has, ascending."""
+    def all_ids(
+        self, lo: int, end: int, size: int, others: Iterable[np.ndarray] = ()
+    ) -> tuple[int, Iterator[np.ndarray]]:
+        """Return the number of ids that have records, and iterate over those in ``[lo, end)``, ascending.
+
+        Ids of `others` without a record count too. At most `size` come at a time. Later changes are not in them.
+        """
         above, gone = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        with self.lock:
+        with self.lock:  # or a commit or a compaction might move rows from one to another meanwhile
+            base = self.base
             for ids, at in self.log_parts():
-                in_base, are_gone = self.base.find(ids) >= 0, is_gone(at)
+                in_base, are_gone = base.find(ids) >= 0, is_gone(at)
                 above.append(ids[~in_base & ~are_gone])
                 gone.append(ids[in_base & are_gone])
-        return np.concatenate(above), np.sort(np.concatenate(gone))
-
-    def ascending_ids(self, lo: int, end: int, size: int) -> Iterator[np.ndarray]:
-        """Iterate over the ids in ``[lo, end)`` that have records, in order, about `size` at a time."""
-        above, gone = self.ids_beside_base()
-        rest = np.sort(above[(above >= lo) & (above <= end - 1)])
-        for number, run in enumerate(self.base.runs):
-            for start in range(0, run.count if lo < run.hi and run.lo < end else 0, size):
-                ids = self.base.ids_of(number, start, start + size)
-                ids = ids[(ids >= lo) & (ids <= end - 1)]
-                if len(ids):
-                    below = int(np.searchsorted(rest, ids[-1]))
-                    yield np.sort(np.concatenate([ids[~np.isin(ids, gone)], rest[:below]]))
-                    rest = rest[below:]
-        yield from cut(rest, size)
+            above += [ids[self.locate(ids) < 0] for ids in others]
+        rest, without, below = distinct(above), np.concatenate(gone), base.id_batches(lo, end, size)
+        return base.count + len(rest) - len(without), _merged(below, without, within(rest, lo, end), size)
 
     @property
     def disk_bytes(self) -> int:
@@ -607,41 +602,14 @@ class RecordStore:
             return {segment.path for segment in (*self.base.runs, *self.delta, *self.logs)}
 
 
-def changed_ids(before: RecordStore, after: RecordStore, size: int) -> Iterator[np.ndarray]:
-    """Yield the ids whose records may have changed or been deleted between two commits of a store, each once.
-
-    The ids come from files that only one of the commits has. So unchanged files are not read.
-
-    Args:
-        before: the store at the earlier commit. No thread writes to either.
-        after: the store at the later commit.
-        size: ids at a time, at most.
-    """
-    old, new = _only_in(before, after), _only_in(after, before)
-    for store, segments in ((after, new), (before, old)):
-        for segment in segments:
-            for ids in _ids_of(store, segment, size):
-                ids = ids[store.locate(ids) >> RUN_SHIFT == segment.number]
-                yield ids if store is after else ids[~_are_in(after, new, ids)]  # the others came in the pass before
-    gone = np.unique(np.concatenate([np.empty(0, np.int64), *(segment.gone_ids() for segment in (*new, *old))]))
-    gone = gone[~_are_in(after, new, gone) & ~_are_in(before, old, gone)]
-    yield from cut(gone, size)
-
-
-def _only_in(store: RecordStore, other: RecordStore) -> list[Segment]:
-    paths = {segment.path for segment in (*other.base.runs, *other.delta)}
-    return [segment for segment in (*store.base.runs, *store.delta) if segment.path not in paths]
-
-
-def _are_in(store: RecordStore, segments: Sequence[Segment], ids: np.ndarray) -> np.ndarray:
-    return np.isin(store.locate(ids) >> RUN_SHIFT, [segment.number for segment in segments])
-
-
-def _ids_of(store: RecordStore, segment: Segment, size: int) -> Iterator[np.ndarray]:
-    if segment in store.base.runs:
-        number = store.base.runs.index(segment)
-        return (store.base.ids_of(number, start, start + size) for start in range(0, segment.count, size))
-    return cut(np.unique(segment.index()), size)
+def _merged(parts: Iterable[np.ndarray], gone: np.ndarray, rest: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Yield the ids of `parts` that are not gone, and those of `rest`: all ascend."""
+    for ids in parts:
+        below = int(np.searchsorted(rest, ids[-1]))
+        ids = ids[~np.isin(ids, gone)] if len(gone) else ids
+        yield from cut(np.sort(np.concatenate([ids, rest[:below]])) if below else ids, size)
+        rest = rest[below:]
+    yield from cut(rest, size)
 
 
 def ids_of_logs(logs: Iterable[Log]) -> Iterator[np.ndarray]:
@@ -649,6 +617,11 @@ def ids_of_logs(logs: Iterable[Log]) -> Iterator[np.ndarray]:
     for log in logs:
         yield from log.id_parts()
         yield from log.noted
+
+
+def within(ids: np.ndarray, lo: int, end: int) -> np.ndarray:
+    """Return the ascending ids in [lo, end)."""
+    return ids[np.searchsorted(ids, lo) : np.searchsorted(ids, end - 1, side="right")]
 
 
 def keys_of_part(number: int) -> tuple[int, int]:

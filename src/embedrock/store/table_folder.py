@@ -33,7 +33,7 @@ from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry
 from embedrock.store.publishing import MAX_BYTES, sha_of
 from embedrock.store.reading import check_table
-from embedrock.store.record_store import CommitSnapshot, RecordStore, keys_of_part
+from embedrock.store.record_store import CommitSnapshot, RecordStore, keys_of_part, within
 from embedrock.system.scopes import on_failure
 
 
@@ -68,7 +68,6 @@ class TableFolder(Folder[Manifest]):
         self._deleted, self._deleting = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
         self._renamed, self._renaming = list[tuple[str, str]](), list[tuple[str, str]]()
         self._begun = list[str]()  # names of files of the running commit
-        self._listed = list[str]()  # names of change lists of the running commit
         # SHA-256 of the manifest, and the store and part of each table in it.
         self.sha, self._places = sha_of(manifest.to_bytes()), self._places_in(manifest, self.stores)
         self._next_sha = self.sha
@@ -311,12 +310,12 @@ class TableFolder(Folder[Manifest]):
             self._check_unpublished()
             if error.errno in NO_SPACE:
                 raise
+            self._drop_begun()
             manifest = self._publish_again(snapshots, changes, changed)
         with self.lock:
             for snapshot, content in zip(snapshots, manifest.pools, strict=True):
                 snapshot.take_published(content)
-            begun, listed = self._take(manifest, [snapshot.store for snapshot in snapshots])
-        self.unlink([*begun[:-1], *listed[:-1]])  # files of a failed first try
+            self._take(manifest, [snapshot.store for snapshot in snapshots])
         for snapshot in snapshots:
             snapshot.store.remove(snapshot.replaced)
         self.collect(keep)
@@ -324,12 +323,10 @@ class TableFolder(Folder[Manifest]):
         for snapshot in snapshots:
             snapshot.forget_traces(rest)
 
-    def _take(self, manifest: Manifest, stores: Sequence[RecordStore]) -> tuple[list[str], list[str]]:
-        """Register a published manifest. Return the names of the files that the commit began."""
-        begun, listed = self._begun, self._listed
+    def _take(self, manifest: Manifest, stores: Sequence[RecordStore]) -> None:
+        """Register a published manifest."""
         self.manifest, self.sha, self._places = manifest, self._next_sha, self._places_in(manifest, stores)
-        self._deleting, self._renaming, self._begun, self._listed = [], [], [], []
-        return begun, listed
+        self._deleting, self._renaming, self._begun = [], [], []
 
     def _publish(
         self,
@@ -364,9 +361,7 @@ class TableFolder(Folder[Manifest]):
                 tables[member.name] = keys
             else:
                 lo, end = keys_of_part(member.part)
-                tables[member.name] = (
-                    keys[np.searchsorted(keys, lo) : np.searchsorted(keys, end - 1, side="right")] - lo
-                )
+                tables[member.name] = within(keys, lo, end) - lo
         return {name: ids for name, ids in tables.items() if ids is None or len(ids)}
 
     def _publish_with_list(
@@ -381,14 +376,14 @@ class TableFolder(Folder[Manifest]):
         self._next_sha, old = sha_of(data), self.manifest.commit
         shas = self._next_sha, self.sha
         with contextlib.suppress(OSError):
-            self._begin_list(ChangeList(manifest.uuid, manifest.commit, old, *shas, tables, tuple(renamed), forgets))
+            self._write_list(ChangeList(manifest.uuid, manifest.commit, old, *shas, tables, tuple(renamed), forgets))
         self.folder_kind.publish(self.system, self.folder, manifest, data)
 
-    def _begin_list(self, made: ChangeList) -> None:
+    def _write_list(self, made: ChangeList, joins: bool = False) -> None:
         data = made.to_bytes()
         name = self.free_name(made.stem(len(data)), ".ids")
-        self._listed.append(name)
-        change_lists.write(self.system, self.folder, name, data)
+        self._begun.append(name)
+        change_lists.write(self.system, self.folder, name, data, joins)
 
     def _changes_back_to(
         self, target: Manifest, withheld: Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -406,6 +401,26 @@ class TableFolder(Folder[Manifest]):
             ids = change_lists.ids_of(lists, name)[0] if name in names else None
             tables[member.name] = ids if ids is None else distinct([ids, *withheld.get(member.name, ())[1:]])
         return tables
+
+    def changed_ids(self, since: int, names: Iterable[str], sha: str | None = None) -> dict[str, np.ndarray]:
+        """Return the ids of rows of tables that may differ from an earlier commit: int64 (n,), ascending.
+
+        Args:
+            sha: SHA-256 of that commit's manifest. Other lives of the folder may have commits of the same numbers.
+
+        Raises:
+            HistoryDroppedError: nothing says which rows.
+        """
+        lists, found = self.lists_since(since), dict[str, np.ndarray]()
+        first = (lists[-1].since, lists[-1].parent) if lists else (self.manifest.commit, self.sha)
+        if sha is not None and first != (since, sha):
+            raise HistoryDroppedError(self.folder, since, self.manifest.commit)
+        for name in names:
+            ids, reached = change_lists.ids_of(lists, name)
+            if ids is None:
+                raise HistoryDroppedError(f"{self.folder}{f'#{name}' * bool(name)}", since, reached)
+            found[name] = ids
+        return found
 
     def lists_since(self, commit: int) -> list[ChangeList]:
         """Return the lists of changes from an earlier commit to this one, the newest first.
@@ -436,9 +451,8 @@ class TableFolder(Folder[Manifest]):
         except EmbedrockError:  # a list is damaged: no chain goes past it
             lists = []
         if lists and all(one.parent == before.manifest for one, before in pairwise(lists)):
-            made = change_lists.joined(lists)
-            data = made.to_bytes()
-            change_lists.write(self.system, self.folder, self.free_name(made.stem(len(data)), ".ids"), data, True)
+            self._write_list(change_lists.joined(lists), joins=True)
+            self._begun = []
         self.unlink([file.name for file in files], lambda: False)
 
     def _publish_again(self, snapshots: Sequence[CommitSnapshot], *args: Any) -> Manifest:
@@ -489,8 +503,12 @@ class TableFolder(Folder[Manifest]):
             later = [(old_name(name, back), ids) for name, ids in self._deleted]
             self._deleted, self._deleting = [*self._deleting, *later], []
             self._renamed, self._renaming = [*self._renaming, *self._renamed], []
-            begun, self._begun, self._listed = [*self._begun, *self._listed], [], []
-        self.unlink([*(part.file for part in history), *begun])
+        self._drop_begun(part.file for part in history)
+
+    def _drop_begun(self, others: Iterable[str] = ()) -> None:
+        """Remove the files of a commit that failed."""
+        begun, self._begun = self._begun, []
+        self.unlink([*others, *begun])
 
     def rollback(self, target: Manifest, time: str, keep: int) -> None:
         """Publish the content of an earlier commit as a new one. Uncommitted changes are lost.
@@ -517,8 +535,7 @@ class TableFolder(Folder[Manifest]):
                 self._check_unpublished()
             for store in stores:
                 store.give_up()
-            begun, self._begun, self._listed = [*self._begun, *self._listed], [], []
-            self.unlink(begun)
+            self._drop_begun()
             raise
         logs = [log.path for store in self.stores for log in store.logs]
         with self.lock:

@@ -8,19 +8,17 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.batch.plan import counting
-from embedrock.errors import ArgumentError, HistoryDroppedError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.initializers import Zeros
 from embedrock.spec.description import read_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.records import Records
-from embedrock.store import change_lists
 from embedrock.store.manifest import TableEntry
-from embedrock.store.record_store import keys_of_part
+from embedrock.store.record_store import ALL_IDS, keys_of_part
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.arena import cut
 
 CHUNK_ROWS = 65_536
-_ALL_IDS = -(2**63), 2**63
 
 
 class ChangedRows(NamedTuple):
@@ -58,17 +56,15 @@ class RowChanges:
         >>> table.close()
     """
 
-    def __init__(self, table_folder: TableFolder, member: TableEntry, spec: Spec, since: int | None) -> None:
+    def __init__(
+        self, table_folder: TableFolder, member: TableEntry, spec: Spec, since: int | None, ids: np.ndarray | None
+    ) -> None:
         self._folder, self._spec = table_folder, spec
         table_folder.readers.add(self)
         self._store = table_folder.stores[member.pool]
-        self._lo, self._end = _ALL_IDS if member.part is None else keys_of_part(member.part)
+        self._lo, self._end = ALL_IDS if member.part is None else keys_of_part(member.part)
         self._first = self._lo if member.part is not None else 0
-        self.since, self.commit, self.ids = (
-            since,
-            table_folder.manifest.commit,
-            _changed_ids(table_folder, member, since),
-        )
+        self.since, self.commit, self.ids = since, table_folder.manifest.commit, ids
 
     def __bool__(self) -> bool:
         """Return whether any row may differ."""
@@ -88,16 +84,7 @@ class RowChanges:
     def _parts(self) -> Iterator[np.ndarray]:
         if self.ids is not None:
             return cut(self.ids, CHUNK_ROWS)
-        return (keys - self._first for keys in self._store.ascending_ids(self._lo, self._end, CHUNK_ROWS))
-
-
-def _changed_ids(table_folder: TableFolder, member: TableEntry, since: int | None) -> np.ndarray | None:
-    if since is None:
-        return None
-    ids, reached = change_lists.ids_of(table_folder.lists_since(since), member.name)
-    if ids is None:
-        raise HistoryDroppedError(f"{table_folder.folder}{f'#{member.name}' * bool(member.name)}", since, reached)
-    return ids
+        return (keys - self._first for keys in self._store.all_ids(self._lo, self._end, CHUNK_ROWS)[1])
 
 
 def changes_in(table_folder: TableFolder, since: int | None, names: list[str] | None = None) -> dict[str, RowChanges]:
@@ -112,16 +99,16 @@ def changes_in(table_folder: TableFolder, since: int | None, names: list[str] | 
     if since is not None and not 0 <= since <= last:
         raise ArgumentError(f"`since` must be a commit of {where}, 0 to {last}, or None for all rows: got {since}.")
     members = {member.name: member for member in table_folder.manifest.members}
-    found = dict[str, RowChanges]()
+    specs = dict[str, Spec]()
     for name in members if names is None else names:
         if name not in members:
             raise ArgumentError(f"no commit of {where} has table {name!r} yet. Call commit() before changes().")
-        spec = read_spec({**members[name].spec, "init": Zeros().describe()}, None, where)
+        spec = specs[name] = read_spec({**members[name].spec, "init": Zeros().describe()}, None, where)
         if spec.rule is not None and spec.rule.history() is not None:
             raise UnsupportedError(
                 f"changes of {where}{f'#{name}' * bool(name)} cannot be listed: {spec.rule} also moves rows without a "
                 "gradient, so that each step may change every row. Read all rows: "
                 f'er.open({where!r}, mode="r") and its export_batches().'
             )
-        found[name] = RowChanges(table_folder, members[name], spec, since)
-    return found
+    ids = {} if since is None else table_folder.changed_ids(since, specs)
+    return {name: RowChanges(table_folder, members[name], spec, since, ids.get(name)) for name, spec in specs.items()}

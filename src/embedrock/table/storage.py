@@ -43,9 +43,9 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.disk_pools import DiskOfTable, DiskPools
 from embedrock.storage.ram_layout import check_budget
 from embedrock.storage.table_lock import TableLock
-from embedrock.store import change_lists, publishing
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
+from embedrock.store import publishing
 from embedrock.store.compaction import compact
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEntry, is_name
 from embedrock.store.reading import holds_table
@@ -360,9 +360,8 @@ class StorageManager(Location):
                 f"{self.subject} is open for writing, and its rows are newer than any commit. refresh() is for "
                 f'snapshots, er.open({self.opening.path!r}, mode="r").'
             )
-        since = self.last_commit
         with self._refreshing:
-            since = self.last_commit
+            since, sha = self.last_commit, self.table_folder.sha
             if changes:
                 with contextlib.suppress(HistoryDroppedError):
                     self.changes(since)  # or its errors would come after the refresh
@@ -372,6 +371,7 @@ class StorageManager(Location):
             if not changes:
                 return newest is not None
             try:
+                self.table_folder.changed_ids(since, (), sha)  # or it is another life of the folder
                 return self.changes(since)
             except HistoryDroppedError:
                 return self.changes(None)
@@ -380,16 +380,13 @@ class StorageManager(Location):
         """Return the keys that changed in each pool up to a newer commit. None: not known."""
         if not isinstance(newest, TableFolder) or not self._is_like(newest):
             return None
+        members, keys = newest.manifest.members, [list[np.ndarray]() for _ in newest.stores]
         try:
-            lists = newest.lists_since(self.last_commit)
+            found = newest.changed_ids(self.last_commit, [member.name for member in members], self.table_folder.sha)
         except HistoryDroppedError:
             return None
-        keys = [[np.empty(0, np.int64)] for _ in newest.stores]
-        for member in newest.manifest.members:
-            ids, _ = change_lists.ids_of(lists, member.name)
-            if ids is None:
-                return None
-            keys[member.pool].append(ids + (keys_of_part(member.part)[0] if member.part is not None else 0))
+        for member in members:
+            keys[member.pool].append(found[member.name] + keys_of_part(member.part or 0)[0])
         return list(map(distinct, keys))
 
     def _is_like(self, newest: TableFolder) -> bool:

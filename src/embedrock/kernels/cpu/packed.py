@@ -97,14 +97,9 @@ def _compile_write_row(rows, slot, values):
 
 
 @inlined
-def _normal(value):
-    """Return a value, or 0 for a subnormal one."""
-    return value if abs(value) >= LEAST_NORMAL else f32(0.0)
-
-
-@inlined
 def _code(value, offset, scale, low, high):
-    return np.int64(min(max(np.rint((f64(_normal(value)) - offset) / scale), low), high))
+    normal = value if abs(value) >= LEAST_NORMAL else f32(0.0)
+    return np.int64(min(max(np.rint((f64(normal) - offset) / scale), low), high))
 
 
 def _write_bytes(rows, slot, values):
