@@ -11,8 +11,8 @@ from embedrock.cli.places import check_there, place_of
 from embedrock.cli.terminal.arguments import add_command, number, place, print_result
 from embedrock.serving.publisher import KEEP_HOURS, PublishOptions, publish_last
 from embedrock.serving.subscriber import PATIENCE, Subscriber
+from embedrock.spec.codecs import CODECS
 from embedrock.spec.spec import STORAGES
-from embedrock.system.sizes import parse_seconds
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -21,7 +21,9 @@ def add_parsers(subparsers: Any) -> None:
     parser = add_command(subparsers, "publish", _publish, text)
     parser.add_argument("table", metavar="TABLE", help="its folder, or FOLDER#NAME of a group's")
     parser.add_argument("folder", type=place, metavar="DEST", help="a folder for published rows only")
-    parser.add_argument("--dtype", choices=STORAGES, help="of the published weights (default: the table's own)")
+    parser.add_argument(
+        "--dtype", choices=(*STORAGES, *CODECS), help="of the published weights (default: the table's own)"
+    )
     hours = f"hours that files stay after the last step that needs them (default: {KEEP_HOURS:g})"
     parser.add_argument("--keep-hours", type=number, default=KEEP_HOURS, metavar="H", help=hours)
     parser.add_argument("--every", type=number, metavar="S", help="seconds between two steps (default: publish once)")
@@ -49,7 +51,7 @@ def _publish(arguments: Namespace) -> int:
 
 
 def _follow(arguments: Namespace) -> int:
-    with Subscriber(arguments.folder, patience=parse_seconds(arguments.patience) or 0.0) as served:
+    with Subscriber(arguments.folder, patience=arguments.patience) as served:
         while True:
             waiting = served.waiting
             told = {"number": served.number, "step": served.step_number, "age": served.age}
