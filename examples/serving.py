@@ -35,7 +35,7 @@ LAST = "last"  # file with the number of the step that was published last
 LEAVING = 4  # times that items leave ...
 LEAVE = 100  # ... one in so many
 SAVES = 10  # checkpoints of a training
-TOP, ASKED = 10, 200  # items that are found for each of some users
+TOP, ASKED, VISITORS = 10, 200, 8  # items that are found for each user; users of the check, and of a look
 
 
 class ServingError(er.EmbedrockError):
@@ -284,7 +284,7 @@ def subscribe(options: Namespace, folder: Path) -> None:
             if served.number is not None:
                 with served.step() as step:  # rows of both tables, and dense weights, of one training step
                     items.follow(step)
-                    recommend(step, items.index, np.arange(ASKED) % options.users)
+                    recommend(step, items.index, np.random.default_rng().integers(0, options.users, VISITORS))
         with served.step() as step:
             items.follow(step)
             print(check(options, step, items), flush=True)
