@@ -35,7 +35,7 @@ LAST = "last"  # file with the number of the step that was published last
 LEAVING = 4  # times that items leave ...
 LEAVE = 100  # ... one in so many
 SAVES = 10  # checkpoints of a training
-TOP, ASKED = 10, 200  # items that are found for each of some users
+TOP, ASKED, VISITORS = 10, 200, 8  # items that are found for each user; users of the check, and of a look
 
 
 class ServingError(er.EmbedrockError):
@@ -50,25 +50,25 @@ def train(options: Namespace, folder: Path) -> None:
     import torch  # which a subscriber does not need
 
     import embedrock.torch as ert
-    from recommender import make_model, resume, train_step
+    from recommender import close, layers_of, make_model, resume, train_step
 
     torch.set_num_threads(1)
     clicks = clicks_of(options)
     model = make_model(options, folder)  # layers with tables in folder / "model.rock", which are one group
     optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=options.lr)
-    first = resume(model, optimizer, folder)
+    first, (_, items) = resume(model, optimizer, folder), layers_of(model)
     with ert.publish(model, folder / SERVED, every=options.every, dtype="int8") as publisher:
         for step in range(first, options.steps):
             left = items_left(options, step)
             if left > items_left(options, step - 1):
-                model.items.table.forget(np.arange(left))
+                items.table.forget(np.arange(left))
             batch = clicks.batch(step)
             is_sold = batch.items >= left
             train_step(model, optimizer, [each[is_sold] for each in batch[:3]])
             if (step + 1) % max(1, options.steps // SAVES) == 0:
                 ert.save(model, folder / CHECKPOINTS, step + 1, optimizer)
         (folder / LAST).write_text(str(publisher.publish(step=options.steps).number))
-    model.items.table.group.close()
+    close(model)
 
 
 def items_left(options: Namespace, step: int) -> int:
@@ -284,7 +284,7 @@ def subscribe(options: Namespace, folder: Path) -> None:
             if served.number is not None:
                 with served.step() as step:  # rows of both tables, and dense weights, of one training step
                     items.follow(step)
-                    recommend(step, items.index, np.arange(ASKED) % step["users"].rows)
+                    recommend(step, items.index, np.random.default_rng().integers(0, options.users, VISITORS))
         with served.step() as step:
             items.follow(step)
             print(check(options, step, items), flush=True)
@@ -315,7 +315,7 @@ def check(options: Namespace, step: er.ServedStep, items: IndexInStep) -> str:
     ids, rows = table.export()
     if len(index) != len(ids) or not np.array_equal(index.rows(ids), rows):
         raise ServingError(f"the index has {len(index):,} rows, which are not the {len(ids):,} of step {step.number}")
-    users = np.arange(ASKED) % step["users"].rows
+    users = np.arange(ASKED) % options.users
     found = recommend(step, index, users)
     if np.isin(found, left).any() or table.contains(left).any():
         raise ServingError("items that have left are found")

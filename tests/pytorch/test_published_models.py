@@ -161,5 +161,7 @@ def test_what_is_refused(tmp_path: Path):
     model = nn.ModuleList([ert.Embedding(10, 4, path=tmp_path / f"{at}/users.rock") for at in "ab"])
     with pytest.raises(er.ArgumentError, match="differ: got tables named users, users"):
         ert.publish(model, tmp_path / "served")
+    with pytest.raises(er.ArgumentError, match=r"`dtype` must be one of .*int4: got 'int2'\. Did you mean 'int8'"):
+        ert.publish(nn.Sequential(ert.Embedding(10, 2, path=tmp_path / "one.rock")), tmp_path / "served", dtype="int2")
     with pytest.raises(er.ArgumentError, match='must be seconds, or a time such as "5min": got True'):
         ert.publish(Model(tmp_path), tmp_path / "served", every=True)

@@ -362,3 +362,10 @@ def test_dense_weights(tmp_path: Path):
     with pytest.raises(er.ArgumentError, match="`dense` must have arrays of numbers: got object for 'x'"):
         er.publish(users, tmp_path / "served", dense={"x": np.array([None])})
     users.close()
+
+
+def test_a_layer_is_no_table(tmp_path: Path):
+    source: Any = [1]
+    with pytest.raises(er.ArgumentError, match=r"must be a table or a group, as layer\.table is: got \[1\]"):
+        er.publish(source, tmp_path / "served")
+    assert not (tmp_path / "served").exists()

@@ -13,7 +13,6 @@ from embedrock.serving.publisher import KEEP_HOURS, PublishOptions, publish_last
 from embedrock.serving.subscriber import PATIENCE, Subscriber
 from embedrock.spec.codecs import CODECS
 from embedrock.spec.spec import STORAGES
-from embedrock.system.sizes import parse_seconds
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -51,7 +50,7 @@ def _publish(arguments: Namespace) -> int:
 
 
 def _follow(arguments: Namespace) -> int:
-    with Subscriber(arguments.folder, patience=parse_seconds(arguments.patience) or 0.0) as served:
+    with Subscriber(arguments.folder, patience=arguments.patience) as served:
         while True:
             waiting = served.waiting
             told = {"number": served.number, "step": served.step_number, "age": served.age}

@@ -124,6 +124,8 @@ def publish(
         ...     step["users"].lookup([7])
         array([[-1., -1.]], dtype=float32)
     """
+    if not isinstance(source, Table | Group):
+        raise ArgumentError(f"`source` of er.publish must be a table or a group, as layer.table is: got {source!r}.")
     opening = source._on_disk().opening
     options = PublishOptions(dtype, keep_hours, dense, step, arrays_of(source), opening.system)
     is_alone = isinstance(source, Table) and source.group is None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError, check_choice
 from embedrock.frontend.checkpoints import one_of_each
 from embedrock.serving.dense import Bfloat16, Dense
 from embedrock.serving.publisher import (
@@ -26,6 +26,8 @@ from embedrock.serving.publisher import (
     published_name,
 )
 from embedrock.serving.sources import opened_commit
+from embedrock.spec.codecs import CODECS
+from embedrock.spec.spec import STORAGES
 from embedrock.storage.commit import StorageCommit
 from embedrock.system.log import tell
 from embedrock.system.paths import local_path
@@ -110,6 +112,8 @@ class Publisher:
         seconds = parse_seconds(every) if isinstance(every, str) else every
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0:
             raise ArgumentError(f'`every` of ert.publish must be seconds, or a time such as "5min": got {every!r}.')
+        if options.dtype is not None:
+            check_choice("dtype", options.dtype, (*STORAGES, *CODECS))
         self._model, self._folder = model, os.path.abspath(local_path(folder, "`folder` of ert.publish"))
         self._every, self._options = seconds, options
         self._tables = _tables_of(model)
