@@ -13,7 +13,6 @@ from embedrock.serving.publisher import KEEP_HOURS, PublishOptions, publish_last
 from embedrock.serving.subscriber import PATIENCE, Subscriber
 from embedrock.spec.codecs import CODECS
 from embedrock.spec.spec import STORAGES
-from embedrock.system.sizes import parse_seconds
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -38,8 +37,9 @@ def _publish(arguments: Namespace) -> int:
     check_there(arguments.table)
     source, folder = place_of(arguments.table), os.path.abspath(arguments.folder)
     options = PublishOptions(arguments.dtype, arguments.keep_hours)
+    names = None if source.member is None else {source.member: source.member}
     while True:
-        made = publish_last(os.path.abspath(source.folder), folder, options, source.member)
+        made = publish_last(os.path.abspath(source.folder), folder, options, names)
         if made.is_new or not arguments.every:
             kind = "all rows" if made.is_base else "changes"
             text = f"{folder}: step {made.number}, {kind}: {made.rows} written, {made.gone} deleted"
@@ -51,7 +51,7 @@ def _publish(arguments: Namespace) -> int:
 
 
 def _follow(arguments: Namespace) -> int:
-    with Subscriber(arguments.folder, patience=parse_seconds(arguments.patience) or 0.0) as served:
+    with Subscriber(arguments.folder, patience=arguments.patience) as served:
         while True:
             waiting = served.waiting
             told = {"number": served.number, "step": served.step_number, "age": served.age}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import secrets
-from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -112,7 +111,7 @@ class PublishedFolder(TableFolder):
         numbers, gone = PUBLISHED.numbers(self.system, self.folder), list[int]()
         for number, after in pairwise(numbers):
             later = self._manifest(after)
-            if later is not None and _age(later) < keep * HOUR:
+            if later is not None and publishing.age_of(later.time) < keep * HOUR:
                 break
             gone.append(number)
         named = {name for number in gone if (one := self._manifest(number)) is not None for name in one.files}
@@ -142,10 +141,6 @@ class PublishedFolder(TableFolder):
 
 def _none_newer(ids: np.ndarray) -> np.ndarray:
     return np.zeros(len(ids), bool)  # all records are in logs
-
-
-def _age(manifest: Manifest) -> float:
-    return (datetime.now(UTC) - datetime.fromisoformat(manifest.time)).total_seconds()
 
 
 def _is_whole(system: System, folder: str, number: int) -> bool:

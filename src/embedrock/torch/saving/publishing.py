@@ -7,7 +7,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
@@ -22,6 +21,7 @@ from embedrock.serving.publisher import (
     Published,
     PublishOptions,
     arrays_of,
+    member_name,
     publish_commits,
     published_name,
 )
@@ -29,7 +29,7 @@ from embedrock.serving.sources import opened_commit
 from embedrock.storage.commit import StorageCommit
 from embedrock.system.log import tell
 from embedrock.system.paths import local_path
-from embedrock.system.sizes import parse_seconds
+from embedrock.system.sizes import to_seconds
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.saving.dense_parts import is_part
@@ -107,17 +107,14 @@ class Publisher:
     def __init__(
         self, model: nn.Module, folder: str | os.PathLike[str], every: float | str, options: PublishOptions
     ) -> None:
-        seconds = parse_seconds(every) if isinstance(every, str) else every
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0:
-            raise ArgumentError(f'`every` of ert.publish must be seconds, or a time such as "5min": got {every!r}.')
         self._model, self._folder = model, os.path.abspath(local_path(folder, "`folder` of ert.publish"))
-        self._every, self._options = seconds, options
+        self._every, self._options = to_seconds(every, "`every` of ert.publish"), options
         self._tables = _tables_of(model)
         for table in self._tables:  # of a process that was killed
             for tag in {str(commit["name"]) for commit in table.commits()}:
                 if tag.startswith(HELD):
                     table.release(tag)
-        self._due, self._thread = time.monotonic() + seconds, None
+        self._due, self._thread = time.monotonic() + self._every, None
         self.last: Published | None = None
         self.error: Exception | None = None
 
@@ -133,7 +130,8 @@ class Publisher:
         is_busy = self._thread is not None and self._thread.is_alive()
         if time.monotonic() < self._due or is_busy or not all(map(_is_quiet, self._tables)):
             return
-        self._start(self._begin(None))
+        self._thread = threading.Thread(target=self._run, args=(self._begin(None),), name="embedrock-publish")
+        self._thread.start()
 
     def _begin(self, step: int | None) -> _Begun:
         self._due, tag = time.monotonic() + self._every, f"{HELD}{secrets.token_hex(4)}"
@@ -145,10 +143,6 @@ class Publisher:
         arrays = arrays_of(*(handle.table for handle in handles(self._model)))
         options = self._options._replace(dense=dense_of(self._model), step=step, inits=arrays)
         return _Begun(commits, tag, options)
-
-    def _start(self, begun: _Begun) -> None:
-        self._thread = threading.Thread(target=self._run, args=(begun,), name="embedrock-publish")
-        self._thread.start()
 
     def _run(self, begun: _Begun) -> None:
         try:
@@ -176,10 +170,9 @@ class Publisher:
 
     def _names_in(self, table: Table) -> dict[str, str]:
         """Return the names of the model's tables in a folder, by the names under which they are published."""
-        if table.group is None:
-            return {published_name(table, str(table.path)): ""}
         own = [handle.table for handle in handles(self._model)]
-        return {str(each.name): str(each.name) for each in own if each.group is table.group}
+        own = [table] if table.group is None else [each for each in own if each.group is table.group]
+        return {published_name(each): member_name(each) for each in own}
 
     def publish(self, step: int | None = None) -> Published:
         """Publish the present rows and weights now. Return when that is done.
@@ -242,30 +235,22 @@ def _tables_of(model: nn.Module) -> list[Table]:
                 "a table of one process."
             )
     tables = list({id(handle.table): handle.table for handle in found}.values())
-    names = [table.name if table.group is not None else published_name(table, str(table.path)) for table in tables]
+    names = [published_name(table) for table in tables]
     if not tables or len(set(names)) < len(names):
-        got = f"tables named {', '.join(map(str, names))}" if tables else "no embedding layers"
+        got = f"tables named {', '.join(names)}" if tables else "no embedding layers"
         raise ArgumentError(f"`model` of ert.publish must have embedding layers whose tables' names differ: got {got}.")
     return one_of_each(tables)
 
 
 def dense_of(model: nn.Module) -> Dense:
     """Return copies of a model's parameters and persistent buffers by name, without the handles of rows."""
-    found: dict[str, Any] = {}
+    found = dict[str, Any]()
     for prefix, module in uncompiled(model).named_modules(remove_duplicate=False):
-        if isinstance(module, RowLayer):
-            continue
-        buffers = {
-            name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set
-        }
-        for name, tensor in _named(module._parameters, buffers):
-            found[f"{prefix}{'.' * bool(prefix)}{name}"] = _copied(name, tensor)
+        for name, tensor in {} if isinstance(module, RowLayer) else (module._parameters | module._buffers).items():
+            is_kept = name not in module._non_persistent_buffers_set and not isinstance(tensor, Handle)
+            if tensor is not None and is_kept:
+                found[f"{prefix}{'.' * bool(prefix)}{name}"] = _copied(name, tensor)
     return found
-
-
-def _named(*parts: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-    every = (item for part in parts for item in part.items())
-    return ((name, tensor) for name, tensor in every if tensor is not None and not isinstance(tensor, Handle))
 
 
 def _copied(name: str, tensor: torch.Tensor) -> Any:
