@@ -5,6 +5,7 @@ Rows that changed since the step before come as logs. Now and then they are comp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.kernels.keys import PART_BITS
 from embedrock.serving import dense as dense_files
 from embedrock.serving.dense import Dense
-from embedrock.serving.sources import Inits, SourceTable, opened_commit
+from embedrock.serving.sources import SourceTable, opened_commit
 from embedrock.spec.description import describe_spec
 from embedrock.storage.record_pools import may_share
 from embedrock.storage.records import encode
@@ -32,6 +33,7 @@ from embedrock.store.published_folder import PublishedFolder
 from embedrock.store.record_store import RecordStore
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import on_failure
 from embedrock.table.changed_rows import ChangedRows
 from embedrock.table.group import Group
 from embedrock.table.table import Table
@@ -67,7 +69,7 @@ class PublishOptions(NamedTuple):
     keep_hours: float = KEEP_HOURS
     dense: Dense | None = None
     step: int | None = None
-    inits: Inits = MappingProxyType({})
+    inits: Mapping[str, Initializer] = MappingProxyType({})
     system: System = OS_SYSTEM
 
 
@@ -137,9 +139,9 @@ def publish_last(path: str, folder: str, options: PublishOptions, names: Mapping
 
 
 def arrays_of(*sources: Table | Group) -> dict[str, Initializer]:
-    """Return the initial values from arrays of tables, and of open members of groups, by their names in folders."""
+    """Return the initial values from arrays of tables, and of open members of groups, by their published names."""
     tables = [table for one in sources for table in ([one] if isinstance(one, Table) else one.open_tables())]
-    return {member_name(table): init for table in tables if isinstance(init := table.spec.init, FromArray)}
+    return {published_name(table): init for table in tables if isinstance(init := table.spec.init, FromArray)}
 
 
 def member_name(table: Table) -> str:
@@ -171,18 +173,12 @@ def publish_commits(
     tables = dict[str, SourceTable]()
     for commit, names in commits:
         members = {member.name: member for member in commit.manifest.members}
-        tables |= {
-            new: SourceTable.of(commit, members[name], options.dtype, options.inits) for new, name in names.items()
-        }
+        for new, name in names.items():
+            tables[new] = SourceTable.of(commit, members[name], options.dtype, options.inits.get(new))
     step = commits[0][0].manifest.step if options.step is None else options.step
     out = PublishedFolder.open_or_make(options.system, folder)
-    try:
+    with contextlib.closing(out), on_failure(out.tidy):
         return _NextStep(out, tables).publish(step, options)
-    except BaseException:
-        out.discard_all()
-        raise
-    finally:
-        out.close()
 
 
 class _NextStep:
@@ -234,7 +230,9 @@ class _NextStep:
         """Write the rows of all tables. Return whether old files have rows that were forgotten."""
         stores, purges, before = list[RecordStore](), False, self._before.sources
         for number, names in enumerate(self._pools):
-            changed = [each for name in names if (each := self._changes(name)) is not None]
+            follow = [name for name in names if self._is_alike and self._follows[name]]
+            found = [self._tables[name].changes(before[name].commit) for name in follow]
+            changed = [each for each in found if each is not None]
             purge = any(name in before and self._tables[name].forgets(before[name]) for name in names)
             if len(changed) < len(names):
                 stores.append(self._new_base(names))
@@ -247,12 +245,6 @@ class _NextStep:
             purges = purges or purge
         self._out.stores = stores
         return purges
-
-    def _changes(self, name: str) -> Iterable[ChangedRows] | None:
-        """Return what changed since the published step before. None: all rows may have."""
-        if not self._follows[name] or not self._is_alike:
-            return None
-        return self._tables[name].changes(self._before.sources[name].commit)
 
     def _new_base(self, names: Sequence[str]) -> RecordStore:
         first = self._tables[names[0]].spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from embedrock.table.group import NO_OPTIONS, open_table
 from embedrock.table.reading import weights_of
 from embedrock.table.table import Table, rows_of
 
-Inits = Mapping[str, Initializer]  # initial values from arrays, by name of the table
 MEMORY = "16MiB"  # of a table whose rows are computed
 _NO_IDS = np.empty(0, np.int64)
 
@@ -55,14 +54,16 @@ class SourceTable(NamedTuple):
     is_listed: bool
 
     @classmethod
-    def of(cls, table_folder: TableFolder, member: TableEntry, dtype: str | None, inits: Inits) -> SourceTable:
+    def of(
+        cls, table_folder: TableFolder, member: TableEntry, dtype: str | None, init: Initializer | None
+    ) -> SourceTable:
         """Return a table of an open commit.
 
         Raises:
-            TableFileError: its initial values are from an array that `inits` does not have.
+            TableFileError: its initial values are from an array that `init` does not have.
         """
         where = f"{table_folder.folder}{f'#{member.name}' * bool(member.name)}"
-        spec = read_spec(member.spec, inits.get(member.name), where)
+        spec = read_spec(member.spec, init, where)
         default = None if spec.admission is None else spec.admission.default
         is_listed = (spec.rule is None or spec.rule.history() is None) and default != "shared"
         init = Zeros() if default == "zeros" or isinstance(spec.init, FromArray) else spec.init

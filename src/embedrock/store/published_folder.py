@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import CorruptTableError, TableFileError
-from embedrock.io.vfs import System, retried
+from embedrock.io.vfs import System
 from embedrock.store import change_lists, publishing
 from embedrock.store import folder as folders
 from embedrock.store.folder import join
@@ -106,37 +106,22 @@ class PublishedFolder(TableFolder):
             lists = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
             self.unlink([file.name for file in lists], lambda: False)
 
-    def _collect(self, keep: float) -> None:
-        """Remove manifests that were followed by the next one `keep` hours ago, and the files that only they name."""
-        numbers, gone = PUBLISHED.numbers(self.system, self.folder), list[int]()
+    def divided(self, keep: float) -> tuple[dict[int, Manifest | None], list[Manifest | None]]:
+        # Those that were followed by the next one `keep` hours ago.
+        numbers, dropped = PUBLISHED.numbers(self.system, self.folder), dict[int, Manifest | None]()
         for number, after in pairwise(numbers):
             later = self._manifest(after)
             if later is not None and publishing.age_of(later.time) < keep * HOUR:
                 break
-            gone.append(number)
-        named = {name for number in gone if (one := self._manifest(number)) is not None for name in one.files}
-        for number in gone:
-            self.system.unlink(PUBLISHED.path_of(self.folder, number))
-        if not named:
-            return
-        retried(self.system.fsync_folder, join(self.folder, PUBLISHED.inside))
+            dropped[number] = self._manifest(number)
         # A file is named by manifests in a row. So the oldest one left names all that others still need.
-        oldest = self._manifest(numbers[len(gone)])
-        for name in sorted(named - self.needed().union(oldest.files if oldest else ())):
-            folders.remove(self.system, self.folder, name)
+        return dropped, [self._manifest(numbers[len(dropped)])]
 
     def _manifest(self, number: int) -> Manifest | None:
         return self.manifest if number == self.manifest.commit else folders.readable(self.system, self.folder, number)
 
     def needed(self) -> set[str]:
         return super().needed().union(self.manifest.files)
-
-    def discard_all(self) -> None:
-        """Close the folder, and remove the files that no manifest names."""
-        for store in self.stores:
-            store.close()
-        self.tidy()
-        self.close()
 
 
 def _none_newer(ids: np.ndarray) -> np.ndarray:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -82,20 +84,6 @@ def publish(
     return Publisher(model, folder, every, PublishOptions(dtype, keep_hours))
 
 
-class _Begun(NamedTuple):
-    """Commits of one step that have begun, and its dense weights.
-
-    Attributes:
-        commits: running commits, each with one of the tables that it commits.
-        tag: their name.
-        options: how to publish them.
-    """
-
-    commits: list[tuple[StorageCommit, Table]]
-    tag: str
-    options: PublishOptions
-
-
 class Publisher:
     """Publisher of a model in training. See `publish`.
 
@@ -133,7 +121,8 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, args=(self._begin(None),), name="embedrock-publish")
         self._thread.start()
 
-    def _begin(self, step: int | None) -> _Begun:
+    def _begin(self, step: int | None) -> Callable[[], Published]:
+        """Begin commits of one step, and copy its dense weights. Return a function that publishes them."""
         self._due, tag = time.monotonic() + self._every, f"{HELD}{secrets.token_hex(4)}"
         step = max(each.steps for each in self._tables) if step is None else step
         commits = list[tuple[StorageCommit, Table]]()
@@ -142,20 +131,20 @@ class Publisher:
             commits.append((table._on_disk().last_begun, table))
         arrays = arrays_of(*(handle.table for handle in handles(self._model)))
         options = self._options._replace(dense=dense_of(self._model), step=step, inits=arrays)
-        return _Begun(commits, tag, options)
+        return functools.partial(self._publish, commits, tag, options)
 
-    def _run(self, begun: _Begun) -> None:
+    def _run(self, publish_begun: Callable[[], Published]) -> None:
         try:
-            self.last, self.error = self._publish(begun), None
+            self.last, self.error = publish_begun(), None
         except Exception as error:
             self.error = error
             tell(f"{self._folder}: a step was not published: {error}", logging.ERROR)
 
-    def _publish(self, begun: _Begun) -> Published:
+    def _publish(self, commits: list[tuple[StorageCommit, Table]], tag: str, options: PublishOptions) -> Published:
         try:
             with ExitStack() as opened:
                 sources = []
-                for commit, table in begun.commits:
+                for commit, table in commits:
                     while not commit.is_done:  # without making it hurry, at the cost of training
                         time.sleep(PAUSE_S)
                     if commit.error is not None:
@@ -163,10 +152,10 @@ class Publisher:
                     path, system = table._on_disk().opening.path, table._on_disk().opening.system
                     found = opened.enter_context(opened_commit(path, commit.number, system))
                     sources.append((found, self._names_in(table)))
-                return publish_commits(sources, self._folder, begun.options)
+                return publish_commits(sources, self._folder, options)
         finally:
-            for _, table in begun.commits:
-                table.release(begun.tag)
+            for _, table in commits:
+                table.release(tag)
 
     def _names_in(self, table: Table) -> dict[str, str]:
         """Return the names of the model's tables in a folder, by the names under which they are published."""
@@ -181,10 +170,10 @@ class Publisher:
             step: training step; None: the steps of the tables.
         """
         self._wait()
-        begun = self._begin(step)
+        publish_begun = self._begin(step)
         for table in self._tables:
             table._on_disk().end_commit()
-        self.last, self.error = self._publish(begun), None
+        self.last, self.error = publish_begun(), None
         return self.last
 
     def _wait(self) -> None:
