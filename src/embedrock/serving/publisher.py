@@ -30,6 +30,7 @@ from embedrock.store.compaction import compact_all, fill
 from embedrock.store.manifest import KEYS, StoreEntry, TableEntry
 from embedrock.store.publication import DenseEntry, Publication
 from embedrock.store.published_folder import PublishedFolder
+from embedrock.store.publishing import now
 from embedrock.store.record_store import RecordStore
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.paths import local_path
@@ -207,7 +208,7 @@ class _NextStep:
         if self._is_alike and not self._out.is_torn and (sources, dense) == (self._before.sources, self._before.dense):
             return Published(last.commit, last.step, 0, 0, False, is_new=False)
         purges = self._write()
-        time = self._out.next_time()
+        time = max(now(), last.time)  # clocks may go back
         # Rows of a table that was trained anew, or has gone back, do not follow from those published before.
         is_same_chain = all(self._follows.values()) and self._before.sources and not self._out.is_torn
         chain = (self._before.chain, self._before.began, self._out.sha) if is_same_chain else None

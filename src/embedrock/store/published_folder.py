@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -48,7 +50,7 @@ class PublishedFolder(TableFolder):
         """
         inside = join(folder, PUBLISHED.inside)
         numbers = PUBLISHED.numbers(system, folder) if system.exists(inside) else []
-        if any(_is_whole(system, folder, number) for number in numbers):
+        if any(_whole_of(system, folder, numbers)):
             return cls.open_to_write(system, folder, locked)
         if numbers:  # the first one was interrupted, or is being written
             with folders.locked_by(system, folder, locked, PUBLISHED):
@@ -59,8 +61,7 @@ class PublishedFolder(TableFolder):
 
     @classmethod
     def newest_of(cls, system: System, folder: str) -> Manifest:
-        numbers = reversed(PUBLISHED.numbers(system, folder))
-        found = PUBLISHED.read(system, folder, next(one for one in numbers if _is_whole(system, folder, one)))
+        found = next(_whole_of(system, folder, reversed(PUBLISHED.numbers(system, folder))))
         if found.published is None:
             held = what_is_at(system, folder)
             raise TableFileError(errno.EEXIST, f"{held}. Publish its rows in a folder of their own", folder)
@@ -89,19 +90,14 @@ class PublishedFolder(TableFolder):
     def is_torn(self) -> bool:
         return self._last_number > self.manifest.commit
 
-    def next_time(self) -> str:
-        """Return the present time, or a later one than that of the last manifest: clocks may go back."""
-        return max(publishing.now(), self.manifest.time)
-
     def publish_rows(self, changes: dict[str, Any], keep_hours: float, purges: bool) -> None:
         """Publish the present records of all stores as one step. See `publish`.
 
         `purges`: old files have forgotten rows, and leave at once.
         """
-        snapshots = self.freeze([_none_newer] * len(self.stores))
-        self.publish(
-            snapshots, {**changes, "name": None, "parent": self.manifest.commit}, 0.0 if purges else keep_hours
-        )
+        snapshots = self.freeze([lambda ids: np.zeros(len(ids), bool)] * len(self.stores))  # all records are in logs
+        fields = {**changes, "name": None, "parent": self.manifest.commit}
+        self.publish(snapshots, fields, 0.0 if purges else keep_hours)
         if purges:
             lists = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
             self.unlink([file.name for file in lists], lambda: False)
@@ -124,13 +120,8 @@ class PublishedFolder(TableFolder):
         return super().needed().union(self.manifest.files)
 
 
-def _none_newer(ids: np.ndarray) -> np.ndarray:
-    return np.zeros(len(ids), bool)  # all records are in logs
-
-
-def _is_whole(system: System, folder: str, number: int) -> bool:
-    try:
-        PUBLISHED.read(system, folder, number)
-    except CorruptTableError:
-        return False
-    return True
+def _whole_of(system: System, folder: str, numbers: Iterable[int]) -> Iterator[Manifest]:
+    """Iterate over the manifests that are not torn."""
+    for number in numbers:
+        with contextlib.suppress(CorruptTableError):
+            yield PUBLISHED.read(system, folder, number)

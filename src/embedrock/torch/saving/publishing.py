@@ -116,7 +116,8 @@ class Publisher:
     def _look(self) -> None:
         """Begin the next step if it is due. Between two calls of the model, rows and dense weights are of one step."""
         is_busy = self._thread is not None and self._thread.is_alive()
-        if time.monotonic() < self._due or is_busy or not all(map(_is_quiet, self._tables)):
+        pending = (table._on_disk().pending for table in self._tables)  # looked at only if the step is due
+        if time.monotonic() < self._due or is_busy or not all(one is None or one.is_done for one in pending):
             return
         self._thread = threading.Thread(target=self._run, args=(self._begin(None),), name="embedrock-publish")
         self._thread.start()
@@ -199,11 +200,6 @@ class Publisher:
         self.close()
 
 
-def _is_quiet(table: Table) -> bool:
-    pending = table._on_disk().pending
-    return pending is None or pending.is_done
-
-
 def _tables_of(model: nn.Module) -> list[Table]:
     """Return a model's tables, one of each folder.
 
@@ -213,16 +209,12 @@ def _tables_of(model: nn.Module) -> list[Table]:
     """
     found = handles(model)
     for handle in found:
+        reason = "they are shared out over several processes. Publish a table of one process."
         if not handle.table.is_on_disk or handle.table.mode != "w":
-            raise UnsupportedError(
-                f"the rows of {handle.label} cannot be published: they have no commits, as their table is not written "
-                "to disk here. Give the layer a path=..."
-            )
-        if handle.sharing is not None:
-            raise UnsupportedError(
-                f"the rows of {handle.label} cannot be published: they are shared out over several processes. Publish "
-                "a table of one process."
-            )
+            reason = "they have no commits, as their table is not written to disk here. Give the layer a path=..."
+        elif handle.sharing is None:
+            continue
+        raise UnsupportedError(f"the rows of {handle.label} cannot be published: {reason}")
     tables = list({id(handle.table): handle.table for handle in found}.values())
     names = [published_name(table) for table in tables]
     if not tables or len(set(names)) < len(names):
