@@ -106,6 +106,21 @@ def test_commits_are_held_only_until_they_are_published(tmp_path: Path):
     training.end()
 
 
+def test_pretrained_rows_of_several_tables(tmp_path: Path):
+    weights = [torch.randn(20, 4), torch.randn(20, 4)]
+    layers = [
+        ert.Embedding.from_pretrained(each, freeze=False, path=tmp_path / f"{name}.rock")
+        for name, each in zip("ab", weights, strict=True)
+    ]
+    with ert.publish(nn.ModuleList(layers), tmp_path / "served") as publisher:
+        publisher.publish()
+    with er.Subscriber(tmp_path / "served") as served:
+        rows = served.lookup({"a": range(20), "b": range(20)})
+    assert [rows[name].tolist() for name in "ab"] == [each.tolist() for each in weights]
+    for layer in layers:
+        layer.table.close()
+
+
 def test_a_group_in_a_compiled_model(tmp_path: Path):
     group = er.Group(path=tmp_path / "model.rock")
     layers = [ert.Embedding(50, 4, group=group, name=name) for name in ("a", "b")]

@@ -13,9 +13,9 @@ import embedrock as er
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.storage.commit import StorageCommit
 from embedrock.store import folder as folders
-from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from embedrock.store.compaction import compact
+from embedrock.store.publishing import FolderKind
 from embedrock.store.record_store import RecordStore
 from embedrock.store.segments import Segment
 from same_tables import check_same
@@ -164,7 +164,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
             commit, interval = held[0]
             commit.start(interval)
         files.end_commit()
-        publish = manifests.publish
+        publish = FolderKind.publish
 
         def late(*args: Any) -> None:
             if not system.folded:
@@ -172,7 +172,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
                 fold(table)
             publish(*args)
 
-        monkeypatch.setattr(manifests, "publish", late)
+        monkeypatch.setattr(FolderKind, "publish", late)
         files.table_folder.commit_base(publishing.now(), 2)
         assert system.folded
         assert system.lost == []

@@ -37,8 +37,9 @@ def _publish(arguments: Namespace) -> int:
     check_there(arguments.table)
     source, folder = place_of(arguments.table), os.path.abspath(arguments.folder)
     options = PublishOptions(arguments.dtype, arguments.keep_hours)
+    names = None if source.member is None else {source.member: source.member}
     while True:
-        made = publish_last(os.path.abspath(source.folder), folder, options, source.member)
+        made = publish_last(os.path.abspath(source.folder), folder, options, names)
         if made.is_new or not arguments.every:
             kind = "all rows" if made.is_base else "changes"
             text = f"{folder}: step {made.number}, {kind}: {made.rows} written, {made.gone} deleted"

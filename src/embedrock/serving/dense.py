@@ -18,7 +18,7 @@ from embedrock.store.segments import damaged
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"}
 DTYPES |= {"U8": "|u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "|b1", "BF16": "<u2"}
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name != "BF16"}
-_SIZE, _ALIGNED = struct.Struct("<Q"), 8
+LENGTH = struct.Struct("<Q")  # of the header
 
 
 class Bfloat16(NamedTuple):
@@ -40,7 +40,7 @@ def to_bytes(arrays: Dense) -> bytes:
     Raises:
         ArgumentError: an array has a dtype that such files do not have.
     """
-    header, parts, start = dict[str, Any](), list[bytes](), 0
+    tensors, parts = dict[str, tuple[str, tuple[int, ...]]](), list[bytes]()
     for name in sorted(arrays):
         given = arrays[name]
         array = np.asarray(given.bits if isinstance(given, Bfloat16) else given)
@@ -48,12 +48,19 @@ def to_bytes(arrays: Dense) -> bytes:
         if dtype is None:
             raise ArgumentError(f"`dense` must have arrays of numbers: got {array.dtype} for {name!r}.")
         parts.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
-        end = start + len(parts[-1])
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNED)
-    return b"".join([_SIZE.pack(len(text)), text, *parts])
+        tensors[name] = dtype, array.shape
+    return b"".join([header_of(tensors), *parts])
+
+
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """Return the bytes of a file before those of its arrays, which have these types and shapes."""
+    header, end = dict[str, Any](), 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + np.dtype(DTYPES[dtype]).itemsize * prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % LENGTH.size)
+    return LENGTH.pack(len(text)) + text
 
 
 def write(system: System, folder: str, name: str, data: bytes) -> DenseEntry:
@@ -76,12 +83,10 @@ def read(system: System, folder: str, entry: DenseEntry) -> dict[str, np.ndarray
 
 
 def _arrays(data: bytes) -> dict[str, np.ndarray]:
-    (size,) = _SIZE.unpack_from(data)
-    start, found = _SIZE.size + size, dict[str, np.ndarray]()
-    header = json.loads(data[_SIZE.size : start])
+    start, found = LENGTH.size + LENGTH.unpack_from(data)[0], dict[str, np.ndarray]()
+    header = json.loads(data[LENGTH.size : start])
+    header.pop("__metadata__", None)
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         (begin, end), shape = entry["data_offsets"], entry["shape"]
         dtype = np.dtype(DTYPES[entry["dtype"]])
         if not 0 <= begin <= end <= len(data) - start or prod(shape) * dtype.itemsize != end - begin:

@@ -5,9 +5,11 @@ Rows that changed since the step before come as logs. Now and then they are comp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,18 +22,19 @@ from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.kernels.keys import PART_BITS
 from embedrock.serving import dense as dense_files
 from embedrock.serving.dense import Dense
-from embedrock.serving.sources import Inits, SourceTable, opened_commit
+from embedrock.serving.sources import SourceTable, opened_commit
 from embedrock.spec.description import describe_spec
-from embedrock.spec.spec import Spec
-from embedrock.storage.record_pools import are_alike, may_share
+from embedrock.storage.record_pools import may_share
 from embedrock.storage.records import encode
 from embedrock.store.compaction import compact_all, fill
 from embedrock.store.manifest import KEYS, StoreEntry, TableEntry
 from embedrock.store.publication import DenseEntry, Publication
 from embedrock.store.published_folder import PublishedFolder
+from embedrock.store.publishing import now
 from embedrock.store.record_store import RecordStore
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import on_failure
 from embedrock.table.changed_rows import ChangedRows
 from embedrock.table.group import Group
 from embedrock.table.table import Table
@@ -61,22 +64,13 @@ class Published(NamedTuple):
 
 
 class PublishOptions(NamedTuple):
-    """Options of `publish_commits`.
-
-    Attributes:
-        dtype: of published rows; None: the tables' own.
-        keep_hours: how long old files stay.
-        dense: dense weights of the same step.
-        step: training step; None: that of the commits.
-        inits: initial values from arrays, by name of the table in its folder, "" for a table alone.
-        system: system calls for I/O.
-    """
+    """Options of `publish_commits`: those of `publish`, the results of `arrays_of`, and system calls for I/O."""
 
     dtype: str | None = None
     keep_hours: float = KEEP_HOURS
     dense: Dense | None = None
     step: int | None = None
-    inits: Inits = MappingProxyType({})
+    inits: Mapping[str, Initializer] = MappingProxyType({})
     system: System = OS_SYSTEM
 
 
@@ -128,44 +122,39 @@ def publish(
         raise ArgumentError(f"`source` of er.publish must be a table or a group, as layer.table is: got {source!r}.")
     opening = source._on_disk().opening
     options = PublishOptions(dtype, keep_hours, dense, step, arrays_of(source), opening.system)
-    is_alone = isinstance(source, Table) and source.group is None
-    alone = published_name(source, opening.path) if isinstance(source, Table) and is_alone else ""
-    member = source.name if isinstance(source, Table) and not is_alone else None
-    return publish_last(opening.path, os.path.abspath(local_path(folder)), options, member, alone)
+    names = {published_name(source): member_name(source)} if isinstance(source, Table) else None
+    return publish_last(opening.path, os.path.abspath(local_path(folder)), options, names)
 
 
-def publish_last(
-    path: str, folder: str, options: PublishOptions, member: str | None = None, name: str = ""
-) -> Published:
-    """Publish the last commit of the table or group at a path. See `publish`.
-
-    Args:
-        member: the only member of a group to publish; None: all.
-        name: of a table alone; "": that of its folder.
-    """
+def publish_last(path: str, folder: str, options: PublishOptions, names: Mapping[str, str] | None = None) -> Published:
+    """Publish tables of the last commit at a path. See `publish_commits` for `names`; None: all tables."""
     if layout_of(path) is not None:
         raise UnsupportedError(
             f"the table at {path!r} is in parts, and cannot be published. Share its rows out over one rank, "
             "`embedrock reshard --shards 1`, and publish its part."
         )
     with opened_commit(path, None, options.system) as commit:
-        own = [one.name for one in commit.manifest.members if member in (None, one.name)]
-        if member is not None and not own:
-            raise ArgumentError(f"{path} has no commit with table {member!r} yet. Call commit() first.")
-        names = {each or name or _stem(path): each for each in own}
+        own = [one.name for one in commit.manifest.members]
+        names = {each or _stem(path): each for each in own} if names is None else names
+        for name in set(names.values()).difference(own):
+            raise ArgumentError(f"{path} has no commit with table {name!r} yet. Call commit() first.")
         return publish_commits([(commit, names)], folder, options)
 
 
 def arrays_of(*sources: Table | Group) -> dict[str, Initializer]:
-    """Return the initial values from arrays of tables, and of open members of groups, by name; "" for one alone."""
+    """Return the initial values from arrays of tables, and of open members of groups, by their published names."""
     tables = [table for one in sources for table in ([one] if isinstance(one, Table) else one.open_tables())]
-    named = {str(table.name) if table.group is not None else "": table.spec.init for table in tables}
-    return {name: init for name, init in named.items() if isinstance(init, FromArray)}
+    return {published_name(table): init for table in tables if isinstance(init := table.spec.init, FromArray)}
 
 
-def published_name(table: Table, path: str) -> str:
-    """Return the name under which a table alone is published."""
-    return table.name or _stem(path)
+def member_name(table: Table) -> str:
+    """Return the name of a table in its folder, "" for a table alone."""
+    return "" if table.group is None else str(table.name)
+
+
+def published_name(table: Table) -> str:
+    """Return the name under which a table is published."""
+    return table.name or _stem(str(table.path))
 
 
 def _stem(path: str) -> str:
@@ -187,18 +176,12 @@ def publish_commits(
     tables = dict[str, SourceTable]()
     for commit, names in commits:
         members = {member.name: member for member in commit.manifest.members}
-        tables |= {
-            new: SourceTable.of(commit, members[name], options.dtype, options.inits) for new, name in names.items()
-        }
+        for new, name in names.items():
+            tables[new] = SourceTable.of(commit, members[name], options.dtype, options.inits.get(new))
     step = commits[0][0].manifest.step if options.step is None else options.step
     out = PublishedFolder.open_or_make(options.system, folder)
-    try:
+    with contextlib.closing(out), on_failure(out.tidy):
         return _NextStep(out, tables).publish(step, options)
-    except BaseException:
-        out.discard_all()
-        raise
-    finally:
-        out.close()
 
 
 class _NextStep:
@@ -211,9 +194,10 @@ class _NextStep:
 
     def __init__(self, out: PublishedFolder, tables: Mapping[str, SourceTable]) -> None:
         self._out, self._tables, self._pools = out, tables, _pools_of(tables)
+        self._entries = _entries(self._pools, tables)
         assert out.manifest.published is not None
         self._before, known = out.manifest.published, {member.name: member for member in out.manifest.members}
-        self._is_alike = _layout(out.manifest.members) == _layout(self._entries(dict.fromkeys(tables, 0)))
+        self._is_alike = _layout(out.manifest.members) == _layout(self._entries)
         self._counts = {name: known[name].count if self._is_alike else 0 for name in tables}
         sources = self._before.sources
         self._follows = {name: name in sources and table.follows(sources[name]) for name, table in tables.items()}
@@ -226,11 +210,12 @@ class _NextStep:
         if self._is_alike and not self._out.is_torn and (sources, dense) == (self._before.sources, self._before.dense):
             return Published(last.commit, last.step, 0, 0, False, is_new=False)
         purges = self._write()
-        time = self._out.next_time()
+        time = max(now(), last.time)  # clocks may go back
         # Rows of a table that was trained anew, or has gone back, do not follow from those published before.
         is_same_chain = all(self._follows.values()) and self._before.sources and not self._out.is_torn
-        chain = (self._before.chain, self._before.began, self._out.sha) if is_same_chain else _new_chain(time)
-        members = self._entries(self._counts)
+        chain = (self._before.chain, self._before.began, self._out.sha) if is_same_chain else None
+        chain = chain or (secrets.token_hex(16), time, None)
+        members = tuple(replace(entry, count=self._counts[entry.name]) for entry in self._entries)
         fields = {"step": step, "time": time, "members": members, "published": Publication(*chain, sources, dense)}
         self._out.publish_rows(fields, options.keep_hours, purges)
         return Published(self._out.manifest.commit, step, self._rows, self._gone, self._is_base)
@@ -246,40 +231,29 @@ class _NextStep:
 
     def _write(self) -> bool:
         """Write the rows of all tables. Return whether old files have rows that were forgotten."""
-        stores, purges = list[RecordStore](), False
+        stores, purges, before = list[RecordStore](), False, self._before.sources
         for number, names in enumerate(self._pools):
-            changed = {name: each for name in names if (each := self._changes(name)) is not None}
-            if len(changed) == len(names):
-                store = self._out.stores[number]
-                for name, each in changed.items():
-                    self._append(store, name, each)
-                purge = any(self._forgets(name) for name in names)
-                if purge or _is_due(store):
-                    compact_all(store, self._rows_of(names))
+            follow = [name for name in names if self._is_alike and self._follows[name]]
+            found = [self._tables[name].changes(before[name].commit) for name in follow]
+            changed = [each for each in found if each is not None]
+            purge = any(name in before and self._tables[name].forgets(before[name]) for name in names)
+            if len(changed) < len(names):
+                stores.append(self._new_base(names))
             else:
-                store, purge = self._new_base(names), any(self._forgets(name) for name in names)
-            stores.append(store)
+                stores.append(self._out.stores[number])
+                for part, (name, each) in enumerate(zip(names, changed, strict=True)):
+                    self._append(stores[-1], name, part << PART_BITS, each)
+                if purge or _is_due(stores[-1]):
+                    compact_all(stores[-1], self._rows_of(names))
             purges = purges or purge
         self._out.stores = stores
         return purges
 
-    def _forgets(self, name: str) -> bool:
-        before, table = self._before.sources.get(name), self._tables[name]
-        return before is not None and table.forgets(before)
-
-    def _changes(self, name: str) -> Iterable[ChangedRows] | None:
-        """Return what changed since the published step before. None: all rows may have."""
-        if not self._follows[name] or not self._is_alike:
-            return None
-        return self._tables[name].changes(self._before.sources[name].commit)
-
     def _new_base(self, names: Sequence[str]) -> RecordStore:
         first = self._tables[names[0]].spec
         parts = len(names) if may_share(first) else None
-        uuid, commit = self._out.manifest.uuid, self._out.next_commit - 1
-        store = RecordStore(
-            self._out, StoreEntry(uuid, commit, first.record_bytes, self._rows_of(names), 0, parts=parts)
-        )
+        made = self._out.manifest.uuid, self._out.next_commit - 1, first.record_bytes
+        store = RecordStore(self._out, StoreEntry(*made, self._rows_of(names), 0, parts=parts))
 
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for part, name in enumerate(names):
@@ -292,8 +266,7 @@ class _NextStep:
         self._is_base = True
         return store
 
-    def _append(self, store: RecordStore, name: str, changes: Iterable[ChangedRows]) -> None:
-        first = next(names.index(name) for names in self._pools if name in names) << PART_BITS
+    def _append(self, store: RecordStore, name: str, first: int, changes: Iterable[ChangedRows]) -> None:
         for ids, rows, gone in changes:
             keys, gone = ids + first, gone + first
             gone = gone[store.locate(gone) >= 0]
@@ -309,30 +282,23 @@ class _NextStep:
         first = self._tables[names[0]].spec
         return KEYS if may_share(first) else first.rows
 
-    def _entries(self, counts: Mapping[str, int]) -> tuple[TableEntry, ...]:
-        found = list[TableEntry]()
-        for number, names in enumerate(self._pools):
-            for part, name in enumerate(names):
-                spec, of = self._tables[name].spec, self._tables[name].member
-                place = number, part if may_share(spec) else None
-                found.append(TableEntry(name, *place, describe_spec(spec), of.steps, of.skipped_steps, counts[name]))
-        return tuple(found)
-
 
 def _pools_of(tables: Mapping[str, SourceTable]) -> list[list[str]]:
     """Return the names of the tables of each pool. Tables with one record layout share one, if they can."""
-    pools = list[list[str]]()
+    pools = dict[Any, list[str]]()
     for name, table in tables.items():
-        shares = [names for names in pools if may_share(table.spec) and _may_join(tables[names[0]].spec, table.spec)]
-        if shares:
-            shares[0].append(name)
-        else:
-            pools.append([name])
-    return pools
+        layout = (table.spec.dim, table.spec.dtype) if may_share(table.spec) else name
+        pools.setdefault(layout, []).append(name)
+    return list(pools.values())
 
 
-def _may_join(spec: Spec, other: Spec) -> bool:
-    return may_share(spec) and are_alike(spec, other)
+def _entries(pools: Sequence[Sequence[str]], tables: Mapping[str, SourceTable]) -> list[TableEntry]:
+    found = list[TableEntry]()
+    for number, part, name in ((number, *each) for number, names in enumerate(pools) for each in enumerate(names)):
+        spec, of = tables[name].spec, tables[name].member
+        place = number, part if may_share(spec) else None
+        found.append(TableEntry(name, *place, describe_spec(spec), of.steps, of.skipped_steps, 0))
+    return found
 
 
 def _layout(members: Sequence[TableEntry]) -> list[tuple[Any, ...]]:
@@ -345,7 +311,3 @@ def _is_due(store: RecordStore) -> bool:
     """Return whether it is time for a new base."""
     logs, base = [*store.delta, *store.logs], sum(segment.file.size for segment in store.base.runs)
     return len(logs) > MOST_LOGS or sum(segment.file.size for segment in logs) > LOG_SHARE * base
-
-
-def _new_chain(time: str) -> tuple[str, str, None]:
-    return secrets.token_hex(16), time, None

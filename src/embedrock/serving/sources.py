@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,11 +19,10 @@ from embedrock.store.publication import SourceEntry
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.arena import cut
 from embedrock.table.changed_rows import CHUNK_ROWS, ChangedRows, changes_in
-from embedrock.table.group import NO_OPTIONS, Group, open_table
+from embedrock.table.group import NO_OPTIONS, open_table
 from embedrock.table.reading import weights_of
 from embedrock.table.table import Table, rows_of
 
-Inits = Mapping[str, Initializer]  # initial values from arrays, by name of the table
 MEMORY = "16MiB"  # of a table whose rows are computed
 _NO_IDS = np.empty(0, np.int64)
 
@@ -55,14 +54,16 @@ class SourceTable(NamedTuple):
     is_listed: bool
 
     @classmethod
-    def of(cls, table_folder: TableFolder, member: TableEntry, dtype: str | None, inits: Inits) -> SourceTable:
+    def of(
+        cls, table_folder: TableFolder, member: TableEntry, dtype: str | None, init: Initializer | None
+    ) -> SourceTable:
         """Return a table of an open commit.
 
         Raises:
-            TableFileError: its initial values are from an array that `inits` does not have.
+            TableFileError: its initial values are from an array that `init` does not have.
         """
         where = f"{table_folder.folder}{f'#{member.name}' * bool(member.name)}"
-        spec = read_spec(member.spec, inits.get(member.name), where)
+        spec = read_spec(member.spec, init, where)
         default = None if spec.admission is None else spec.admission.default
         is_listed = (spec.rule is None or spec.rule.history() is None) and default != "shared"
         init = Zeros() if default == "zeros" or isinstance(spec.init, FromArray) else spec.init
@@ -78,13 +79,12 @@ class SourceTable(NamedTuple):
     def follows(self, before: SourceEntry) -> bool:
         """Return whether it is a later state of the commit that was published before."""
         now = self.entry
-        if (before.uuid, before.table) != (now.uuid, now.table) or before.commit >= now.commit:
-            return before == now
-        try:
-            oldest = self.table_folder.lists_since(before.commit)[-1]
-        except HistoryDroppedError:
+        if (before.uuid, before.table) != (now.uuid, now.table) or before.commit > now.commit:
             return False
-        return (oldest.since, oldest.parent) == (before.commit, before.sha256)
+        with contextlib.suppress(HistoryDroppedError):
+            self.table_folder.changed_ids(before.commit, (), before.sha256)
+            return True
+        return False
 
     def forgets(self, before: SourceEntry) -> bool:
         """Return whether rows may have been forgotten since a commit."""
@@ -98,12 +98,15 @@ class SourceTable(NamedTuple):
     @property
     def most_rows(self) -> int:
         """Return the number of published rows, at most."""
-        ships_all = isinstance(self.trained.init, FromArray) or not self.is_listed
-        return max(self.member.count, self.spec.rows or 0 if ships_all else 0)
+        return max(self.member.count, self.spec.rows or 0 if self._has_array or not self.is_listed else 0)
+
+    @property
+    def _has_array(self) -> bool:
+        return isinstance(self.trained.init, FromArray)
 
     def all_rows(self) -> Iterator[ChangedRows]:
         """Iterate over all rows to publish, in the order of ids."""
-        if self.is_listed and not isinstance(self.trained.init, FromArray):
+        if self.is_listed and not self._has_array:
             return iter(changes_in(self.table_folder, None, [self.member.name])[self.member.name])
         return self._computed()
 
@@ -115,7 +118,7 @@ class SourceTable(NamedTuple):
             found = changes_in(self.table_folder, since, [self.member.name])[self.member.name]
         except HistoryDroppedError:
             return None
-        return map(self._with_first_values, found) if isinstance(self.trained.init, FromArray) else found
+        return map(self._with_first_values, found) if self._has_array else found
 
     def _with_first_values(self, changed: ChangedRows) -> ChangedRows:
         """Return rows that were deleted as rows with their initial values, which the published table does not have."""
@@ -127,11 +130,14 @@ class SourceTable(NamedTuple):
 
     def _computed(self) -> Iterator[ChangedRows]:
         """Iterate over rows as a lookup shows them: all, or those with a record if others have their initial values."""
-        folder, name = self.table_folder, self.member.name
-        with self._opened(folder) as opened:
+        folder, name, admission = self.table_folder, self.member.name, self.trained.admission
+        is_shared = admission is not None and admission.default == "shared"
+        init = self.trained.init if self._has_array and not name else None
+        options: dict[str, Any] = {"memory": MEMORY, "system": folder.system, "init": init}
+        with open_table(folder.folder, "r", folder.manifest.commit, **options) as opened:
             table = opened if isinstance(opened, Table) else opened._opened(name, NO_OPTIONS, self.trained.init)
             rows = rows_of(table)
-            if not self._ships_all(table):
+            if not (self._has_array or is_shared or table.first_scale != 1.0):
                 ids = np.sort(np.concatenate([_NO_IDS, *rows.tier.id_batches(CHUNK_ROWS)]))
             elif self.spec.rows is not None:
                 ids = np.arange(self.spec.rows)
@@ -143,12 +149,3 @@ class SourceTable(NamedTuple):
                 )
             for part in cut(ids, CHUNK_ROWS):
                 yield ChangedRows(part, weights_of(rows, part), _NO_IDS)
-
-    def _opened(self, folder: TableFolder) -> Table | Group:
-        init = self.trained.init if isinstance(self.trained.init, FromArray) and not self.member.name else None
-        options: dict[str, Any] = {"memory": MEMORY, "system": folder.system, "init": init}
-        return open_table(folder.folder, "r", folder.manifest.commit, **options)
-
-    def _ships_all(self, table: Table) -> bool:
-        is_shared = self.trained.admission is not None and self.trained.admission.default == "shared"
-        return isinstance(self.trained.init, FromArray) or is_shared or table.first_scale != 1.0

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -22,18 +21,18 @@ from embedrock.errors import (
     NewerFormatError,
     TableFileError,
 )
-from embedrock.io.vfs import OS_SYSTEM, System, open_file, read_whole
+from embedrock.io.vfs import OS_SYSTEM, System, open_file
 from embedrock.serving import dense as dense_files
 from embedrock.spec.description import read_spec
 from embedrock.store.manifest import PUBLISHED, Manifest
 from embedrock.store.publication import Publication
-from embedrock.store.publishing import MAX_BYTES, sha_of
-from embedrock.store.segments import REMEDY, Segment
+from embedrock.store.publishing import age_of, sha_of
+from embedrock.store.segments import REMEDY
 from embedrock.store.table_folder import TableFolder
-from embedrock.store.verify import check_seals
+from embedrock.store.verify import check_seals, ids_in
 from embedrock.system.log import tell
 from embedrock.system.scopes import on_failure
-from embedrock.system.sizes import Size, parse_seconds
+from embedrock.system.sizes import Size, to_seconds
 from embedrock.table.group import Group, asked, group_of
 from embedrock.table.table import Table
 
@@ -94,39 +93,6 @@ class ServedStep:
         self._group.close()
 
 
-class _Manifests:
-    """The manifests of a folder, each parsed once.
-
-    A name stands for other bytes after the folder was made anew. So a manifest is known by its SHA-256, too.
-    """
-
-    def __init__(self, system: System, folder: str) -> None:
-        self._system, self._folder = system, folder
-        self._seen = set[tuple[int, bytes]]()
-
-    def new(self) -> Iterator[tuple[int, Manifest | EmbedrockError | OSError]]:
-        """Iterate over numbers, the highest first, and their manifests that were not seen, or their errors."""
-        numbers = PUBLISHED.numbers(self._system, self._folder)
-        self._seen = {one for one in self._seen if one[0] in numbers}
-        for number in reversed(numbers):
-            where = PUBLISHED.path_of(self._folder, number)
-            try:
-                if (number, self._end_of(where)) not in self._seen:
-                    yield number, PUBLISHED.parse(read_whole(self._system, where, MAX_BYTES), where)
-            except NewerFormatError:
-                raise
-            except (EmbedrockError, OSError) as error:
-                yield number, error
-
-    def _end_of(self, where: str) -> bytes:
-        with contextlib.closing(open_file(self._system, where)) as file:
-            return file.read(max(0, file.size - SHA_LINE), min(file.size, SHA_LINE))
-
-    def skip(self, manifest: Manifest) -> None:
-        """Do not return a manifest any more."""
-        self._seen.add((manifest.commit, f"\n{sha_of(manifest.to_bytes())}\n".encode()))
-
-
 class Subscriber:
     """The newest whole step of a published folder, for lookups.
 
@@ -159,11 +125,9 @@ class Subscriber:
         **options: Any,
     ) -> None:
         self._given, self._opening = asked(folder, "r", None, {"memory": memory, "system": system, **options})
-        seconds = parse_seconds(patience) if isinstance(patience, str) else patience
-        if seconds is None or isinstance(seconds, bool) or seconds < 0:
-            raise ArgumentError(f'`patience` must be seconds, or a time such as "10min": got {patience!r}.')
-        self._patience, self._system, self._folder = seconds, system, self._opening.path
-        self._manifests = _Manifests(system, self._folder)
+        self._patience, self._system, self._folder = to_seconds(patience, "`patience`"), system, self._opening.path
+        # Manifests to skip. A number stands for other bytes after the folder was made anew.
+        self._seen = set[tuple[int, bytes]]()
         self._shown: ServedStep | None = None
         self._alive = list[ServedStep]()  # shown, or in use
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
@@ -215,9 +179,7 @@ class Subscriber:
     @property
     def age(self) -> float | None:
         """Seconds since the step shown was published."""
-        if self._shown is None:
-            return None
-        return (datetime.now(UTC) - datetime.fromisoformat(self._shown.time)).total_seconds()
+        return None if self._shown is None else age_of(self._shown.time)
 
     # ---------------------------------------------------------------- newer steps
 
@@ -233,36 +195,34 @@ class Subscriber:
             self._check_open()
             if not self._system.exists(f"{self._folder}/{PUBLISHED.inside}"):
                 return False
-            waits = list[tuple[int, str]]()
+            waits, made = list[tuple[int, str]](), None
             for manifest in self._newest_first(waits):
-                try:
+                with _noted(manifest.commit, waits):
                     made = self._staged(manifest)
-                except NewerFormatError:
-                    raise
-                except (EmbedrockError, OSError) as error:
-                    waits.append((manifest.commit, _reason(error)))
-                    continue
+                    break
+            if made is not None:
                 self._show(made)
-                self.waiting = None
-                self._wait_for([one for one in waits if one[0] > made.number])
-                return True
+                waits, self.waiting = [one for one in waits if one[0] > made.number], None
             self._wait_for(waits)
-            return False
+            return made is not None
 
     def _newest_first(self, waits: list[tuple[int, str]]) -> Iterator[Manifest]:
         """Iterate over the manifests of newer steps, the newest first. Torn ones are added to `waits`."""
-        found, shown = list[Manifest](), self._shown
-        for number, manifest in self._manifests.new():
-            if not isinstance(manifest, Manifest):
-                if shown is None or number > shown.number:  # else an old file arrives once more
-                    waits.append((number, _reason(manifest)))
-            elif manifest.published is None:
+        found, shown, numbers = list[Manifest](), self._shown, PUBLISHED.numbers(self._system, self._folder)
+        self._seen = {one for one in self._seen if one[0] in numbers}
+        for number in reversed(numbers):
+            manifest = None
+            with _noted(number, waits if shown is None or number > shown.number else []):  # an old one comes once more
+                manifest = self._unseen(number)
+            if manifest is None:
+                continue
+            if manifest.published is None:
                 raise TableFileError(
                     f"{self._folder!r} has tables that are trained, and no published rows. Read them by "
                     f'er.open({self._folder!r}, mode="r"), or publish them: er.publish(group, folder)'
                 )
             elif not manifest.members:  # nothing was published yet
-                self._manifests.skip(manifest)
+                self._skip(manifest)
             elif shown is None:
                 yield manifest  # the first step is shown soon: the next call looks at all others
             else:
@@ -273,20 +233,31 @@ class Subscriber:
                 if _age_of(manifest) > _age_of(shown.manifest):
                     yield manifest
                 else:
-                    self._manifests.skip(manifest)
+                    self._skip(manifest)
+
+    def _unseen(self, number: int) -> Manifest | None:
+        with contextlib.closing(open_file(self._system, PUBLISHED.path_of(self._folder, number))) as file:
+            end = file.read(max(0, file.size - SHA_LINE), min(file.size, SHA_LINE))
+        return None if (number, end) in self._seen else PUBLISHED.read(self._system, self._folder, number)
+
+    def _skip(self, manifest: Manifest) -> None:
+        self._seen.add((manifest.commit, f"\n{sha_of(manifest.to_bytes())}\n".encode()))
 
     def _check_publishers(self, manifests: Sequence[Manifest]) -> None:
         """Raise `TableFileError` if two publishers write to the folder."""
-        newest, known = max(manifests, key=_age_of), {}
-        for one in manifests:
-            known[chain_of(one), one.commit] = one
+        newest, known = max(manifests, key=_age_of), dict[tuple[str, int | None], Manifest]()
+        known |= {(chain_of(one), one.commit): one for one in manifests}
         for one in manifests:
             before, same = known.get((chain_of(one), one.parent)), known[chain_of(one), one.commit]
             other = newest if chain_of(one) != chain_of(newest) and one.time > _age_of(newest)[0] else None
             if before is not None and _publication(one).previous not in (None, sha_of(before.to_bytes())):
                 other = before
             if other is not None or same != one:
-                raise _two_publishers(self._folder, one, other or same)
+                pair = (f"step {it.commit} of chain {chain_of(it)}, of {it.time}" for it in (one, other or same))
+                raise TableFileError(
+                    f"two publishers write to {self._folder!r}: {', and '.join(pair)}, do not follow from each other. "
+                    "Publish to a folder of its own from each, and remove the manifests of one of them here"
+                )
 
     def _staged(self, manifest: Manifest) -> ServedStep:
         """Open a step, and check every file that was not seen before.
@@ -302,16 +273,12 @@ class Subscriber:
             # Checksums last: they take longest. A file that another try has checked may have been replaced since.
             entry = _publication(manifest).dense
             dense = {} if entry is None else dense_files.read(self._system, self._folder, entry)
-            known = (
-                set() if before is None else {id(one.file) for store in before.stores for one in store.runs.values()}
-            )
+            known = {id(one.file) for store in before.stores for one in store.runs.values()} if before else set[int]()
             for store in opened.stores:
-                for number, segment in enumerate(store.base.runs):
+                runs = [(run, functools.partial(store.base.ids_of, at)) for at, run in enumerate(store.base.runs)]
+                for segment, ids_of in (*runs, *((log, ids_in(log)) for log in store.delta)):
                     if id(segment.file) not in known:
-                        check_seals(segment, functools.partial(store.base.ids_of, number))
-                for segment in store.delta:
-                    if id(segment.file) not in known:
-                        check_seals(segment, _in_log(segment))
+                        check_seals(segment, ids_of)
         return ServedStep(group_of(opened, self._opening, self._given), manifest, dense)
 
     def _show(self, made: ServedStep) -> None:
@@ -319,7 +286,7 @@ class Subscriber:
         with self._lock:
             self._shown = made
             self._alive.append(made)
-        self._manifests.skip(made.manifest)
+        self._skip(made.manifest)
         if before is not None and chain_of(before.manifest) != chain_of(made.manifest):
             tell(
                 f"{self._folder}: step {made.number} begins a new chain, {chain_of(made.manifest)}: it does not "
@@ -423,18 +390,12 @@ def _age_of(manifest: Manifest) -> tuple[str, int]:
     return _publication(manifest).began, manifest.commit
 
 
-def _two_publishers(folder: str, one: Manifest, other: Manifest) -> TableFileError:
-    first, second = (f"step {each.commit} of chain {chain_of(each)}, of {each.time}" for each in (one, other))
-    return TableFileError(
-        f"two publishers write to {folder!r}: {first}, and {second}, do not follow from each other. Publish to a "
-        "folder of its own from each, and remove the manifests of one of them here"
-    )
-
-
-def _reason(error: Exception) -> str:
-    return str(error).replace(REMEDY, "").strip()
-
-
-def _in_log(segment: Segment) -> Any:
-    index = segment.index()
-    return lambda start, stop: index[start:stop].copy()
+@contextlib.contextmanager
+def _noted(number: int, waits: list[tuple[int, str]]) -> Iterator[None]:
+    """Context manager that adds an error of a step's files to `waits`."""
+    try:
+        yield
+    except NewerFormatError:
+        raise
+    except (EmbedrockError, OSError) as error:
+        waits.append((number, str(error).replace(REMEDY, "").strip()))

@@ -490,14 +490,19 @@ class Folder(Generic[AManifest]):
         except OSError:
             self._count_failure()
 
-    def _collect(self, keep: Any) -> None:
+    def divided(self, keep: Any) -> tuple[dict[int, Any], list[Any]]:
+        """Return the manifests to drop by number, and those whose files stay. None: it is not readable."""
         system, folder, kind = self.system, self.folder, self.folder_kind
         numbers = kind.numbers(system, folder)
         found = {manifest.commit: manifest for manifest in manifests_of(system, folder, kind)}
         if len(found) < len(numbers):
-            return  # the files of a damaged commit are unknown, so nothing is removed
+            return {}, []  # the files of a damaged commit are unknown, so nothing is removed
         retained = {n for n in numbers if name_of(system, folder, found[n]) is not None} | set(numbers[-keep:])
-        dropped = [n for n in numbers if n not in retained]
+        return {n: found[n] for n in numbers if n not in retained}, [found[n] for n in retained]
+
+    def _collect(self, keep: float) -> None:
+        system, folder, kind = self.system, self.folder, self.folder_kind
+        dropped, retained = self.divided(keep)
         if not dropped:
             return
         for number in dropped:
@@ -506,8 +511,8 @@ class Folder(Generic[AManifest]):
                 system.unlink(_released(folder, number))
         # A crash could otherwise leave commits without their files.
         retried(system.fsync_folder, join(folder, kind.inside))
-        kept = self.needed().union(*(found[n].files for n in retained))
-        for name in sorted({name for n in dropped for name in found[n].files} - kept):
+        kept = self.needed().union(*(one.files for one in retained if one is not None))
+        for name in sorted({name for one in dropped.values() if one is not None for name in one.files} - kept):
             remove(system, folder, name)
 
     def _count_failure(self) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from embedrock.errors import CorruptTableError, TableFileError
-from embedrock.io.vfs import System, retried
+from embedrock.io.vfs import System
 from embedrock.store import change_lists, publishing
 from embedrock.store import folder as folders
 from embedrock.store.folder import join
@@ -49,7 +50,7 @@ class PublishedFolder(TableFolder):
         """
         inside = join(folder, PUBLISHED.inside)
         numbers = PUBLISHED.numbers(system, folder) if system.exists(inside) else []
-        if any(_is_whole(system, folder, number) for number in numbers):
+        if any(_whole_of(system, folder, numbers)):
             return cls.open_to_write(system, folder, locked)
         if numbers:  # the first one was interrupted, or is being written
             with folders.locked_by(system, folder, locked, PUBLISHED):
@@ -60,8 +61,7 @@ class PublishedFolder(TableFolder):
 
     @classmethod
     def newest_of(cls, system: System, folder: str) -> Manifest:
-        numbers = reversed(PUBLISHED.numbers(system, folder))
-        found = PUBLISHED.read(system, folder, next(one for one in numbers if _is_whole(system, folder, one)))
+        found = next(_whole_of(system, folder, reversed(PUBLISHED.numbers(system, folder))))
         if found.published is None:
             held = what_is_at(system, folder)
             raise TableFileError(errno.EEXIST, f"{held}. Publish its rows in a folder of their own", folder)
@@ -90,41 +90,28 @@ class PublishedFolder(TableFolder):
     def is_torn(self) -> bool:
         return self._last_number > self.manifest.commit
 
-    def next_time(self) -> str:
-        """Return the present time, or a later one than that of the last manifest: clocks may go back."""
-        return max(publishing.now(), self.manifest.time)
-
     def publish_rows(self, changes: dict[str, Any], keep_hours: float, purges: bool) -> None:
         """Publish the present records of all stores as one step. See `publish`.
 
         `purges`: old files have forgotten rows, and leave at once.
         """
-        snapshots = self.freeze([_none_newer] * len(self.stores))
-        self.publish(
-            snapshots, {**changes, "name": None, "parent": self.manifest.commit}, 0.0 if purges else keep_hours
-        )
+        snapshots = self.freeze([lambda ids: np.zeros(len(ids), bool)] * len(self.stores))  # all records are in logs
+        fields = {**changes, "name": None, "parent": self.manifest.commit}
+        self.publish(snapshots, fields, 0.0 if purges else keep_hours)
         if purges:
             lists = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
             self.unlink([file.name for file in lists], lambda: False)
 
-    def _collect(self, keep: float) -> None:
-        """Remove manifests that were followed by the next one `keep` hours ago, and the files that only they name."""
-        numbers, gone = PUBLISHED.numbers(self.system, self.folder), list[int]()
+    def divided(self, keep: float) -> tuple[dict[int, Manifest | None], list[Manifest | None]]:
+        # Those that were followed by the next one `keep` hours ago.
+        numbers, dropped = PUBLISHED.numbers(self.system, self.folder), dict[int, Manifest | None]()
         for number, after in pairwise(numbers):
             later = self._manifest(after)
-            if later is not None and _age(later) < keep * HOUR:
+            if later is not None and publishing.age_of(later.time) < keep * HOUR:
                 break
-            gone.append(number)
-        named = {name for number in gone if (one := self._manifest(number)) is not None for name in one.files}
-        for number in gone:
-            self.system.unlink(PUBLISHED.path_of(self.folder, number))
-        if not named:
-            return
-        retried(self.system.fsync_folder, join(self.folder, PUBLISHED.inside))
+            dropped[number] = self._manifest(number)
         # A file is named by manifests in a row. So the oldest one left names all that others still need.
-        oldest = self._manifest(numbers[len(gone)])
-        for name in sorted(named - self.needed().union(oldest.files if oldest else ())):
-            folders.remove(self.system, self.folder, name)
+        return dropped, [self._manifest(numbers[len(dropped)])]
 
     def _manifest(self, number: int) -> Manifest | None:
         return self.manifest if number == self.manifest.commit else folders.readable(self.system, self.folder, number)
@@ -132,25 +119,9 @@ class PublishedFolder(TableFolder):
     def needed(self) -> set[str]:
         return super().needed().union(self.manifest.files)
 
-    def discard_all(self) -> None:
-        """Close the folder, and remove the files that no manifest names."""
-        for store in self.stores:
-            store.close()
-        self.tidy()
-        self.close()
 
-
-def _none_newer(ids: np.ndarray) -> np.ndarray:
-    return np.zeros(len(ids), bool)  # all records are in logs
-
-
-def _age(manifest: Manifest) -> float:
-    return (datetime.now(UTC) - datetime.fromisoformat(manifest.time)).total_seconds()
-
-
-def _is_whole(system: System, folder: str, number: int) -> bool:
-    try:
-        PUBLISHED.read(system, folder, number)
-    except CorruptTableError:
-        return False
-    return True
+def _whole_of(system: System, folder: str, numbers: Iterable[int]) -> Iterator[Manifest]:
+    """Iterate over the manifests that are not torn."""
+    for number in numbers:
+        with contextlib.suppress(CorruptTableError):
+            yield PUBLISHED.read(system, folder, number)

@@ -261,6 +261,11 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
+def age_of(time: str) -> float:
+    """Return the seconds since a time in the format of manifests."""
+    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+
+
 def _is_time(value: Any) -> bool:
     try:
         return isinstance(value, str) and _TIME.fullmatch(value) is not None and bool(datetime.fromisoformat(value))

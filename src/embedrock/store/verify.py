@@ -126,7 +126,7 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
 
 def _check_segment(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
     with closing(Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)) as segment:
-        check_seals(segment, _ids_of(segment))
+        check_seals(segment, ids_in(segment))
 
 
 def check_seals(segment: Segment, ids_of: Callable[[int, int], np.ndarray]) -> None:
@@ -158,7 +158,8 @@ def _bad_ids(segment: Segment, ids_of: Callable[[int, int], np.ndarray]) -> np.n
     return np.concatenate(bad)
 
 
-def _ids_of(segment: Segment) -> Callable[[int, int], np.ndarray]:
+def ids_in(segment: Segment) -> Callable[[int, int], np.ndarray]:
+    """Return a function that returns the ids of the records in a range of positions of a segment."""
     if segment.kind != "ids":
         return functools.partial(Base([segment]).ids_of, 0)
     index = segment.index()

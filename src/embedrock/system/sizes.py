@@ -133,3 +133,15 @@ def parse_seconds(text: str) -> float | None:
     """
     found = _DURATION.fullmatch(text)
     return float(found[1]) * SECONDS[found[2]] or None if found is not None else None
+
+
+def to_seconds(time: float | str, subject: str) -> float:
+    """Return the seconds of a time, a number of them or a duration such as "10min".
+
+    Raises:
+        ArgumentError: it is neither. The message names `subject`.
+    """
+    seconds = parse_seconds(time) if isinstance(time, str) else time
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0:
+        raise ArgumentError(f'{subject} must be seconds, or a time such as "5min": got {time!r}.')
+    return seconds

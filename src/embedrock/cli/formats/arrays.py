@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from embedrock.cli.formats.base import (
 from embedrock.cli.formats.files import check_kind
 from embedrock.cli.terminal.tables import format_count
 from embedrock.errors import did_you_mean
+from embedrock.serving.dense import DTYPES, LENGTH, header_of
 
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
@@ -51,10 +51,6 @@ READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.re
 MAX_MEMBERS = 1000
 BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # errors of zipfile
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-LENGTH = struct.Struct("<Q")
-# Types of tensors that can be vectors or ids.
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
-DTYPES |= {"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1"}
 GET_AGAIN = "Check that it is the right file, or get it again."
 
 
@@ -349,7 +345,7 @@ def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
     arrays = {}
     for name, value in header.items():
         dtype = value.get("dtype") if isinstance(value, dict) else None
-        if name != "__metadata__" and (not isinstance(dtype, str) or dtype in DTYPES):
+        if name != "__metadata__" and (not isinstance(dtype, str) or dtype in DTYPES.keys() - {"BOOL"}):
             arrays[name] = _tensor(path, name, value, start)
     return choose(path, arrays, options)
 
@@ -394,12 +390,7 @@ class SafetensorsSink(Regions):
         super().__init__(output, done)
         part, rows, dim = part_of(output.path), output.rows, output.dim
         end_of_ids = 8 * rows if output.has_ids else 0
-        tensors = {"vectors": _described("F32", (rows, dim), end_of_ids, end_of_ids + 4 * rows * dim)}
-        if output.has_ids:
-            tensors = {"ids": _described("I64", (rows,), 0, end_of_ids)} | tensors
-        text = json.dumps(tensors).encode()
-        text += b" " * (-len(text) % LENGTH.size)
-        header = LENGTH.pack(len(text)) + text
+        header = header_of(({"ids": ("I64", (rows,))} if output.has_ids else {}) | {"vectors": ("F32", (rows, dim))})
         self.parts = [Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))]
         self.parts += [Region(part, header, len(header), "<i8", (rows,))] if output.has_ids else []
 
@@ -407,7 +398,3 @@ class SafetensorsSink(Regions):
         self.sync()
         self.parts[0].end()  # the last in the file
         return [publish(self.parts[0].path, self.output.path)]
-
-
-def _described(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}

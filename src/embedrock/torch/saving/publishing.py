@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from embedrock.serving.publisher import (
     Published,
     PublishOptions,
     arrays_of,
+    member_name,
     publish_commits,
     published_name,
 )
@@ -31,7 +33,7 @@ from embedrock.spec.spec import STORAGES
 from embedrock.storage.commit import StorageCommit
 from embedrock.system.log import tell
 from embedrock.system.paths import local_path
-from embedrock.system.sizes import parse_seconds
+from embedrock.system.sizes import to_seconds
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
 from embedrock.torch.saving.dense_parts import is_part
@@ -84,20 +86,6 @@ def publish(
     return Publisher(model, folder, every, PublishOptions(dtype, keep_hours))
 
 
-class _Begun(NamedTuple):
-    """Commits of one step that have begun, and its dense weights.
-
-    Attributes:
-        commits: running commits, each with one of the tables that it commits.
-        tag: their name.
-        options: how to publish them.
-    """
-
-    commits: list[tuple[StorageCommit, Table]]
-    tag: str
-    options: PublishOptions
-
-
 class Publisher:
     """Publisher of a model in training. See `publish`.
 
@@ -109,19 +97,16 @@ class Publisher:
     def __init__(
         self, model: nn.Module, folder: str | os.PathLike[str], every: float | str, options: PublishOptions
     ) -> None:
-        seconds = parse_seconds(every) if isinstance(every, str) else every
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0:
-            raise ArgumentError(f'`every` of ert.publish must be seconds, or a time such as "5min": got {every!r}.')
         if options.dtype is not None:
             check_choice("dtype", options.dtype, (*STORAGES, *CODECS))
         self._model, self._folder = model, os.path.abspath(local_path(folder, "`folder` of ert.publish"))
-        self._every, self._options = seconds, options
+        self._every, self._options = to_seconds(every, "`every` of ert.publish"), options
         self._tables = _tables_of(model)
         for table in self._tables:  # of a process that was killed
             for tag in {str(commit["name"]) for commit in table.commits()}:
                 if tag.startswith(HELD):
                     table.release(tag)
-        self._due, self._thread = time.monotonic() + seconds, None
+        self._due, self._thread = time.monotonic() + self._every, None
         self.last: Published | None = None
         self.error: Exception | None = None
 
@@ -135,11 +120,14 @@ class Publisher:
     def _look(self) -> None:
         """Begin the next step if it is due. Between two calls of the model, rows and dense weights are of one step."""
         is_busy = self._thread is not None and self._thread.is_alive()
-        if time.monotonic() < self._due or is_busy or not all(map(_is_quiet, self._tables)):
+        pending = (table._on_disk().pending for table in self._tables)  # looked at only if the step is due
+        if time.monotonic() < self._due or is_busy or not all(one is None or one.is_done for one in pending):
             return
-        self._start(self._begin(None))
+        self._thread = threading.Thread(target=self._run, args=(self._begin(None),), name="embedrock-publish")
+        self._thread.start()
 
-    def _begin(self, step: int | None) -> _Begun:
+    def _begin(self, step: int | None) -> Callable[[], Published]:
+        """Begin commits of one step, and copy its dense weights. Return a function that publishes them."""
         self._due, tag = time.monotonic() + self._every, f"{HELD}{secrets.token_hex(4)}"
         step = max(each.steps for each in self._tables) if step is None else step
         commits = list[tuple[StorageCommit, Table]]()
@@ -148,24 +136,20 @@ class Publisher:
             commits.append((table._on_disk().last_begun, table))
         arrays = arrays_of(*(handle.table for handle in handles(self._model)))
         options = self._options._replace(dense=dense_of(self._model), step=step, inits=arrays)
-        return _Begun(commits, tag, options)
+        return functools.partial(self._publish, commits, tag, options)
 
-    def _start(self, begun: _Begun) -> None:
-        self._thread = threading.Thread(target=self._run, args=(begun,), name="embedrock-publish")
-        self._thread.start()
-
-    def _run(self, begun: _Begun) -> None:
+    def _run(self, publish_begun: Callable[[], Published]) -> None:
         try:
-            self.last, self.error = self._publish(begun), None
+            self.last, self.error = publish_begun(), None
         except Exception as error:
             self.error = error
             tell(f"{self._folder}: a step was not published: {error}", logging.ERROR)
 
-    def _publish(self, begun: _Begun) -> Published:
+    def _publish(self, commits: list[tuple[StorageCommit, Table]], tag: str, options: PublishOptions) -> Published:
         try:
             with ExitStack() as opened:
                 sources = []
-                for commit, table in begun.commits:
+                for commit, table in commits:
                     while not commit.is_done:  # without making it hurry, at the cost of training
                         time.sleep(PAUSE_S)
                     if commit.error is not None:
@@ -173,17 +157,16 @@ class Publisher:
                     path, system = table._on_disk().opening.path, table._on_disk().opening.system
                     found = opened.enter_context(opened_commit(path, commit.number, system))
                     sources.append((found, self._names_in(table)))
-                return publish_commits(sources, self._folder, begun.options)
+                return publish_commits(sources, self._folder, options)
         finally:
-            for _, table in begun.commits:
-                table.release(begun.tag)
+            for _, table in commits:
+                table.release(tag)
 
     def _names_in(self, table: Table) -> dict[str, str]:
         """Return the names of the model's tables in a folder, by the names under which they are published."""
-        if table.group is None:
-            return {published_name(table, str(table.path)): ""}
         own = [handle.table for handle in handles(self._model)]
-        return {str(each.name): str(each.name) for each in own if each.group is table.group}
+        own = [table] if table.group is None else [each for each in own if each.group is table.group]
+        return {published_name(each): member_name(each) for each in own}
 
     def publish(self, step: int | None = None) -> Published:
         """Publish the present rows and weights now. Return when that is done.
@@ -192,10 +175,10 @@ class Publisher:
             step: training step; None: the steps of the tables.
         """
         self._wait()
-        begun = self._begin(step)
+        publish_begun = self._begin(step)
         for table in self._tables:
             table._on_disk().end_commit()
-        self.last, self.error = self._publish(begun), None
+        self.last, self.error = publish_begun(), None
         return self.last
 
     def _wait(self) -> None:
@@ -221,11 +204,6 @@ class Publisher:
         self.close()
 
 
-def _is_quiet(table: Table) -> bool:
-    pending = table._on_disk().pending
-    return pending is None or pending.is_done
-
-
 def _tables_of(model: nn.Module) -> list[Table]:
     """Return a model's tables, one of each folder.
 
@@ -235,41 +213,29 @@ def _tables_of(model: nn.Module) -> list[Table]:
     """
     found = handles(model)
     for handle in found:
+        reason = "they are shared out over several processes. Publish a table of one process."
         if not handle.table.is_on_disk or handle.table.mode != "w":
-            raise UnsupportedError(
-                f"the rows of {handle.label} cannot be published: they have no commits, as their table is not written "
-                "to disk here. Give the layer a path=..."
-            )
-        if handle.sharing is not None:
-            raise UnsupportedError(
-                f"the rows of {handle.label} cannot be published: they are shared out over several processes. Publish "
-                "a table of one process."
-            )
+            reason = "they have no commits, as their table is not written to disk here. Give the layer a path=..."
+        elif handle.sharing is None:
+            continue
+        raise UnsupportedError(f"the rows of {handle.label} cannot be published: {reason}")
     tables = list({id(handle.table): handle.table for handle in found}.values())
-    names = [table.name if table.group is not None else published_name(table, str(table.path)) for table in tables]
+    names = [published_name(table) for table in tables]
     if not tables or len(set(names)) < len(names):
-        got = f"tables named {', '.join(map(str, names))}" if tables else "no embedding layers"
+        got = f"tables named {', '.join(names)}" if tables else "no embedding layers"
         raise ArgumentError(f"`model` of ert.publish must have embedding layers whose tables' names differ: got {got}.")
     return one_of_each(tables)
 
 
 def dense_of(model: nn.Module) -> Dense:
     """Return copies of a model's parameters and persistent buffers by name, without the handles of rows."""
-    found: dict[str, Any] = {}
+    found = dict[str, Any]()
     for prefix, module in uncompiled(model).named_modules(remove_duplicate=False):
-        if isinstance(module, RowLayer):
-            continue
-        buffers = {
-            name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set
-        }
-        for name, tensor in _named(module._parameters, buffers):
-            found[f"{prefix}{'.' * bool(prefix)}{name}"] = _copied(name, tensor)
+        for name, tensor in {} if isinstance(module, RowLayer) else (module._parameters | module._buffers).items():
+            is_kept = name not in module._non_persistent_buffers_set and not isinstance(tensor, Handle)
+            if tensor is not None and is_kept:
+                found[f"{prefix}{'.' * bool(prefix)}{name}"] = _copied(name, tensor)
     return found
-
-
-def _named(*parts: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-    every = (item for part in parts for item in part.items())
-    return ((name, tensor) for name, tensor in every if tensor is not None and not isinstance(tensor, Handle))
 
 
 def _copied(name: str, tensor: torch.Tensor) -> Any:
