@@ -34,6 +34,7 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.system.paths import local_path
 from embedrock.table.changed_rows import ChangedRows
 from embedrock.table.group import Group
+from embedrock.table.storage import check_step
 from embedrock.table.table import Table
 
 KEEP_HOURS = 6.0
@@ -182,6 +183,7 @@ def publish_commits(
     """
     if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
         raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
+    check_step(options.step)
     tables = dict[str, SourceTable]()
     for commit, names in commits:
         members = {member.name: member for member in commit.manifest.members}
@@ -244,26 +246,26 @@ class _NextStep:
 
     def _write(self) -> bool:
         """Write the rows of all tables. Return whether old files have rows that were forgotten."""
-        stores, purges = list[RecordStore](), False
+        stores, purges = list[RecordStore](), self._forgets()
         for number, names in enumerate(self._pools):
             changed = {name: each for name in names if (each := self._changes(name)) is not None}
             if len(changed) == len(names):
                 store = self._out.stores[number]
                 for name, each in changed.items():
                     self._append(store, name, each)
-                purge = any(self._forgets(name) for name in names)
-                if purge or _is_due(store):
+                if purges or _is_due(store):
                     compact_all(store, self._rows_of(names))
             else:
-                store, purge = self._new_base(names), any(self._forgets(name) for name in names)
+                store = self._new_base(names)
             stores.append(store)
-            purges = purges or purge
         self._out.stores = stores
         return purges
 
-    def _forgets(self, name: str) -> bool:
-        before, table = self._before.sources.get(name), self._tables[name]
-        return before is not None and table.forgets(before)
+    def _forgets(self) -> bool:
+        """Return whether rows may have been forgotten since the step before, under whatever names."""
+        sources = {(one.uuid, one.commit): one for one in self._before.sources.values()}.values()
+        tables = {id(table.table_folder): table for table in self._tables.values()}.values()
+        return any(table.forgets(before) for table in tables for before in sources)
 
     def _changes(self, name: str) -> Iterable[ChangedRows] | None:
         """Return what changed since the published step before. None: all rows may have."""

@@ -96,14 +96,20 @@ class SourceTable(NamedTuple):
             return True
 
     @property
+    def _has_array(self) -> bool:
+        """Return whether rows without a record read as those of an array."""
+        is_first = self.trained.admission is None or self.trained.admission.default == "first"
+        return is_first and isinstance(self.trained.init, FromArray)
+
+    @property
     def most_rows(self) -> int:
         """Return the number of published rows, at most."""
-        ships_all = isinstance(self.trained.init, FromArray) or not self.is_listed
+        ships_all = self._has_array or not self.is_listed
         return max(self.member.count, self.spec.rows or 0 if ships_all else 0)
 
     def all_rows(self) -> Iterator[ChangedRows]:
         """Iterate over all rows to publish, in the order of ids."""
-        if self.is_listed and not isinstance(self.trained.init, FromArray):
+        if self.is_listed and not self._has_array:
             return iter(changes_in(self.table_folder, None, [self.member.name])[self.member.name])
         return self._computed()
 
@@ -115,7 +121,7 @@ class SourceTable(NamedTuple):
             found = changes_in(self.table_folder, since, [self.member.name])[self.member.name]
         except HistoryDroppedError:
             return None
-        return map(self._with_first_values, found) if isinstance(self.trained.init, FromArray) else found
+        return map(self._with_first_values, found) if self._has_array else found
 
     def _with_first_values(self, changed: ChangedRows) -> ChangedRows:
         """Return rows that were deleted as rows with their initial values, which the published table does not have."""
@@ -151,4 +157,4 @@ class SourceTable(NamedTuple):
 
     def _ships_all(self, table: Table) -> bool:
         is_shared = self.trained.admission is not None and self.trained.admission.default == "shared"
-        return isinstance(self.trained.init, FromArray) or is_shared or table.first_scale != 1.0
+        return self._has_array or is_shared or table.first_scale != 1.0

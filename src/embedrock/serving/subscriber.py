@@ -160,7 +160,7 @@ class Subscriber:
     ) -> None:
         self._given, self._opening = asked(folder, "r", None, {"memory": memory, "system": system, **options})
         seconds = parse_seconds(patience) if isinstance(patience, str) else patience
-        if seconds is None or isinstance(seconds, bool) or seconds < 0:
+        if seconds is None or isinstance(seconds, bool) or not seconds >= 0:
             raise ArgumentError(f'`patience` must be seconds, or a time such as "10min": got {patience!r}.')
         self._patience, self._system, self._folder = seconds, system, self._opening.path
         self._manifests = _Manifests(system, self._folder)
@@ -362,7 +362,7 @@ class Subscriber:
             every: seconds between two calls.
         """
         self._check_open()
-        if not isinstance(every, int | float) or isinstance(every, bool) or every <= 0:
+        if not isinstance(every, int | float) or isinstance(every, bool) or not 0 < every <= threading.TIMEOUT_MAX:
             raise ArgumentError(f"`every` of follow must be seconds, more than 0: got {every!r}.")
         if self._thread is None or not self._thread.is_alive():  # as in a forked process
             self._thread = threading.Thread(target=self._follow, args=(every,), name="embedrock-follow", daemon=True)

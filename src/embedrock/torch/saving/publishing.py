@@ -108,7 +108,7 @@ class Publisher:
         self, model: nn.Module, folder: str | os.PathLike[str], every: float | str, options: PublishOptions
     ) -> None:
         seconds = parse_seconds(every) if isinstance(every, str) else every
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0:
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0:
             raise ArgumentError(f'`every` of ert.publish must be seconds, or a time such as "5min": got {every!r}.')
         self._model, self._folder = model, os.path.abspath(local_path(folder, "`folder` of ert.publish"))
         self._every, self._options = seconds, options
