@@ -249,7 +249,7 @@ def test_a_disk_that_is_full():
 
 @pytest.mark.parametrize("wrong", [0, float("nan"), float("inf"), "1s", True])
 def test_times_that_are_none(source: Source, wrong: object):
-    _, served = source
+    served = source.folder
     with er.Subscriber(served) as subscriber, pytest.raises(er.ArgumentError, match="`every` of follow must be"):
         subscriber.follow(wrong)  # pyright: ignore
     with pytest.raises(er.ArgumentError, match="`patience` must be seconds"):
