@@ -254,3 +254,13 @@ def test_times_that_are_none(source: Source, wrong: object):
         subscriber.follow(wrong)  # pyright: ignore
     with pytest.raises(er.ArgumentError, match="`patience` must be seconds"):
         er.Subscriber(served, patience=float("nan"))
+
+
+def test_changes_are_read_before_the_block_ends(source: Source):
+    with er.Subscriber(source.folder) as served:
+        with served.step() as step:
+            changes = step["users"].changes(None)
+        source.publish()
+        assert served.refresh()
+        with pytest.raises(er.ClosedTableError, match="commit 1 was closed meanwhile. Read them before"):
+            list(changes)
