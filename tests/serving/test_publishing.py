@@ -136,9 +136,7 @@ def with_secret(path: Path) -> er.Table:
 
 
 @pytest.mark.parametrize("call", ["_purge", "_collect"])
-def test_a_publisher_that_is_killed_before_old_files_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-):
+def test_a_publisher_that_is_killed_before_old_files_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
     served, users = tmp_path / "served", with_secret(tmp_path / "users.rock")
     er.publish(users, served)
     assert files_with_secret(served)
@@ -290,7 +288,10 @@ MOVED = {
     "array, Adam": {"rule": er.Adam(lr=0.1, dense=True), "init": er.FromArray(np.ones((100, 4), np.float32))},
     "shared": {"admission": er.Admission(2, default="shared")},
     "zeros": {"admission": er.Admission(2, default="zeros")},
-    "array, zeros": {"admission": er.Admission(2, default="zeros"), "init": er.FromArray(np.ones((100, 4), np.float32))},
+    "array, zeros": {
+        "admission": er.Admission(2, default="zeros"),
+        "init": er.FromArray(np.ones((100, 4), np.float32)),
+    },
 }
 
 

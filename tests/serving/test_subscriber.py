@@ -262,5 +262,5 @@ def test_changes_are_read_before_the_block_ends(source: Source):
             changes = step["users"].changes(None)
         source.publish()
         assert served.refresh()
-        with pytest.raises(er.ClosedTableError, match="commit 1 was closed meanwhile. Read them before"):
+        with pytest.raises(er.ClosedTableError, match=r"commit 1 was closed meanwhile\. Read them before"):
             list(changes)

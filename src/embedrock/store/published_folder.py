@@ -108,8 +108,8 @@ class PublishedFolder(TableFolder):
         if purges:
             self._purge()
 
-    def _publish_with_list(self, *args: Any) -> None:
-        super()._publish_with_list(*args[:-1], self._purges)
+    def _publish_with_list(self, manifest: Manifest, tables: Any, renamed: Any, forgets: bool) -> None:
+        super()._publish_with_list(manifest, tables, renamed, forgets or self._purges)
 
     def _purge(self) -> None:
         """Remove the files that only older steps need. The list of changes says that this is due, and leaves last."""

@@ -75,7 +75,7 @@ class RowChanges:
             found = self._store.located(ids + self._first)
             if len(found.ids) and not found.runs:
                 raise ClosedTableError(
-                    f"changes of {self._folder.folder} cannot be read: their commit {self.commit} was closed meanwhile. "
+                    f"changes of {self._folder.folder} cannot be read: commit {self.commit} was closed meanwhile. "
                     "Read them before the table is closed, or the block of a subscriber's step ends."
                 )
             is_gone = np.ones(len(ids), bool)
