@@ -121,6 +121,69 @@ def test_a_forgotten_row_leaves_all_files_at_once(tmp_path: Path):
     users.close()
 
 
+SECRET = np.frombuffer(b"SECRET!!SECRET!!", np.float32)
+
+
+def files_with_secret(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file() and b"SECRET!!" in file.read_bytes()]
+
+
+def with_secret(path: Path) -> er.Table:
+    made = table(path, None)
+    made.assign([77], SECRET[None])
+    made.commit(step=2)
+    return made
+
+
+@pytest.mark.parametrize("call", ["_purge", "_collect"])
+def test_a_publisher_that_is_killed_before_old_files_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
+    served, users = tmp_path / "served", with_secret(tmp_path / "users.rock")
+    er.publish(users, served)
+    assert files_with_secret(served)
+    users.forget([77])
+    users.commit(step=3)
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PublishedFolder, call, killed)
+        with pytest.raises(KeyboardInterrupt):
+            er.publish(users, served)
+    assert files_with_secret(served)
+    assert not er.publish(users, served).is_new
+    assert not files_with_secret(served)
+    assert_shown(served, users)
+    users.close()
+
+
+def test_forgotten_rows_leave_also_if_the_clock_has_gone_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    served, users = tmp_path / "served", with_secret(tmp_path / "users.rock")
+    with monkeypatch.context() as patch:
+        patch.setattr("embedrock.store.publishing.now", lambda: "2999-01-01T00:00:00.0Z")
+        er.publish(users, served)
+    users.forget([77])
+    users.commit(step=3)
+    er.publish(users, served)
+    assert not files_with_secret(served)
+    users.close()
+
+
+def test_a_row_is_forgotten_under_another_name(tmp_path: Path):
+    group = er.Group(path=tmp_path / "model.rock", memory="2MiB")
+    users = group.table("users", None, 4, rule=er.SGD(lr=1.0))
+    users.assign([7, 77], np.stack([np.ones(4, np.float32), SECRET]))
+    group.commit()
+    er.publish(group, tmp_path / "served")
+    assert files_with_secret(tmp_path / "served")
+    users.forget([77])
+    group.rename("users", "people")
+    group.commit()
+    er.publish(group, tmp_path / "served")
+    assert not files_with_secret(tmp_path / "served")
+    group.close()
+
+
 def test_logs_are_compacted_once_they_outweigh_the_base(tmp_path: Path):
     users = table(tmp_path / "users.rock", rows=5000)
     users.update(np.arange(5000), np.ones((5000, 4)))
@@ -225,6 +288,10 @@ MOVED = {
     "array, Adam": {"rule": er.Adam(lr=0.1, dense=True), "init": er.FromArray(np.ones((100, 4), np.float32))},
     "shared": {"admission": er.Admission(2, default="shared")},
     "zeros": {"admission": er.Admission(2, default="zeros")},
+    "array, zeros": {
+        "admission": er.Admission(2, default="zeros"),
+        "init": er.FromArray(np.ones((100, 4), np.float32)),
+    },
 }
 
 
@@ -281,6 +348,9 @@ def test_arguments(tmp_path: Path):
         er.publish(users, tmp_path / "served", keep_hours=-1)
     with pytest.raises(er.ArgumentError, match=r"`dtype` must be one of .*int8"):
         er.publish(users, tmp_path / "served", dtype="int9")
+    for step in (1.5, True, 2**63):
+        with pytest.raises(er.ArgumentError, match="`step` of a commit must be a whole number of 64 bits"):
+            er.publish(users, tmp_path / "served", step=step)  # pyright: ignore
     assert not (tmp_path / "served").exists()
     users.close()
 
@@ -313,6 +383,8 @@ def test_a_folder_with_something_else(tmp_path: Path):
     er.Group(path=tmp_path / "model.rock").close()
     with pytest.raises(er.TableFileError, match="Publish its rows in a folder of their own"):
         er.publish(users, tmp_path / "model.rock")
+    with pytest.raises(er.TableFileError, match="Publish its rows in a folder of their own"):
+        er.publish(users, tmp_path / "users.rock")
     users.close()
 
 
@@ -361,6 +433,9 @@ def test_dense_weights(tmp_path: Path):
     assert len(list((tmp_path / "served" / "dense").iterdir())) == 1
     with pytest.raises(er.ArgumentError, match="`dense` must have arrays of numbers: got object for 'x'"):
         er.publish(users, tmp_path / "served", dense={"x": np.array([None])})
+    for names in ("__metadata__", 1):
+        with pytest.raises(er.ArgumentError, match="`dense` must have arrays by name, and none named '__metadata__'"):
+            er.publish(users, tmp_path / "served", dense={names: np.ones(1)})  # pyright: ignore
     users.close()
 
 

@@ -245,3 +245,22 @@ def test_a_disk_that_is_full():
         assert served.refresh()
         with served.step() as step:
             assert not differences(step, last)
+
+
+@pytest.mark.parametrize("wrong", [0, float("nan"), float("inf"), "1s", True])
+def test_times_that_are_none(source: Source, wrong: object):
+    served = source.folder
+    with er.Subscriber(served) as subscriber, pytest.raises(er.ArgumentError, match="`every` of follow must be"):
+        subscriber.follow(wrong)  # pyright: ignore
+    with pytest.raises(er.ArgumentError, match="`patience` must be seconds"):
+        er.Subscriber(served, patience=float("nan"))
+
+
+def test_changes_are_read_before_the_block_ends(source: Source):
+    with er.Subscriber(source.folder) as served:
+        with served.step() as step:
+            changes = step["users"].changes(None)
+        source.publish()
+        assert served.refresh()
+        with pytest.raises(er.ClosedTableError, match=r"commit 1 was closed meanwhile\. Read them before"):
+            list(changes)

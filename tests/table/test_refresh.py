@@ -205,3 +205,22 @@ def test_another_life_of_the_table_leaves_no_row_in_the_cache(tmp_path: Path, co
         (tmp_path / "copy").rename(path)
         assert reader.refresh(changes=True).since is None
         np.testing.assert_array_equal(reader.lookup(ids), expected)
+
+
+@pytest.mark.parametrize("dim", [4, 5])
+def test_a_name_that_another_member_has_now(tmp_path: Path, dim: int) -> None:
+    group = er.Group(path=tmp_path / "g", memory="2MiB")
+    for name, size, init in (("old", 4, er.Zeros()), ("new", dim, er.Normal())):
+        group.table(name, 10, size, rule=er.SGD(lr=1.0), init=init, seed=1).assign([1], np.ones((1, size)))
+    group.commit()
+    reader = er.open(tmp_path / "g", mode="r", memory="2MiB")
+    assert (reader["old"].lookup([2]) == 0).all()
+    group.drop("old")
+    group.rename("new", "old")
+    group.commit()
+    changes = reader.refresh(changes=True)
+    assert list(reader) == ["old"]
+    assert changes["old"].since is None  # what follows "old" by its name has rows of another table
+    assert np.array_equal(reader["old"].lookup([1, 2]), group["old"].lookup([1, 2]))
+    reader.close()
+    group.close()

@@ -18,6 +18,7 @@ from embedrock.store.segments import damaged
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"}
 DTYPES |= {"U8": "|u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "|b1", "BF16": "<u2"}
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name != "BF16"}
+METADATA = "__metadata__"  # not the name of an array
 LENGTH = struct.Struct("<Q")  # of the header
 
 
@@ -38,8 +39,10 @@ def to_bytes(arrays: Dense) -> bytes:
     """Return the bytes of a safetensors file. Equal arrays give equal bytes.
 
     Raises:
-        ArgumentError: an array has a dtype that such files do not have.
+        ArgumentError: an array has a dtype or a name that such files do not have.
     """
+    if not isinstance(arrays, Mapping) or any(not isinstance(name, str) or name == METADATA for name in arrays):
+        raise ArgumentError(f"`dense` must have arrays by name, and none named {METADATA!r}: got {arrays!r:.200}.")
     tensors, parts = dict[str, tuple[str, tuple[int, ...]]](), list[bytes]()
     for name in sorted(arrays):
         given = arrays[name]
@@ -85,7 +88,7 @@ def read(system: System, folder: str, entry: DenseEntry) -> dict[str, np.ndarray
 def _arrays(data: bytes) -> dict[str, np.ndarray]:
     start, found = LENGTH.size + LENGTH.unpack_from(data)[0], dict[str, np.ndarray]()
     header = json.loads(data[LENGTH.size : start])
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
     for name, entry in header.items():
         (begin, end), shape = entry["data_offsets"], entry["shape"]
         dtype = np.dtype(DTYPES[entry["dtype"]])

@@ -37,6 +37,7 @@ from embedrock.system.paths import local_path
 from embedrock.system.scopes import on_failure
 from embedrock.table.changed_rows import ChangedRows
 from embedrock.table.group import Group
+from embedrock.table.storage import check_step
 from embedrock.table.table import Table
 
 KEEP_HOURS = 6.0
@@ -173,6 +174,7 @@ def publish_commits(
     """
     if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
         raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
+    check_step(options.step)
     tables = dict[str, SourceTable]()
     for commit, names in commits:
         members = {member.name: member for member in commit.manifest.members}
@@ -231,23 +233,27 @@ class _NextStep:
 
     def _write(self) -> bool:
         """Write the rows of all tables. Return whether old files have rows that were forgotten."""
-        stores, purges, before = list[RecordStore](), False, self._before.sources
+        stores, purges, before = list[RecordStore](), self._forgets(), self._before.sources
         for number, names in enumerate(self._pools):
             follow = [name for name in names if self._is_alike and self._follows[name]]
             found = [self._tables[name].changes(before[name].commit) for name in follow]
             changed = [each for each in found if each is not None]
-            purge = any(name in before and self._tables[name].forgets(before[name]) for name in names)
             if len(changed) < len(names):
                 stores.append(self._new_base(names))
             else:
                 stores.append(self._out.stores[number])
                 for part, (name, each) in enumerate(zip(names, changed, strict=True)):
                     self._append(stores[-1], name, part << PART_BITS, each)
-                if purge or _is_due(stores[-1]):
+                if purges or _is_due(stores[-1]):
                     compact_all(stores[-1], self._rows_of(names))
-            purges = purges or purge
         self._out.stores = stores
         return purges
+
+    def _forgets(self) -> bool:
+        """Return whether rows may have been forgotten since the step before, under whatever names."""
+        sources = {(one.uuid, one.commit): one for one in self._before.sources.values()}.values()
+        tables = {id(table.table_folder): table for table in self._tables.values()}.values()
+        return any(table.forgets(before) for table in tables for before in sources)
 
     def _new_base(self, names: Sequence[str]) -> RecordStore:
         first = self._tables[names[0]].spec

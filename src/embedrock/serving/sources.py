@@ -96,13 +96,15 @@ class SourceTable(NamedTuple):
             return True
 
     @property
+    def _has_array(self) -> bool:
+        """Return whether rows without a record read as those of an array."""
+        is_first = self.trained.admission is None or self.trained.admission.default == "first"
+        return is_first and isinstance(self.trained.init, FromArray)
+
+    @property
     def most_rows(self) -> int:
         """Return the number of published rows, at most."""
         return max(self.member.count, self.spec.rows or 0 if self._has_array or not self.is_listed else 0)
-
-    @property
-    def _has_array(self) -> bool:
-        return isinstance(self.trained.init, FromArray)
 
     def all_rows(self) -> Iterator[ChangedRows]:
         """Iterate over all rows to publish, in the order of ids."""

@@ -329,7 +329,7 @@ class Subscriber:
             every: seconds between two calls.
         """
         self._check_open()
-        if not isinstance(every, int | float) or isinstance(every, bool) or every <= 0:
+        if not isinstance(every, int | float) or isinstance(every, bool) or not 0 < every <= threading.TIMEOUT_MAX:
             raise ArgumentError(f"`every` of follow must be seconds, more than 0: got {every!r}.")
         if self._thread is None or not self._thread.is_alive():  # as in a forked process
             self._thread = threading.Thread(target=self._follow, args=(every,), name="embedrock-follow", daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import secrets
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -38,7 +39,7 @@ class PublishedFolder(TableFolder):
 
     def __init__(self, system: System, folder: str, manifest: Manifest, held: int | None) -> None:
         super().__init__(system, folder, manifest, held)
-        self._last_number, self._serial = manifest.commit, secrets.randbits(48)
+        self._last_number, self._serial, self._purges = manifest.commit, secrets.randbits(48), False
 
     @classmethod
     def open_or_make(cls, system: System, folder: str, locked: bool = True) -> PublishedFolder:
@@ -51,6 +52,7 @@ class PublishedFolder(TableFolder):
         inside = join(folder, PUBLISHED.inside)
         numbers = PUBLISHED.numbers(system, folder) if system.exists(inside) else []
         if any(_whole_of(system, folder, numbers)):
+            cls.newest_of(system, folder)  # an error before the lock of a table that is trained
             return cls.open_to_write(system, folder, locked)
         if numbers:  # the first one was interrupted, or is being written
             with folders.locked_by(system, folder, locked, PUBLISHED):
@@ -75,6 +77,8 @@ class PublishedFolder(TableFolder):
             if number > self.manifest.commit:
                 self.system.unlink(PUBLISHED.path_of(self.folder, number))
         super().prepare_to_write()
+        if any(file.forgets for file in change_lists.files_in(self.system, self.folder, self.manifest.uuid)):
+            self._purge()  # its publisher was killed before the end of this
 
     def tidy(self) -> None:
         # A step that was not published has a later number. Looking through all manifests would take longer than a step.
@@ -96,9 +100,19 @@ class PublishedFolder(TableFolder):
         `purges`: old files have forgotten rows, and leave at once.
         """
         snapshots = self.freeze([lambda ids: np.zeros(len(ids), bool)] * len(self.stores))  # all records are in logs
-        fields = {**changes, "name": None, "parent": self.manifest.commit}
-        self.publish(snapshots, fields, 0.0 if purges else keep_hours)
+        self._purges = purges
+        self.publish(snapshots, {**changes, "name": None, "parent": self.manifest.commit}, keep_hours)
         if purges:
+            self._purge()
+
+    def _publish_with_list(self, manifest: Manifest, tables: Any, renamed: Any, forgets: bool) -> None:
+        super()._publish_with_list(manifest, tables, renamed, forgets or self._purges)
+
+    def _purge(self) -> None:
+        """Remove the files that only older steps need. The list of changes says that this is due, and leaves last."""
+        self.collect(-math.inf)  # whatever the clock says
+        if PUBLISHED.numbers(self.system, self.folder) == [self.manifest.commit]:
+            super().tidy()
             lists = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
             self.unlink([file.name for file in lists], lambda: False)
 

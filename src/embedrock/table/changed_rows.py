@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.batch.plan import counting
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, ClosedTableError, UnsupportedError
 from embedrock.initializers import Zeros
 from embedrock.spec.description import read_spec
 from embedrock.spec.spec import Spec
@@ -73,6 +73,11 @@ class RowChanges:
     def __iter__(self) -> Iterator[ChangedRows]:
         for ids in self._parts():
             found = self._store.located(ids + self._first)
+            if len(found.ids) and not found.runs:
+                raise ClosedTableError(
+                    f"changes of {self._folder.folder} cannot be read: commit {self.commit} was closed meanwhile. "
+                    "Read them before the table is closed, or the block of a subscriber's step ends."
+                )
             is_gone = np.ones(len(ids), bool)
             is_gone[found.positions] = False
             records = Records(self._spec, np.empty(len(found.ids) * self._spec.record_bytes, np.uint8))

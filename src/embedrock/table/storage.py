@@ -30,7 +30,7 @@ from embedrock.errors import (
     UnsupportedError,
     counted,
 )
-from embedrock.initializers import Initializer, Zeros
+from embedrock.initializers import FromArray, Initializer, Zeros
 from embedrock.io.vfs import NO_SPACE, told
 from embedrock.optimizers import StepHistory
 from embedrock.spec.description import describe_spec, read_spec
@@ -372,9 +372,13 @@ class StorageManager(Location):
                 return newest is not None
             try:
                 self.table_folder.changed_ids(since, (), sha)  # or it is another life of the folder
-                return self.changes(since)
+                return self.changes(None if self._are_renamed(since) else since)
             except HistoryDroppedError:
                 return self.changes(None)
+
+    def _are_renamed(self, since: int) -> bool:
+        """Return whether members got other names: what follows rows by these names must begin anew."""
+        return not self.is_alone and any(one.renamed for one in self.table_folder.lists_since(since))
 
     def _changed_keys(self, newest: TableFolder) -> list[np.ndarray] | None:
         """Return the keys that changed in each pool up to a newer commit. None: not known."""
@@ -536,7 +540,8 @@ class StorageManager(Location):
         stay = {rows.name: rows for rows in self.open_rows()}
         for name, rows in stay.items():
             if name in found:
-                self._wake(rows, found[name], rows.spec.init)
+                init = rows.spec.init  # unless another table has this name now, it is the same
+                self._wake(rows, found[name], init if isinstance(init, FromArray) else None)
             else:
                 rows.drop()
                 self._tell_of(name)
