@@ -55,7 +55,7 @@ def test_rows_and_dense_weights_are_of_one_step(tmp_path: Path):
     training, known = Training(tmp_path), dict[int, tuple[np.ndarray, ...]]()
     known[0] = *(np.empty((0, 4)),) * 2, training.model.out.weight.detach().numpy().copy()
     publisher = ert.publish(training.model, tmp_path / "served", every=0)
-    served, shown = er.Subscriber(tmp_path / "served", memory="2MiB", patience=0), set[int]()
+    served, shown = er.Subscriber(tmp_path / "served", memory="2MiB", patience=5), set[int]()
     for number in itertools.count(1):
         training.step()
         model = training.model
@@ -180,3 +180,20 @@ def test_what_is_refused(tmp_path: Path):
         ert.publish(nn.Sequential(ert.Embedding(10, 2, path=tmp_path / "one.rock")), tmp_path / "served", dtype="int2")
     with pytest.raises(er.ArgumentError, match='must be seconds, or a time such as "5min": got True'):
         ert.publish(Model(tmp_path), tmp_path / "served", every=True)
+
+
+def test_a_cell_that_runs_twice_has_one_publisher(tmp_path: Path):
+    training = Training(tmp_path)
+    first = ert.publish(training.model, tmp_path / "served", every=0)
+    training.step()  # begins a step
+    second = ert.publish(training.model, tmp_path / "served", every=60)
+    assert first.last is not None  # that step was published first
+    assert first.error is None
+    hooks = training.model._forward_pre_hooks
+    assert len(hooks) == 1
+    training.step()
+    assert second.publish(step=2).step == 2
+    second.close()
+    with er.Subscriber(tmp_path / "served").step() as step:
+        np.testing.assert_array_equal(step["users"].lookup(range(200)), training.model.users.table.lookup(range(200)))
+    training.end()

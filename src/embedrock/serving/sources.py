@@ -134,7 +134,7 @@ class SourceTable(NamedTuple):
         """Iterate over rows as a lookup shows them: all, or those with a record if others have their initial values."""
         folder, name, admission = self.table_folder, self.member.name, self.trained.admission
         is_shared = admission is not None and admission.default == "shared"
-        init = self.trained.init if self._has_array and not name else None
+        init = self.trained.init if isinstance(self.trained.init, FromArray) and not name else None
         options: dict[str, Any] = {"memory": MEMORY, "system": folder.system, "init": init}
         with open_table(folder.folder, "r", folder.manifest.commit, **options) as opened:
             table = opened if isinstance(opened, Table) else opened._opened(name, NO_OPTIONS, self.trained.init)

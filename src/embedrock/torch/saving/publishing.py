@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
@@ -41,6 +43,7 @@ from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import handles, uncompiled
 
 HELD = "published-"  # start of the tag that a commit has until it is published
+_publishers: weakref.WeakValueDictionary[str, Publisher] = weakref.WeakValueDictionary()  # by folder
 PAUSE_S = 0.02  # between two looks whether a commit has ended
 
 
@@ -56,7 +59,7 @@ def publish(
 
     The first call of the model after `every` seconds commits the tables, and copies the other weights. A thread writes
     both to `folder`, as `er.publish` does. Training goes on meanwhile. An error is logged, and the next step is tried
-    again; `close` raises the error of the last one.
+    again; `close` raises the error of the last one. A second call for the same folder closes the publisher before.
 
     Args:
         model: has embedding layers with ``path=``. Pass what training calls: of a compiled model, the compiled one.
@@ -102,6 +105,9 @@ class Publisher:
         self._model, self._folder = model, os.path.abspath(local_path(folder, "`folder` of ert.publish"))
         self._every, self._options = to_seconds(every, "`every` of ert.publish"), options
         self._tables = _tables_of(model)
+        if (before := _publishers.get(os.path.realpath(self._folder))) is not None:  # of a cell that ran before
+            with contextlib.suppress(Exception):  # it was logged
+                before.close()
         for table in self._tables:  # of a process that was killed
             for tag in {str(commit["name"]) for commit in table.commits()}:
                 if tag.startswith(HELD):
@@ -116,6 +122,7 @@ class Publisher:
 
         hook: Any = torch.compiler.disable(look)
         self._hook = model.register_forward_pre_hook(hook)  # keeps this publisher as long as the model
+        _publishers[os.path.realpath(self._folder)] = self
 
     def _look(self) -> None:
         """Begin the next step if it is due. Between two calls of the model, rows and dense weights are of one step."""
