@@ -560,7 +560,7 @@ class DiskBackend(Backend):
         # The disk is read while other threads use the table. A record that was evicted again meanwhile has moved, and
         # is read again.
         pin = _CachePin(self)
-        with self.table_lock.lock:
+        with held_back(), self.table_lock.ahead():
             self._pins.add(pin)
         try:
             ids = make_plan(ids).ids
@@ -573,13 +573,14 @@ class DiskBackend(Backend):
 
     def _bring_part(self, ids: np.ndarray, pin: _CachePin) -> np.ndarray:
         """Load records; return the ids that moved meanwhile."""
-        with held_back(), self.table_lock.lock:
+        with held_back(), self.table_lock.ahead():
             slots, store = self.cache.find(ids), self.store
             pin.hold(slots[slots >= 0])
             found = store.located(ids[slots < 0])
         staged = np.empty((len(found.ids), self.spec.record_bytes), np.uint8)
         self._read(found, staged, np.arange(len(staged)))
-        with held_back(), self.table_lock.alone(beside_executors=True):
+        with held_back(), self.table_lock.ahead():
+            self.table_lock.settle_steps()
             self.misses += len(found.ids)  # rows without a record are counted when their batch comes
             self.brought += len(found.ids)
             if len(found.ids) > self.cache.free:
@@ -616,7 +617,7 @@ class _CachePin(Pin):
                 self._held[number] = cache, held[~leaving]
 
     def release(self) -> None:
-        with held_back(), self._tier.table_lock.lock:
+        with held_back(), self._tier.table_lock.ahead():
             for cache, slots in self._held:
                 cache.unpin(slots)
             self._held.clear()

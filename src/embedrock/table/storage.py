@@ -54,6 +54,7 @@ from embedrock.store.segments import damaged
 from embedrock.store.table_folder import TableFolder
 from embedrock.system import forks
 from embedrock.system.arena import cut
+from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller, caller_level, is_interrupted, tell
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, parse_seconds
@@ -413,9 +414,10 @@ class StorageManager(Location):
             for tier, own in zip(tiers, keys or (), strict=False):
                 tier.entered = []
                 for part in cut(own, LEAVING_ROWS):  # lookups go on meanwhile
-                    with self.table_lock.whole():
+                    with held_back(), self.table_lock.ahead():
+                        self.table_lock.wait_for_step()
                         left.append((tier, tier.leave(part)))
-            with self.table_lock.whole():
+            with held_back(), self.table_lock.ahead():
                 self.wait_for_quiet()
                 is_kept = keys is not None and tiers == self.pools.tiers and self._is_like(newest)
                 for tier, own in zip(tiers, keys or (), strict=False):
