@@ -48,4 +48,4 @@ def test_a_step_that_waits_is_shown_with_its_file(table: str, capsys: pytest.Cap
 
 def test_a_patience_that_is_no_time(table: str, capsys: pytest.CaptureFixture[str]):
     assert main(["follow", "served", "--patience", "soon"]) == FAILED
-    assert "`patience` must be seconds, or a time such as \"10min\": got 'soon'." in capsys.readouterr().err
+    assert "`patience` must be seconds, or a time such as \"5min\": got 'soon'." in capsys.readouterr().err

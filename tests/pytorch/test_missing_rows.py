@@ -20,7 +20,7 @@ ROWS, DIM = 50, 4
 ROW = [0.5, -1.0, 2.0, 3.0]
 KNOWN = [3, 4, 14]
 IDS = torch.tensor([[3, 14, 15], [9, 4, 9]])
-ALL_OPTIONS = [("zeros", [0.0] * DIM), (ROW, ROW), (np.float32(ROW), ROW), (torch.tensor(ROW), ROW)]
+ALL_OPTIONS = [("zeros", [0.0] * DIM), (ROW, ROW), (np.array(ROW, np.float32), ROW), (torch.tensor(ROW), ROW)]
 TRAINS = r"has missing='zeros', and trains: a row would be read as one value.*Freeze the layer, call the model for inf"
 
 

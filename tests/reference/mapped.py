@@ -13,8 +13,8 @@ GONE = (1 << RUN_SHIFT) - 1
 
 
 def read(
-    overlay: tuple[Any, ...],
-    base: tuple[Any, ...],
+    overlay: Any,
+    base: Any,
     memory: np.ndarray,
     places: np.ndarray,
     ids: np.ndarray,

@@ -77,7 +77,7 @@ def check(table: er.Table, known: set[int] | None) -> None:
     np.testing.assert_array_equal(table.contains(EVERY), there)
     assert len(table) == there.sum()
     assert (7 in table) == there[7]
-    for missing, value in (("zeros", 0.0), (ROW, ROW), (np.float16(ROW), ROW)):
+    for missing, value in (("zeros", 0.0), (ROW, ROW), (np.array(ROW, np.float16), ROW)):
         want = expected(table, there, value)
         np.testing.assert_array_equal(table.lookup(EVERY, missing=missing), want)
         np.testing.assert_array_equal(table.lookup(EVERY.reshape(20, 30), missing=missing), want.reshape(20, 30, DIM))
@@ -304,7 +304,7 @@ def test_members(on_disk: bool, tmp_path: Path):
 
 def test_a_choice_reads_as_it_was_given():
     assert [repr(Missing.of(given)) for given in ("zeros", [1, 2])] == ["'zeros'", "[1.0, 2.0]"]
-    assert Missing.of(np.float32([1.5])) == Missing.of([1.5])
+    assert Missing.of(np.array([1.5], np.float32)) == Missing.of([1.5])
     assert [bool(Missing.of(given)) for given in ("first", "zeros", [0.0])] == [False, True, True]
 
 

@@ -96,7 +96,8 @@ def test_members_of_a_group_refresh_as_one(tmp_path: Path) -> None:
         group.commit()
         with er.open(tmp_path / "g", mode="r") as reader:
             a, b = reader["a"], reader["b"]
-            a.lookup([1, 2]), b.lookup([1, 2])
+            a.lookup([1, 2])
+            b.lookup([1, 2])
             group.update({"a": [1], "b": [2]}, {"a": np.ones((1, DIM)), "b": np.ones((1, DIM))})
             group.commit()
             changes = reader.refresh(changes=True)
