@@ -18,6 +18,7 @@ from embedrock.store.compaction import NO_AGE, compact, relieve
 from embedrock.store.folding import fold
 from embedrock.store.manifest import Manifest, StoreEntry, TableEntry
 from embedrock.store.pieces import CompactionGoal
+from embedrock.store.publishing import FolderKind
 from embedrock.store.record_store import RecordStore
 from embedrock.store.segments import Log
 from embedrock.store.table_folder import TableFolder
@@ -95,7 +96,7 @@ class Life:
             if errors == errno.ENOSPC:
                 self.write()
                 self._relieve()
-                place, name = ((manifests, "publish"), (Log, "seal"))[int(self.rng.integers(2))]
+                place, name = ((FolderKind, "publish"), (Log, "seal"))[int(self.rng.integers(2))]
                 patch.setattr(place, name, raising(OSError(errno.ENOSPC, "No space left on device")))
                 try:
                     self.commit()  # works where no log is left that would have to be sealed

@@ -11,7 +11,7 @@ import pytest
 from crash_states import KINDS, explore_life, main, recorded_life
 from embedrock.errors import EmbedrockError
 from embedrock.io.vfs import File
-from embedrock.store import manifest as manifests
+from embedrock.store.publishing import FolderKind
 from embedrock.store.record_store import CommitSnapshot
 from recorded_calls import Recorder
 from slow import slow
@@ -64,7 +64,7 @@ def sync_no_folder(end: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 def publish_first(patch: pytest.MonkeyPatch) -> None:
     """Sync the logs of a commit when its manifest is there."""
-    late, sync, publish = list[File](), File.sync, manifests.publish
+    late, sync, publish = list[File](), File.sync, FolderKind.publish
 
     def publish_then_sync(*args):
         publish(*args)
@@ -72,7 +72,7 @@ def publish_first(patch: pytest.MonkeyPatch) -> None:
             sync(late.pop())
 
     patch.setattr(File, "sync", lambda self: late.append(self) if self.path.endswith(".dlt") else sync(self))
-    patch.setattr(manifests, "publish", publish_then_sync)
+    patch.setattr(FolderKind, "publish", publish_then_sync)
 
 
 def lose_an_id(patch: pytest.MonkeyPatch) -> None:
