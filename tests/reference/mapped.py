@@ -28,8 +28,10 @@ def read(
     -1 and zeros: no record. -2 - location: its seal does not fit. An overlay hides the base, also where a row is gone.
     `memory` has words. `places` has the first record of each run there, its salt and its step. `words` are `records`.
     """
-    storage.find_overlay(*overlay, ids, locations[1])
-    storage.find_base(*base, ids, locations[0])
+    entries, homes, salt = overlay
+    lows, lasts, runs, listed, blocks, ranks = base
+    storage.find_overlay(entries, homes, salt, ids, locations[1])
+    storage.find_base(lows, lasts, runs, listed, blocks, ranks, ids, locations[0])
     width = records.shape[1]
     for i, row in enumerate(ids.tolist()):
         if locations[1, i] >= 0:
