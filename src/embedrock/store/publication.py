@@ -69,7 +69,7 @@ def read_dense(system: System, folder: str, entry: DenseEntry) -> bytes:
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published as one step, beside the tables.
+    """Publication of one step, beside its tables.
 
     Attributes:
         chain: 32 hexadecimal digits, drawn anew where the rows do not follow from those published before.

@@ -117,7 +117,7 @@ class PublishedFolder(TableFolder):
             self.unlink([file.name for file in lists], lambda: False)
 
     def divided(self, keep: float) -> tuple[dict[int, Manifest | None], list[Manifest | None]]:
-        # Those that were followed by the next one `keep` hours ago.
+        # Manifests are dropped `keep` hours after the next one came.
         numbers, dropped = PUBLISHED.numbers(self.system, self.folder), dict[int, Manifest | None]()
         for number, after in pairwise(numbers):
             later = self._manifest(after)
