@@ -1362,6 +1362,42 @@ def test_ids_go_ahead_in_three_messages_a_step_and_change_no_bit(pair: Ranks, tm
             np.testing.assert_array_equal(rows, weights[own])
 
 
+def publishes(rank: int, folder: str) -> Any:
+    """Train on disk, commit on both ranks, and publish from the first."""
+    users = ert.Embedding(None, DIM, init=er.Normal(std=0.1), seed=1, sharded=True, path=f"{folder}/users.rock")
+    rows, made = ert.Adagrad(users, lr=0.1), list[int]()
+    with pytest.raises(er.UnsupportedError, match=r"on one rank: er\.publish\(layer\.table, folder\)$"):
+        ert.publish(users, f"{folder}/served")
+    for step in range(3):
+        nn.functional.softplus(users(ids_of(step, rank))).sum().backward()
+        rows.step()
+        rows.zero_grad()
+        users.table.commit(step=step)
+        dist.barrier()
+        if rank == 0:
+            made.append(er.publish(users.table, f"{folder}/served").rows)
+    users.table.close()
+    return made
+
+
+def test_one_rank_publishes_the_rows_of_all(pair: Ranks, tmp_path: Path) -> None:
+    users = ert.Embedding(None, DIM, init=er.Normal(std=0.1), seed=1)
+    rows, stepped = ert.Adagrad(users, lr=0.1), list[int]()
+    for step in range(3):
+        blocks = [ids_of(step, rank) for rank in range(2)]
+        for block in blocks:
+            nn.functional.softplus(users(block)).sum().backward()
+        rows.step()
+        rows.zero_grad()
+        stepped.append(len(torch.cat(blocks).unique()))
+    made, _ = pair.run(publishes, str(tmp_path))
+    assert made == stepped
+    with er.Subscriber(tmp_path / "served") as served, served.step() as step:
+        assert step.step == 2
+        for found, expected in zip(step["users"].export(), users.table.export(), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
 # ---------------------------------------------------------------- ranks that have no batches left
 
 LENGTHS = [5, 2]

@@ -355,13 +355,14 @@ def test_arguments(tmp_path: Path):
     users.close()
 
 
-def test_a_table_in_parts(tmp_path: Path):
+def test_parts_with_rows_of_each_other(tmp_path: Path):
     layout = make_parts(str(tmp_path / "users.rock"), 2)
     for part in layout.parts:
         table(Path(part)).close()
     users = er.open(tmp_path / "users.rock", mode="r")
-    with pytest.raises(er.UnsupportedError, match=r"is in parts, and cannot be published\. Share its rows out"):
+    with pytest.raises(er.CorruptTableError, match=r"shard-0-of-2 has rows that another part of the table must have"):
         er.publish(users, tmp_path / "served")
+    assert er.Subscriber(tmp_path / "served").number is None
     users.close()
 
 

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.distributed.commits import layout_of
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.distributed.commits import is_part_of, layout_of
+from embedrock.distributed.reader import OpenShards
+from embedrock.errors import ArgumentError
 from embedrock.initializers import FromArray, Initializer
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.kernels.keys import PART_BITS
 from embedrock.serving import dense as dense_files
 from embedrock.serving.dense import Dense
-from embedrock.serving.sources import SourceTable, opened_commit
+from embedrock.serving.sources import SourceTable, forgets, opened_commit
 from embedrock.spec.description import describe_spec
 from embedrock.storage.record_pools import may_share
 from embedrock.storage.records import encode
@@ -35,6 +36,7 @@ from embedrock.store.record_store import RecordStore
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.paths import local_path
 from embedrock.system.scopes import on_failure
+from embedrock.system.sizes import MAP
 from embedrock.table.changed_rows import ChangedRows
 from embedrock.table.group import Group
 from embedrock.table.storage import check_step
@@ -91,7 +93,7 @@ def publish(
 
     Args:
         source: the table or group, open for writing or reading. A table alone is published under its name, or else that
-            of its folder.
+            of its folder. Of a sharded table, one rank publishes all parts, as of the last commit that all have.
         folder: a folder for published rows only. A missing one is made.
         dtype: of the published weights; None: the tables' own.
         keep_hours: how long files stay after the last step that needs them. Forgotten rows leave at once.
@@ -99,7 +101,7 @@ def publish(
         step: training step; None: that of the commit.
 
     Raises:
-        UnsupportedError: it lives in RAM or is in parts, or open ids have no end of rows to publish.
+        UnsupportedError: it lives in RAM, or open ids have no end of rows to publish.
         GradientError: rows have NaN or Inf, or values too large for `dtype`. Nothing is published.
         ArgumentError: it has no commit yet.
         TableFileError: `folder` has something else.
@@ -124,22 +126,30 @@ def publish(
     opening = source._on_disk().opening
     options = PublishOptions(dtype, keep_hours, dense, step, arrays_of(source), opening.system)
     names = {published_name(source): member_name(source)} if isinstance(source, Table) else None
-    return publish_last(opening.path, os.path.abspath(local_path(folder)), options, names)
+    return publish_last(_whole(opening.path), os.path.abspath(local_path(folder)), options, names)
 
 
 def publish_last(path: str, folder: str, options: PublishOptions, names: Mapping[str, str] | None = None) -> Published:
     """Publish tables of the last commit at a path. See `publish_commits` for `names`; None: all tables."""
-    if layout_of(path) is not None:
-        raise UnsupportedError(
-            f"the table at {path!r} is in parts, and cannot be published. Share its rows out over one rank, "
-            "`embedrock reshard --shards 1`, and publish its part."
-        )
-    with opened_commit(path, None, options.system) as commit:
-        own = [one.name for one in commit.manifest.members]
+    with _last_commits(path, options) as commits:
+        own = [one.name for one in commits[0].manifest.members]
         names = {each or _stem(path): each for each in own} if names is None else names
         for name in set(names.values()).difference(own):
             raise ArgumentError(f"{path} has no commit with table {name!r} yet. Call commit() first.")
-        return publish_commits([(commit, names)], folder, options)
+        return publish_commits([(commit, names) for commit in commits], folder, options)
+
+
+@contextlib.contextmanager
+def _last_commits(path: str, options: PublishOptions) -> Iterator[list[TableFolder]]:
+    """Context manager that has the last commit open for reading, of each part of a sharded table."""
+    layout = layout_of(path)
+    if layout is None:
+        with opened_commit(path, None, options.system) as commit:
+            yield [commit]
+        return
+    init = next(iter(options.inits.values()), None)
+    with contextlib.closing(OpenShards.as_of(layout, None, {"memory": MAP, "init": init})) as shards:
+        yield [table._on_disk().table_folder for table in shards.tables]
 
 
 def arrays_of(*sources: Table | Group) -> dict[str, Initializer]:
@@ -155,7 +165,12 @@ def member_name(table: Table) -> str:
 
 def published_name(table: Table) -> str:
     """Return the name under which a table is published."""
-    return table.name or _stem(str(table.path))
+    return table.name or _stem(_whole(str(table.path)))
+
+
+def _whole(path: str) -> str:
+    """Return the folder of a sharded table, given that of one of its parts."""
+    return around if is_part_of(around := os.path.dirname(path), path) else path
 
 
 def _stem(path: str) -> str:
@@ -168,18 +183,20 @@ def publish_commits(
     """Publish tables of commits of one training step as one step.
 
     Args:
-        commits: open commits, each with names of its tables by the names under which they are published.
+        commits: open commits, each with names of its tables by the names under which they are published. Several of one
+            name are the parts of a table, by rank.
         folder: absolute path of the folder.
         options: see `PublishOptions`.
     """
     if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
         raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
     check_step(options.step)
-    tables = dict[str, SourceTable]()
+    parts = dict[str, list[tuple[TableFolder, TableEntry]]]()
     for commit, names in commits:
         members = {member.name: member for member in commit.manifest.members}
         for new, name in names.items():
-            tables[new] = SourceTable.of(commit, members[name], options.dtype, options.inits.get(new))
+            parts.setdefault(new, []).append((commit, members[name]))
+    tables = {new: SourceTable.of(each, options.dtype, options.inits.get(new)) for new, each in parts.items()}
     step = commits[0][0].manifest.step if options.step is None else options.step
     out = PublishedFolder.open_or_make(options.system, folder)
     with contextlib.closing(out), on_failure(out.tidy):
@@ -208,7 +225,7 @@ class _NextStep:
 
     def publish(self, step: int | None, options: PublishOptions) -> Published:
         last, dense = self._out.manifest, self._dense(options.dense)
-        sources = {name: table.entry for name, table in self._tables.items()}
+        sources = {name: table.entries for name, table in self._tables.items()}
         if self._is_alike and not self._out.is_torn and (sources, dense) == (self._before.sources, self._before.dense):
             return Published(last.commit, last.step, 0, 0, False, is_new=False)
         purges = self._write()
@@ -236,7 +253,7 @@ class _NextStep:
         stores, purges, before = list[RecordStore](), self._forgets(), self._before.sources
         for number, names in enumerate(self._pools):
             follow = [name for name in names if self._is_alike and self._follows[name]]
-            found = [self._tables[name].changes(before[name].commit) for name in follow]
+            found = [self._tables[name].changes(before[name]) for name in follow]
             changed = [each for each in found if each is not None]
             if len(changed) < len(names):
                 stores.append(self._new_base(names))
@@ -251,9 +268,9 @@ class _NextStep:
 
     def _forgets(self) -> bool:
         """Return whether rows may have been forgotten since the step before, under whatever names."""
-        sources = {(one.uuid, one.commit): one for one in self._before.sources.values()}.values()
-        tables = {id(table.table_folder): table for table in self._tables.values()}.values()
-        return any(table.forgets(before) for table in tables for before in sources)
+        before = {(one.uuid, one.commit): one for parts in self._before.sources.values() for one in parts}.values()
+        commits = {part.table_folder for table in self._tables.values() for part in table.parts}
+        return any(forgets(commit, one) for commit in commits for one in before)
 
     def _new_base(self, names: Sequence[str]) -> RecordStore:
         first = self._tables[names[0]].spec
@@ -264,7 +281,7 @@ class _NextStep:
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for part, name in enumerate(names):
                 self._counts[name] = 0
-                for ids, rows, _ in self._tables[name].all_rows():
+                for ids, rows in self._tables[name].all_rows():
                     self._counts[name] += len(ids)
                     yield ids + (part << PART_BITS), self._encoded(name, ids, rows)
 
@@ -301,7 +318,7 @@ def _pools_of(tables: Mapping[str, SourceTable]) -> list[list[str]]:
 def _entries(pools: Sequence[Sequence[str]], tables: Mapping[str, SourceTable]) -> list[TableEntry]:
     found = list[TableEntry]()
     for number, part, name in ((number, *each) for number, names in enumerate(pools) for each in enumerate(names)):
-        spec, of = tables[name].spec, tables[name].member
+        spec, of = tables[name].spec, tables[name].parts[0].member
         place = number, part if may_share(spec) else None
         found.append(TableEntry(name, *place, describe_spec(spec), of.steps, of.skipped_steps, 0))
     return found

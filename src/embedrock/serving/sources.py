@@ -1,15 +1,18 @@
-"""`SourceTable`: a table of a commit that is published, and what changed in it since another commit."""
+"""`SourceTable`: a table that is published, from commits of its parts, and what changed in it since earlier ones."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, HistoryDroppedError, UnsupportedError
+from embedrock.distributed.owners import Shard
+from embedrock.distributed.resharding import merged
+from embedrock.errors import ArgumentError, CorruptTableError, HistoryDroppedError, UnsupportedError
 from embedrock.initializers import FromArray, Initializer, Zeros
 from embedrock.io.vfs import System
 from embedrock.spec.description import read_spec
@@ -36,45 +39,28 @@ def opened_commit(path: str, at: int | None, system: System) -> Iterator[TableFo
         yield found
 
 
-class SourceTable(NamedTuple):
-    """Table of a commit that is published.
+class SourcePart(NamedTuple):
+    """Table of a commit that is published, or the part of it that one rank has.
 
     Attributes:
         table_folder: folder of the commit, open for reading.
         member: the table's entry there.
-        trained: its spec.
-        spec: spec of the published rows.
-        is_listed: lists of changes name all rows that changed. False: a rule moves others, too.
+        shard: its rank, and the number of parts.
     """
 
     table_folder: TableFolder
     member: TableEntry
-    trained: Spec
-    spec: Spec
-    is_listed: bool
-
-    @classmethod
-    def of(
-        cls, table_folder: TableFolder, member: TableEntry, dtype: str | None, init: Initializer | None
-    ) -> SourceTable:
-        """Return a table of an open commit.
-
-        Raises:
-            TableFileError: its initial values are from an array that `init` does not have.
-        """
-        where = f"{table_folder.folder}{f'#{member.name}' * bool(member.name)}"
-        spec = read_spec(member.spec, init, where)
-        default = None if spec.admission is None else spec.admission.default
-        is_listed = (spec.rule is None or spec.rule.history() is None) and default != "shared"
-        init = Zeros() if default == "zeros" or isinstance(spec.init, FromArray) else spec.init
-        plain = replace(spec, rule=None, admission=None, eviction=None, init=init, dtype=dtype or spec.dtype)
-        return cls(table_folder, member, spec, plain, is_listed)
+    shard: Shard
 
     @property
     def entry(self) -> SourceEntry:
         """Return its entry in the manifest of a published folder."""
         manifest = self.table_folder.manifest
         return SourceEntry(manifest.uuid, manifest.commit, self.table_folder.sha, self.member.name)
+
+    @property
+    def where(self) -> str:
+        return f"{self.table_folder.folder}{f'#{self.member.name}' * bool(self.member.name)}"
 
     def follows(self, before: SourceEntry) -> bool:
         """Return whether it is a later state of the commit that was published before."""
@@ -86,14 +72,67 @@ class SourceTable(NamedTuple):
             return True
         return False
 
-    def forgets(self, before: SourceEntry) -> bool:
-        """Return whether rows may have been forgotten since a commit."""
-        if before.uuid != self.entry.uuid or before.commit > self.entry.commit:
-            return False  # other rows
-        try:
-            return any(one.forgets for one in self.table_folder.lists_since(before.commit))
-        except HistoryDroppedError:
-            return True
+    def changes(self, since: int | None) -> Iterable[ChangedRows]:
+        """Return the rows that changed since an earlier commit. None: all rows with a record."""
+        found = changes_in(self.table_folder, since, [self.member.name])[self.member.name]
+        return map(self._owned, found) if self.shard.ranks > 1 else found
+
+    def _owned(self, changed: ChangedRows) -> ChangedRows:
+        if not self.shard.owns(np.concatenate([changed.ids, changed.gone])).all():
+            raise CorruptTableError(f"{self.where} has rows that another part of the table must have.")
+        return changed
+
+
+def forgets(commit: TableFolder, before: SourceEntry) -> bool:
+    """Return whether rows may have been forgotten since another commit."""
+    if before.uuid != commit.manifest.uuid or before.commit > commit.manifest.commit:
+        return False  # other rows
+    try:
+        return any(one.forgets for one in commit.lists_since(before.commit))
+    except HistoryDroppedError:
+        return True
+
+
+class SourceTable(NamedTuple):
+    """Table that is published.
+
+    Attributes:
+        parts: its parts, by rank; one, if it is not sharded.
+        trained: its spec.
+        spec: spec of the published rows.
+        is_listed: lists of changes name all rows that changed. False: a rule moves others, too.
+    """
+
+    parts: Sequence[SourcePart]
+    trained: Spec
+    spec: Spec
+    is_listed: bool
+
+    @classmethod
+    def of(
+        cls, commits: Sequence[tuple[TableFolder, TableEntry]], dtype: str | None, init: Initializer | None
+    ) -> SourceTable:
+        """Return a table of open commits of its parts.
+
+        Raises:
+            TableFileError: its initial values are from an array that `init` does not have.
+        """
+        parts = [SourcePart(*commit, Shard(rank, len(commits))) for rank, commit in enumerate(commits)]
+        spec = read_spec(parts[0].member.spec, init, parts[0].where)
+        default = None if spec.admission is None else spec.admission.default
+        is_listed = (spec.rule is None or spec.rule.history() is None) and default != "shared"
+        init = Zeros() if default == "zeros" or isinstance(spec.init, FromArray) else spec.init
+        plain = replace(spec, rule=None, admission=None, eviction=None, init=init, dtype=dtype or spec.dtype)
+        return cls(parts, spec, plain, is_listed)
+
+    @property
+    def entries(self) -> list[SourceEntry]:
+        """Return its entries in the manifest of a published folder."""
+        return [part.entry for part in self.parts]
+
+    def follows(self, before: Sequence[SourceEntry]) -> bool:
+        """Return whether it is a later state of the commits that were published before."""
+        return len(before) == len(self.parts) and all(map(SourcePart.follows, self.parts, before))
 
     @property
     def _has_array(self) -> bool:
@@ -104,23 +143,28 @@ class SourceTable(NamedTuple):
     @property
     def most_rows(self) -> int:
         """Return the number of published rows, at most."""
-        return max(self.member.count, self.spec.rows or 0 if self._has_array or not self.is_listed else 0)
+        has_all = self._has_array or not self.is_listed
+        return max(sum(part.member.count for part in self.parts), self.spec.rows or 0 if has_all else 0)
 
-    def all_rows(self) -> Iterator[ChangedRows]:
-        """Iterate over all rows to publish, in the order of ids."""
-        if self.is_listed and not self._has_array:
-            return iter(changes_in(self.table_folder, None, [self.member.name])[self.member.name])
-        return self._computed()
+    def all_rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Iterate over the ids and weights of all rows to publish, in the order of ids."""
+        is_computed = self._has_array or not self.is_listed
+        parts = [self._computed(part) if is_computed else part.changes(None) for part in self.parts]
+        for picked in merged([((ids, rows) for ids, rows, _ in part if len(ids)) for part in parts]):
+            ids, rows = map(np.concatenate, zip(*picked, strict=True))
+            order = np.argsort(ids)
+            yield ids[order], rows[order]
 
-    def changes(self, since: int) -> Iterable[ChangedRows] | None:
-        """Return the rows that changed since an earlier commit. None: all may have."""
+    def changes(self, since: Sequence[SourceEntry]) -> Iterable[ChangedRows] | None:
+        """Return the rows that changed since earlier commits of its parts. None: all may have."""
         if not self.is_listed:
             return None
         try:
-            found = changes_in(self.table_folder, since, [self.member.name])[self.member.name]
+            found = [part.changes(before.commit) for part, before in zip(self.parts, since, strict=True)]
         except HistoryDroppedError:
             return None
-        return map(self._with_first_values, found) if self._has_array else found
+        changed = itertools.chain.from_iterable(found)
+        return map(self._with_first_values, changed) if self._has_array else changed
 
     def _with_first_values(self, changed: ChangedRows) -> ChangedRows:
         """Return rows that were deleted as rows with their initial values, which the published table does not have."""
@@ -130,9 +174,9 @@ class SourceTable(NamedTuple):
         order = np.argsort(ids)
         return ChangedRows(ids[order], rows[order], _NO_IDS)
 
-    def _computed(self) -> Iterator[ChangedRows]:
+    def _computed(self, part: SourcePart) -> Iterator[ChangedRows]:
         """Iterate over rows as a lookup shows them: all, or those with a record if others have their initial values."""
-        folder, name, admission = self.table_folder, self.member.name, self.trained.admission
+        folder, name, admission = part.table_folder, part.member.name, self.trained.admission
         is_shared = admission is not None and admission.default == "shared"
         init = self.trained.init if isinstance(self.trained.init, FromArray) and not name else None
         options: dict[str, Any] = {"memory": MEMORY, "system": folder.system, "init": init}
@@ -140,14 +184,15 @@ class SourceTable(NamedTuple):
             table = opened if isinstance(opened, Table) else opened._opened(name, NO_OPTIONS, self.trained.init)
             rows = rows_of(table)
             if not (self._has_array or is_shared or table.first_scale != 1.0):
-                ids = np.sort(np.concatenate([_NO_IDS, *rows.tier.id_batches(CHUNK_ROWS)]))
+                batches = cut(np.sort(np.concatenate([_NO_IDS, *rows.tier.id_batches(CHUNK_ROWS)])), CHUNK_ROWS)
             elif self.spec.rows is not None:
-                ids = np.arange(self.spec.rows)
+                end = self.spec.rows
+                batches = (np.arange(at, min(at + CHUNK_ROWS, end)) for at in range(0, end, CHUNK_ROWS))
             else:
                 raise UnsupportedError(
-                    f"{folder.folder}{f'#{name}' * bool(name)} cannot be published: training changes rows that have no "
-                    "record, and with open ids (rows=None) there is no end of them. Use another rule, or "
-                    'Admission(default="first").'
+                    f"{part.where} cannot be published: training changes rows that have no record, and with open ids "
+                    '(rows=None) there is no end of them. Use another rule, or Admission(default="first").'
                 )
-            for part in cut(ids, CHUNK_ROWS):
-                yield ChangedRows(part, weights_of(rows, part), _NO_IDS)
+            for ids in batches:
+                own = ids[part.shard.owns(ids)]
+                yield ChangedRows(own, weights_of(rows, own), _NO_IDS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from embedrock.io.vfs import System
@@ -16,7 +17,7 @@ from embedrock.store.segments import damaged, open_needed
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """Entry of the commit that the rows of a table were published from.
+    """Entry of the commit that the rows of a table, or of a part of it, were published from.
 
     Attributes:
         uuid: of the source's folder.
@@ -75,14 +76,14 @@ class Publication:
         chain: 32 hexadecimal digits, drawn anew where the rows do not follow from those published before.
         began: time of the first manifest of the chain. A chain that began later is newer.
         previous: SHA-256 of the manifest before, number `parent`, in the same chain. None: the first of its chain.
-        sources: by table.
+        sources: by table, one for each part.
         dense: the dense weights of the same step. None: none were given.
     """
 
     chain: str
     began: str
     previous: str | None
-    sources: Mapping[str, SourceEntry]
+    sources: Mapping[str, Sequence[SourceEntry]]
     dense: DenseEntry | None = None
 
 
@@ -96,6 +97,7 @@ _SOURCE = {
     "table": FieldCheck(lambda value: isinstance(value, str), "a text"),
 }
 _DENSE = {"file": _DENSE_NAME, "size": whole(0, 2**63), "sha256": _SHA}
+_PARTS = FieldCheck(lambda value: isinstance(value, list) and len(value) > 0, "a list of commits")
 _FIELDS = {"chain": UUID, "began": TIME, "previous": or_null(_SHA), "sources": _OBJECT, "dense": or_null(_OBJECT)}
 
 
@@ -109,7 +111,8 @@ def parse(values: Any, where: str) -> Publication:
     dense = values["dense"]
     if dense is not None:
         check_fields(dense, _DENSE, where, "`dense`")
-    for source in values["sources"].values():
+    check_fields(values["sources"], dict.fromkeys(values["sources"], _PARTS), where, "`sources`")
+    for source in chain.from_iterable(values["sources"].values()):
         check_fields(source, _SOURCE, where, "an entry of `sources`")
-    sources = {name: SourceEntry(**source) for name, source in values["sources"].items()}
+    sources = {name: [SourceEntry(**part) for part in parts] for name, parts in values["sources"].items()}
     return Publication(**{**values, "sources": sources, "dense": None if dense is None else DenseEntry(**dense)})

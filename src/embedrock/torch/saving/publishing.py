@@ -73,7 +73,8 @@ def publish(
 
     Raises:
         ArgumentError: an argument is invalid, or the model has no embedding layers.
-        UnsupportedError: rows live in RAM, or are shared with other processes.
+        UnsupportedError: rows live in RAM, or are shared with other processes. Of a table on disk that is shared, one
+            process may publish each commit: ``er.publish(layer.table, folder)``.
 
     Example:
         >>> import torch, embedrock as er, embedrock.torch as ert
@@ -220,7 +221,9 @@ def _tables_of(model: nn.Module) -> list[Table]:
     """
     found = handles(model)
     for handle in found:
-        reason = "they are shared out over several processes. Publish a table of one process."
+        reason = (
+            "several processes share them. After a commit of all, on one rank: er.publish(layer.table, folder)"
+        )
         if not handle.table.is_on_disk or handle.table.mode != "w":
             reason = "they have no commits, as their table is not written to disk here. Give the layer a path=..."
         elif handle.sharing is None:
