@@ -221,9 +221,7 @@ def _tables_of(model: nn.Module) -> list[Table]:
     """
     found = handles(model)
     for handle in found:
-        reason = (
-            "several processes share them. After a commit of all, on one rank: er.publish(layer.table, folder)"
-        )
+        reason = "several processes share them. After a commit of all, on one rank: er.publish(layer.table, folder)"
         if not handle.table.is_on_disk or handle.table.mode != "w":
             reason = "they have no commits, as their table is not written to disk here. Give the layer a path=..."
         elif handle.sharing is None:
