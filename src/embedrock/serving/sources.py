@@ -138,16 +138,14 @@ class SourceTable(NamedTuple):
         options: dict[str, Any] = {"memory": MEMORY, "system": folder.system, "init": init}
         with open_table(folder.folder, "r", folder.manifest.commit, **options) as opened:
             table = opened if isinstance(opened, Table) else opened._opened(name, NO_OPTIONS, self.trained.init)
-            rows = rows_of(table)
             if not (self._has_array or is_shared or table.first_scale != 1.0):
-                ids = np.sort(np.concatenate([_NO_IDS, *rows.tier.id_batches(CHUNK_ROWS)]))
-            elif self.spec.rows is not None:
-                ids = np.arange(self.spec.rows)
-            else:
+                yield from (ChangedRows(*part, _NO_IDS) for part in table.export_batches(CHUNK_ROWS))
+                return
+            if self.spec.rows is None:
                 raise UnsupportedError(
                     f"{folder.folder}{f'#{name}' * bool(name)} cannot be published: training changes rows that have no "
                     "record, and with open ids (rows=None) there is no end of them. Use another rule, or "
                     'Admission(default="first").'
                 )
-            for part in cut(ids, CHUNK_ROWS):
-                yield ChangedRows(part, weights_of(rows, part), _NO_IDS)
+            for part in cut(np.arange(self.spec.rows), CHUNK_ROWS):
+                yield ChangedRows(part, weights_of(rows_of(table), part), _NO_IDS)
