@@ -139,7 +139,8 @@ class SourceTable(NamedTuple):
         with open_table(folder.folder, "r", folder.manifest.commit, **options) as opened:
             table = opened if isinstance(opened, Table) else opened._opened(name, NO_OPTIONS, self.trained.init)
             if not (self._has_array or is_shared or table.first_scale != 1.0):
-                yield from (ChangedRows(*part, _NO_IDS) for part in table.export_batches(CHUNK_ROWS))
+                for ids, weights in table.export_batches(CHUNK_ROWS):
+                    yield ChangedRows(ids, weights, _NO_IDS)
                 return
             if self.spec.rows is None:
                 raise UnsupportedError(
