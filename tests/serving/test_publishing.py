@@ -193,7 +193,7 @@ def test_logs_are_compacted_once_they_outweigh_the_base(tmp_path: Path):
         er.publish(users, tmp_path / "served")
         (pool,) = PUBLISHED.read(OS_SYSTEM, str(tmp_path / "served"), number + 1).pools
         logs.append(len(pool.delta))
-        users.update(np.arange(number, 2000), np.ones((2000 - number, 4)))
+        users.update(np.arange(number, 1500), np.ones((1500 - number, 4)))
         users.commit()
     assert max(logs) > 2
     assert logs.count(0) >= 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import io
-import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,12 +18,12 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli.formats import Format, format_to_write
-from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, part_of, rows_at_once
+from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, part_of, publish, rows_at_once
 from embedrock.cli.formats.files import opened_text
 from embedrock.cli.imports import RESTART, Journal, words_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
-from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
+from embedrock.io.vfs import explained_if_full, full_disk
 from embedrock.system.scopes import on_failure
 
 SYNC_BYTES = 256 << 20  # of vectors, between two entries in the journal
@@ -82,9 +81,8 @@ def _export_table(path: Path, arguments: Namespace) -> dict[str, Any]:
         with undone, er.Table(spec.rows, spec.dim, path=part, **own) as made:
             made.load_state(table)
             made.commit(step=table.last_step)
-        os.rename(part, path)
-        OS_SYSTEM.fsync_folder(str(path.parent))
-        found = {"table": str(table.path), "commit": table.last_commit, "files": [str(path)], "format": arguments.dtype}
+        files = [str(publish(part, path))]
+        found = {"table": str(table.path), "commit": table.last_commit, "files": files, "format": arguments.dtype}
         return found | {"rows": int(table.stats()["rows_touched"]), "continued_at": 0, "dim": spec.dim, "all": False}
 
 

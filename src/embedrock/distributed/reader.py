@@ -214,14 +214,10 @@ class ShardChanges(RowChanges):
 
     def __init__(self, shards: OpenShards, since: int | None) -> None:
         self.since, self.commit = since, shards.commit.numbers[0]
-        numbers: Sequence[int | None] = [None] * len(shards.tables)
-        if since == self.commit:
-            numbers = shards.commit.numbers
-        elif since is not None:
-            known = {each.numbers[0]: each.numbers for each in readable_of(shards.layout)}
-            if since not in known:
-                raise HistoryDroppedError(shards.layout.path, since, min(known, default=self.commit))
-            numbers = known[since]
+        known = {each.numbers[0]: each.numbers for each in (*readable_of(shards.layout), shards.commit)}
+        if since is not None and since not in known:
+            raise HistoryDroppedError(shards.layout.path, since, min(known))
+        numbers = [None] * len(shards.tables) if since is None else known[since]
         self._shards = [table.changes(number) for table, number in zip(shards.tables, numbers, strict=True)]
         found = [part.ids for part in self._shards if part.ids is not None]
         self.ids = distinct(found) if len(found) == len(self._shards) else None

@@ -6,14 +6,14 @@ import contextlib
 import errno
 import itertools
 import os
-import queue
 import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier, BrokenBarrierError
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -56,8 +56,6 @@ from embedrock.table.table import Table, rows_of
 
 MEMORY = "64MiB"  # of a new shard
 BATCH_BYTES = 8 << 20  # of records to read at a time, of all old shards together
-WAITING = 2  # batches that wait for each new shard
-POLL_S = 0.1
 # New shards made together, reading their common sources once. They are not large, because a killed run makes them
 # again.
 AT_ONCE, TOGETHER_BYTES = 4, 64 << 30
@@ -71,7 +69,6 @@ SOURCE_MEMORY, LEAST_SOURCE_MEMORY = 64 << 20, 4 << 20  # of the old shards: eac
 
 Item = TypeVar("Item")
 Batch = tuple[np.ndarray, np.ndarray]  # ids int64 (n,) and records uint8 (n, record_bytes)
-Picked = Sequence[tuple[Batch, np.ndarray]]  # batches of several shards, and a mask of the rows of each, bool (n,)
 
 
 class Resharded(NamedTuple):
@@ -125,7 +122,7 @@ def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
             work.check()
             work.make_all()
         work.publish()
-    rows = sum(_count(part) for part in work.after.parts)
+    rows = sum(folders.newest(OS_SYSTEM, part).count for part in work.after.parts)
     return Resharded(before.ranks, ranks, rows, work.common.step, work.name)
 
 
@@ -315,10 +312,15 @@ def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table
 
     Each record is read once and written once, to its final location. Threads read and write concurrently.
     """
+    size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
     with ThreadPoolExecutor(len(tables) + len(shards)) as pool:
-        size = max(1, BATCH_BYTES // tables[0].spec.record_bytes // len(tables))
-        streams = [prefetched(pool, _records(table, size)) for table in tables]
-        _send(merged(streams), shards, [_BatchFeed(pool, _write, table, tables) for table in made])
+        streams = [prefetched(pool, _disk(table).record_batches(size)) for table in tables]
+        batches = _SharedBatches(merged(streams), shards)
+        with on_failure(batches.abort):
+            writing = [pool.submit(_write, *each, tables, batches) for each in zip(made, shards, strict=True)]
+            errors = [error for each in writing if (error := each.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+            raise error  # the first cause
 
 
 def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
@@ -361,24 +363,7 @@ def _disk(table: Table) -> DiskBackend:
     return cast(DiskBackend, rows_of(table).tier)  # a table alone on disk has no other backend
 
 
-def _send(batches: Iterator[Sequence[Batch]], shards: Sequence[Shard], feeds: Sequence[_BatchFeed]) -> None:
-    try:
-        for parts in batches:
-            owned = [owners(ids, shards[0].ranks) for ids, _ in parts]
-            for shard, feed in zip(shards, feeds, strict=True):
-                feed.put([(part, of == shard.rank) for part, of in zip(parts, owned, strict=True)])
-    except BaseException as error:
-        for feed in feeds:
-            with contextlib.suppress(BaseException):
-                feed.put(error)
-        raise
-    for feed in feeds:
-        feed.put(None)
-    for feed in feeds:
-        feed.made.result()
-
-
-def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> None:
+def _write(made: Table, shard: Shard, sources: Sequence[Table], batches: _SharedBatches) -> None:
     first, rows = saved_of(rows_of(sources[0]), 1), rows_of(made)
     most = sum(rows_of(table).tier.count for table in sources)
 
@@ -387,40 +372,33 @@ def _write(made: Table, sources: Sequence[Table], batches: Iterable[Batch]) -> N
             f"a row of {ids[:4].tolist()} is in two parts of the table that {str(made.path)!r} is made of."
         )
 
-    with rows.table_lock.whole():
+    with on_failure(batches.abort), rows.table_lock.whole():
         rows.spec = rows.spec.with_rule(None)  # otherwise the state of an earlier commit would stay
-        own = SavedState({**first.header, "count": most}, first.history, batches, ascends=True)
+        own = SavedState({**first.header, "count": most}, first.history, batches.of(shard), ascends=True)
         load(rows, own, twice)
 
 
-class _BatchFeed:
-    """Batches on their way to a thread that consumes them.
+class _SharedBatches:
+    """Batches of rows, for threads that each take the rows of one new shard. They wait for the slowest of them."""
 
-    Args:
-        pool: provides the thread.
-        make: called with further arguments and an iterator of the batches.
+    def __init__(self, batches: Iterator[Sequence[Batch]], shards: Sequence[Shard]) -> None:
+        self._batches, self._ranks, self._picked = batches, shards[0].ranks, list[tuple[Batch, np.ndarray]]()
+        self._barrier = Barrier(len(shards), self._advance)
+        self.abort = self._barrier.abort
 
-    Attributes:
-        made: future of the call.
-    """
+    def _advance(self) -> None:
+        self._picked = [(part, owners(part[0], self._ranks)) for part in next(self._batches, ())]
 
-    def __init__(self, pool: ThreadPoolExecutor, make: Callable[..., None], *args: Any) -> None:
-        self._batches: queue.Queue[Picked | BaseException | None] = queue.Queue(WAITING)
-        self.made = pool.submit(make, *args, self._come())
+    def of(self, shard: Shard) -> Iterator[Batch]:
+        """Iterate over the rows of a shard.
 
-    def _come(self) -> Iterator[Batch]:
-        while (batch := self._batches.get()) is not None:
-            if isinstance(batch, BaseException):
-                raise batch
-            yield _joined(batch)  # by this thread, so that all copy at once
-
-    def put(self, batch: Picked | BaseException | None) -> None:
-        """Send rows, their end (None) or an error, once the queue has room. Raise the consumer's error."""
-        while not self.made.done():
-            with contextlib.suppress(queue.Full):
-                self._batches.put(batch, timeout=POLL_S)
-                return
-        self.made.result()
+        Raises:
+            BrokenBarrierError: another thread failed.
+        """
+        self._barrier.wait()
+        while self._picked:
+            yield _joined([(part, np.flatnonzero(of == shard.rank)) for part, of in self._picked])
+            self._barrier.wait()
 
 
 def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
@@ -444,31 +422,17 @@ def merged(streams: Sequence[Iterator[Batch]]) -> Iterator[list[Batch]]:
         heads = [(stream, batch) for stream, batch in refilled if batch is not None]
 
 
-def _joined(picked: Picked) -> Batch:
+def _joined(picked: Sequence[tuple[Batch, np.ndarray]]) -> Batch:
     """Join rows that were picked of several batches into one batch, in the order of their ids."""
-    rows = [np.flatnonzero(own) for _, own in picked]
-    ids = np.concatenate([ids[own] for ((ids, _), _), own in zip(picked, rows, strict=True)])
+    ids = np.concatenate([ids[own] for (ids, _), own in picked])
     order = np.argsort(ids, kind="stable")
     places, start = np.empty(len(ids), np.int64), 0
     places[order] = np.arange(len(ids))
     found = buffers.empty((len(ids), picked[0][0][1].shape[1]), np.uint8)
-    for ((_, records), _), own in zip(picked, rows, strict=True):
-        found[places[start : start + len(own)]] = _taken(records, own)
+    for (_, records), own in picked:
+        found[places[start : start + len(own)]] = records[own]
         start += len(own)
     return ids[order], found
-
-
-def _taken(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    out = buffers.empty((len(rows), records.shape[1]), np.uint8)
-    return np.take(records, rows, axis=0, out=out, mode="clip")
-
-
-def _records(table: Table, size: int) -> Iterator[Batch]:
-    tier = _disk(table)
-    for ids in tier.ascending_ids(size):
-        if len(ids):
-            records, slots = tier.read_through(ids)
-            yield ids, _taken(records.bytes, slots)
 
 
 def prefetched(pool: ThreadPoolExecutor, items: Iterator[Item]) -> Iterator[Item]:
@@ -488,11 +452,6 @@ def _overlap(one: Shard, other: Shard) -> bool:
 def _bytes_of(layout: ShardFolders) -> int:
     files = (os.path.join(at, name) for part in layout.parts for at, _, names in os.walk(part) for name in names)
     return sum(os.path.getsize(file) for file in files)
-
-
-def _count(folder: str) -> int:
-    with open_table(folder, mode="r", memory=LEAST_SOURCE_MEMORY) as table:
-        return int(table.stats()["rows_touched"])
 
 
 def _remove_others(layout: ShardFolders) -> None:

@@ -27,7 +27,7 @@ from embedrock.serving.sources import SourceTable, forgets, opened_commit
 from embedrock.spec.description import describe_spec
 from embedrock.storage.record_pools import may_share
 from embedrock.storage.records import encode
-from embedrock.store.compaction import compact_all, fill
+from embedrock.store.compaction import fill, relieve
 from embedrock.store.manifest import KEYS, StoreEntry, TableEntry
 from embedrock.store.publication import DenseEntry, Publication
 from embedrock.store.published_folder import PublishedFolder
@@ -262,7 +262,7 @@ class _NextStep:
                 for part, (name, each) in enumerate(zip(names, changed, strict=True)):
                     self._append(stores[-1], name, part << PART_BITS, each)
                 if purges or _is_due(stores[-1]):
-                    compact_all(stores[-1], self._rows_of(names))
+                    relieve(stores[-1], self._rows_of(names), lambda: True)
         self._out.stores = stores
         return purges
 

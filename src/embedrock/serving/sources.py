@@ -20,7 +20,6 @@ from embedrock.spec.spec import Spec
 from embedrock.store.manifest import TableEntry
 from embedrock.store.publication import SourceEntry
 from embedrock.store.table_folder import TableFolder
-from embedrock.system.arena import cut
 from embedrock.table.changed_rows import CHUNK_ROWS, ChangedRows, changes_in
 from embedrock.table.group import NO_OPTIONS, open_table
 from embedrock.table.reading import weights_of
@@ -182,17 +181,16 @@ class SourceTable(NamedTuple):
         options: dict[str, Any] = {"memory": MEMORY, "system": folder.system, "init": init}
         with open_table(folder.folder, "r", folder.manifest.commit, **options) as opened:
             table = opened if isinstance(opened, Table) else opened._opened(name, NO_OPTIONS, self.trained.init)
-            rows = rows_of(table)
             if not (self._has_array or is_shared or table.first_scale != 1.0):
-                batches = cut(np.sort(np.concatenate([_NO_IDS, *rows.tier.id_batches(CHUNK_ROWS)])), CHUNK_ROWS)
-            elif self.spec.rows is not None:
-                end = self.spec.rows
-                batches = (np.arange(at, min(at + CHUNK_ROWS, end)) for at in range(0, end, CHUNK_ROWS))
-            else:
+                for ids, weights in table.export_batches(CHUNK_ROWS):
+                    yield ChangedRows(ids, weights, _NO_IDS)
+                return
+            if self.spec.rows is None:
                 raise UnsupportedError(
                     f"{part.where} cannot be published: training changes rows that have no record, and with open ids "
                     '(rows=None) there is no end of them. Use another rule, or Admission(default="first").'
                 )
-            for ids in batches:
+            for at in range(0, self.spec.rows, CHUNK_ROWS):
+                ids = np.arange(at, min(at + CHUNK_ROWS, self.spec.rows))
                 own = ids[part.shard.owns(ids)]
-                yield ChangedRows(own, weights_of(rows, own), _NO_IDS)
+                yield ChangedRows(own, weights_of(rows_of(table), own), _NO_IDS)

@@ -31,7 +31,7 @@ from embedrock.store.segments import REMEDY
 from embedrock.store.table_folder import TableFolder
 from embedrock.store.verify import check_seals, ids_in
 from embedrock.system.log import tell
-from embedrock.system.scopes import on_failure
+from embedrock.system.scopes import ClosedAtEnd, on_failure
 from embedrock.system.sizes import Size, to_seconds
 from embedrock.table.group import Group, asked, group_of
 from embedrock.table.table import Table
@@ -93,7 +93,7 @@ class ServedStep:
         self._group.close()
 
 
-class Subscriber:
+class Subscriber(ClosedAtEnd):
     """The newest whole step of a published folder, for lookups.
 
     The folder may be one that `er.publish` writes, or a copy of it, whose files arrive in any order. A step is shown
@@ -364,12 +364,6 @@ class Subscriber:
         with self._lock:
             self._shown = None
         self._close_unused()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Subscriber({self._folder!r}: step {self.number}{', waiting' * (self.waiting is not None)})"

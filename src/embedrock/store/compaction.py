@@ -136,7 +136,7 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
 
     Args:
         rows: current rows of the table, or None for open ids. The last commit may have fewer.
-        is_crowded: returns whether room is still missing.
+        is_crowded: returns whether room is still missing. If it always is, all logs are compacted.
     """
     store.flush = True  # for a running compaction
     try:
@@ -147,19 +147,6 @@ def relieve(store: RecordStore, rows: int | None, is_crowded: Callable[[], bool]
                 _compact(store, lambda: (store.next_run(), rows), part, None, lambda: False)
     finally:
         store.flush = False
-
-
-def compact_all(store: RecordStore, rows: int | None) -> None:
-    """Compact all logs, those of the next commit too, into sorted segments. No commit is running.
-
-    `rows`: see `relieve`.
-
-    Raises:
-        OSError: the disk failed. Nothing has changed.
-    """
-    store.close_logs()
-    with store.compacting:
-        _compact(store, lambda: (store.next_run(), rows), None, None, lambda: False)
 
 
 def _rows_per_step(store: RecordStore) -> int:

@@ -98,22 +98,17 @@ def _check_commit(
     except (EmbedrockError, OSError) as error:
         problems[f"commit {number}"] = [str(error)]
         return {f"commit {number}"}, 0
-    records, entries = 0, list[SegmentEntry]()
-    for content in manifest.pools:
-        entries += (*content.base, *content.delta)
-        for entry in (*content.base, *content.delta):
-            if entry not in problems:
-                problems[entry] = _problems_of(lambda e=entry, c=content: _check_segment(system, folder, e, c))
-                records += entry.count
-    for part in manifest.histories:
-        if part not in problems:
-            problems[part] = _problems_of(lambda part=part: read_history(system, folder, part, manifest.uuid))
-    needed: set[Hashable] = {*entries, *manifest.histories}
+    checks: dict[Hashable, Callable[[], object]] = {
+        entry: functools.partial(_check_segment, system, folder, entry, content)
+        for content in manifest.pools
+        for entry in (*content.base, *content.delta)
+    }
+    checks |= {one: functools.partial(read_history, system, folder, one, manifest.uuid) for one in manifest.histories}
     if manifest.published is not None and (dense := manifest.published.dense) is not None:
-        needed.add(dense)
-        if dense not in problems:
-            problems[dense] = _problems_of(lambda: read_dense(system, folder, dense))
-    return needed, records
+        checks[dense] = functools.partial(read_dense, system, folder, dense)
+    new = [entry for entry in checks if entry not in problems]
+    problems |= {entry: _problems_of(checks[entry]) for entry in new}
+    return set(checks), sum(entry.count for entry in new if isinstance(entry, SegmentEntry))
 
 
 def _problems_of(check: Callable[[], object]) -> list[str]:

@@ -1,11 +1,11 @@
-"""Context managers: undo what a failed block has begun, or give a context variable a value for a block."""
+"""Context managers: undo what a failed block has begun, give a variable a value for a block, or close at its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Self, TypeVar
 
 T = TypeVar("T")
 
@@ -28,3 +28,16 @@ def set_within(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+class ClosedAtEnd:
+    """Base of tables and others that the end of a ``with`` block closes."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

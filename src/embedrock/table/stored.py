@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 from embedrock.errors import UnsupportedError
 from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store.verify import Verification, verify
+from embedrock.system.scopes import ClosedAtEnd
 from embedrock.table import opened
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.options import index
@@ -17,7 +18,7 @@ from embedrock.table.rows import ChangeCounter
 from embedrock.table.storage import StorageManager
 
 
-class StoredVerbs(ABC):
+class StoredVerbs(ClosedAtEnd, ABC):
     """A table alone, a member of a group, or a group. On disk, commits make its changes durable.
 
     Attributes:
@@ -38,9 +39,6 @@ class StoredVerbs(ABC):
 
     @abstractmethod
     def _versions(self) -> Sequence[ChangeCounter]: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
     @property
     @abstractmethod
@@ -189,9 +187,3 @@ class StoredVerbs(ABC):
         """
         self._check_usable()
         return self._on_disk().compact()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

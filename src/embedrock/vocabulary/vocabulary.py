@@ -31,7 +31,7 @@ from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller_level
 from embedrock.system.paths import local_path
 from embedrock.system.ram import memory_limit
-from embedrock.system.scopes import on_failure
+from embedrock.system.scopes import ClosedAtEnd, on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_bytes
 from embedrock.table.opened import note_writer, open_alone
 from embedrock.table.options import MODES
@@ -46,7 +46,7 @@ PART = 1 << 20  # strings looked up or added at once
 RAISE = "raise"
 
 
-class Vocabulary:
+class Vocabulary(ClosedAtEnd):
     """Exact map from strings to dense ids 0, 1, 2, ... in order of first occurrence, and back.
 
     On disk it is append-only: an id never changes, and `commit` makes all strings so far durable. It may be larger than
@@ -409,13 +409,6 @@ class Vocabulary:
                 UncommittedWarning,
                 stacklevel=caller_level(),
             )
-
-    def __enter__(self) -> Vocabulary:
-        """Return the vocabulary, which ``with`` closes."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

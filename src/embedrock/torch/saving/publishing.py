@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from embedrock.spec.spec import STORAGES
 from embedrock.storage.commit import StorageCommit
 from embedrock.system.log import tell
 from embedrock.system.paths import local_path
+from embedrock.system.scopes import ClosedAtEnd
 from embedrock.system.sizes import to_seconds
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import RowLayer
@@ -90,7 +91,7 @@ def publish(
     return Publisher(model, folder, every, PublishOptions(dtype, keep_hours))
 
 
-class Publisher:
+class Publisher(ClosedAtEnd):
     """Publisher of a model in training. See `publish`.
 
     Attributes:
@@ -204,12 +205,6 @@ class Publisher:
         error, self.error = self.error, None
         if error is not None:
             raise error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _tables_of(model: nn.Module) -> list[Table]:
