@@ -104,7 +104,7 @@ def _check_commit(
         for entry in (*content.base, *content.delta)
     }
     checks |= {one: functools.partial(read_history, system, folder, one, manifest.uuid) for one in manifest.histories}
-    if manifest.published is not None and (dense := manifest.published.dense) is not None:
+    if (dense := manifest.published.dense) is not None:
         checks[dense] = functools.partial(read_dense, system, folder, dense)
     new = [entry for entry in checks if entry not in problems]
     problems |= {entry: _problems_of(checks[entry]) for entry in new}
