@@ -41,7 +41,7 @@ def test_without_a_fault_nothing_is_found():
 
 def test_seals_that_are_not_read(monkeypatch: pytest.MonkeyPatch):
     steps = one_chain()
-    monkeypatch.setattr(subscriber, "check_seals", lambda segment, ids_of: None)
+    monkeypatch.setattr(subscriber, "check_seals", lambda segment: None)
     assert is_found(steps)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -28,7 +27,7 @@ from embedrock.store.manifest import PUBLISHED, Manifest
 from embedrock.store.publishing import age_of, sha_of
 from embedrock.store.segments import REMEDY
 from embedrock.store.table_folder import TableFolder
-from embedrock.store.verify import check_seals, ids_in
+from embedrock.store.verify import check_seals
 from embedrock.system.log import tell
 from embedrock.system.scopes import ClosedAtEnd, on_failure
 from embedrock.system.sizes import Size, to_seconds
@@ -273,11 +272,9 @@ class Subscriber(ClosedAtEnd):
             entry = manifest.published.dense
             dense = {} if entry is None else dense_files.read(self._system, self._folder, entry)
             known = {id(one.file) for store in before.stores for one in store.runs.values()} if before else set[int]()
-            for store in opened.stores:
-                runs = [(run, functools.partial(store.base.ids_of, at)) for at, run in enumerate(store.base.runs)]
-                for segment, ids_of in (*runs, *((log, ids_in(log)) for log in store.delta)):
-                    if id(segment.file) not in known:
-                        check_seals(segment, ids_of)
+            for segment in (one for store in opened.stores for one in store.runs.values()):
+                if id(segment.file) not in known:
+                    check_seals(segment)
         return ServedStep(group_of(opened, self._opening, self._given), manifest, dense)
 
     def _show(self, made: ServedStep) -> None:

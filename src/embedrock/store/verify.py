@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Hashable
 from contextlib import closing
@@ -121,15 +122,12 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
 
 def _check_segment(system: System, folder: str, entry: SegmentEntry, content: StoreEntry) -> None:
     with closing(Segment.open(system, folder, entry, content.uuid, content.record_bytes, 0)) as segment:
-        check_seals(segment, ids_in(segment))
+        check_seals(segment)
 
 
-def check_seals(segment: Segment, ids_of: Callable[[int, int], np.ndarray]) -> None:
-    """Raise `CorruptTableError` unless all records of an open segment fit their checksums.
-
-    `ids_of` returns the ids of the records in a range of positions.
-    """
-    bad = _bad_ids(segment, ids_of)
+def check_seals(segment: Segment) -> None:
+    """Raise `CorruptTableError` unless all records of an open segment fit their checksums."""
+    bad = _bad_ids(segment)
     if len(bad):
         named = ", ".join(map(str, bad[:NAMED].tolist())) + (", ..." if len(bad) > NAMED else "")
         raise CorruptTableError(
@@ -138,8 +136,8 @@ def check_seals(segment: Segment, ids_of: Callable[[int, int], np.ndarray]) -> N
         )
 
 
-def _bad_ids(segment: Segment, ids_of: Callable[[int, int], np.ndarray]) -> np.ndarray:
-    bad = [np.empty(0, np.int64)]
+def _bad_ids(segment: Segment) -> np.ndarray:
+    ids_of, bad = _ids_of(segment), [np.empty(0, np.int64)]
     piece = max(1, PIECE_BYTES // segment.stride)
     for start in range(0, segment.count, piece):
         count = min(piece, segment.count - start)
@@ -153,9 +151,8 @@ def _bad_ids(segment: Segment, ids_of: Callable[[int, int], np.ndarray]) -> np.n
     return np.concatenate(bad)
 
 
-def ids_in(segment: Segment) -> Callable[[int, int], np.ndarray]:
-    """Return a function that returns the ids of the records in a range of positions of a segment."""
+def _ids_of(segment: Segment) -> Callable[[int, int], np.ndarray]:
     if segment.kind != "ids":
-        return functools.partial(Base([segment]).ids_of, 0)
+        return functools.partial(Base([copy.copy(segment)]).ids_of, 0)  # its store keeps the index that it has
     index = segment.index()
     return lambda start, stop: index[start:stop].copy()

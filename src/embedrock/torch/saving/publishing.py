@@ -173,9 +173,8 @@ class Publisher(ClosedAtEnd):
 
     def _names_in(self, table: Table) -> dict[str, str]:
         """Return the names of the model's tables in a folder, by the names under which they are published."""
-        own = [handle.table for handle in handles(self._model)]
-        own = [table] if table.group is None else [each for each in own if each.group is table.group]
-        return {published_name(each): member_name(each) for each in own}
+        own = (handle.table for handle in handles(self._model))
+        return {published_name(each): member_name(each) for each in own if each.path == table.path}
 
     def publish(self, step: int | None = None) -> Published:
         """Publish the present rows and weights now. Return when that is done.
