@@ -10,7 +10,6 @@ import pytest
 
 import embedrock as er
 from carrier import COPY, Carrier, PublishedStep, Run, differences
-from embedrock.serving.subscriber import chain_of
 from suites.faultfs import FaultFS
 
 EVENTS = 40
@@ -68,7 +67,7 @@ def play(steps: list[PublishedStep], seed: int) -> tuple[Carrier, int]:
         if served.number is None:
             return -1
         with served.step() as step:
-            place = known[chain_of(step.manifest), step.number]
+            place = known[step.chain, step.number]
             assert place >= shown, f"schedule {seed} went back: {told}"
             wrong = differences(step, steps[place]) if place != shown or rng.random() < 0.1 else []
         assert not wrong, f"schedule {seed} shows {wrong} of another step than {place}: {told}"

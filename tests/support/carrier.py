@@ -69,7 +69,6 @@ class Run:
         files = {path[len(start) :]: data for path, data in self.system.files().items() if path.startswith(start)}
         rows = {name: self.group[name].export() for name in self.group}
         needed = frozenset((*manifest.files, PUBLISHED.path_of("", number)[1:]))
-        assert manifest.published is not None
         assert needed <= files.keys()
         return PublishedStep(number, manifest.published.chain, rows, dict(self.dense), files, needed)
 

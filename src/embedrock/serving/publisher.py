@@ -197,7 +197,6 @@ class _NextStep:
     def __init__(self, out: PublishedFolder, tables: Mapping[str, SourceTable]) -> None:
         self._out, self._tables, self._pools = out, tables, _pools_of(tables)
         self._entries = _entries(self._pools, tables)
-        assert out.manifest.published is not None
         self._before, known = out.manifest.published, {member.name: member for member in out.manifest.members}
         self._is_alike = _layout(out.manifest.members) == _layout(self._entries)
         self._counts = {name: known[name].count if self._is_alike else 0 for name in tables}

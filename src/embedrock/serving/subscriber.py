@@ -25,7 +25,6 @@ from embedrock.io.vfs import OS_SYSTEM, System, open_file
 from embedrock.serving import dense as dense_files
 from embedrock.spec.description import read_spec
 from embedrock.store.manifest import PUBLISHED, Manifest
-from embedrock.store.publication import Publication
 from embedrock.store.publishing import age_of, sha_of
 from embedrock.store.segments import REMEDY
 from embedrock.store.table_folder import TableFolder
@@ -67,7 +66,7 @@ class ServedStep:
 
     def __init__(self, group: Group, manifest: Manifest, dense: Mapping[str, np.ndarray]) -> None:
         self.number, self.step, self.time, self.dense = manifest.commit, manifest.step, manifest.time, dense
-        self.chain = chain_of(manifest)
+        self.chain = manifest.published.chain
         self._group, self.manifest, self.users = group, manifest, 0
 
     def __getitem__(self, name: str) -> Table:
@@ -216,7 +215,7 @@ class Subscriber:
                 manifest = self._unseen(number)
             if manifest is None:
                 continue
-            if manifest.published is None:
+            if not manifest.published.chain:
                 raise TableFileError(
                     f"{self._folder!r} has tables that are trained, and no published rows. Read them by "
                     f'er.open({self._folder!r}, mode="r"), or publish them: er.publish(group, folder)'
@@ -246,14 +245,14 @@ class Subscriber:
     def _check_publishers(self, manifests: Sequence[Manifest]) -> None:
         """Raise `TableFileError` if two publishers write to the folder."""
         newest, known = max(manifests, key=_age_of), dict[tuple[str, int | None], Manifest]()
-        known |= {(chain_of(one), one.commit): one for one in manifests}
+        known |= {(one.published.chain, one.commit): one for one in manifests}
         for one in manifests:
-            before, same = known.get((chain_of(one), one.parent)), known[chain_of(one), one.commit]
-            other = newest if chain_of(one) != chain_of(newest) and one.time > _age_of(newest)[0] else None
-            if before is not None and _publication(one).previous not in (None, sha_of(before.to_bytes())):
+            before, same = known.get((one.published.chain, one.parent)), known[one.published.chain, one.commit]
+            other = newest if one.published.chain != newest.published.chain and one.time > _age_of(newest)[0] else None
+            if before is not None and one.published.previous not in (None, sha_of(before.to_bytes())):
                 other = before
             if other is not None or same != one:
-                pair = (f"step {it.commit} of chain {chain_of(it)}, of {it.time}" for it in (one, other or same))
+                pair = (f"step {it.commit} of chain {it.published.chain}, of {it.time}" for it in (one, other or same))
                 raise TableFileError(
                     f"two publishers write to {self._folder!r}: {', and '.join(pair)}, do not follow from each other. "
                     "Publish to a folder of its own from each, and remove the manifests of one of them here"
@@ -271,7 +270,7 @@ class Subscriber:
         opened = TableFolder(self._system, self._folder, manifest, None, before)
         with on_failure(lambda: opened.close(before)):
             # Checksums last: they take longest. A file that another try has checked may have been replaced since.
-            entry = _publication(manifest).dense
+            entry = manifest.published.dense
             dense = {} if entry is None else dense_files.read(self._system, self._folder, entry)
             known = {id(one.file) for store in before.stores for one in store.runs.values()} if before else set[int]()
             for store in opened.stores:
@@ -287,10 +286,10 @@ class Subscriber:
             self._shown = made
             self._alive.append(made)
         self._skip(made.manifest)
-        if before is not None and chain_of(before.manifest) != chain_of(made.manifest):
+        if before is not None and before.chain != made.chain:
             tell(
-                f"{self._folder}: step {made.number} begins a new chain, {chain_of(made.manifest)}: it does not "
-                f"follow from step {before.number} of chain {chain_of(before.manifest)}",
+                f"{self._folder}: step {made.number} begins a new chain, {made.chain}: it does not follow from step "
+                f"{before.number} of chain {before.chain}",
                 logging.WARNING,
             )
         self._close_unused()
@@ -375,19 +374,9 @@ class Subscriber:
         return f"Subscriber({self._folder!r}: step {self.number}{', waiting' * (self.waiting is not None)})"
 
 
-def _publication(manifest: Manifest) -> Publication:
-    assert manifest.published is not None  # others are refused
-    return manifest.published
-
-
-def chain_of(manifest: Manifest) -> str:
-    """Return the chain of a published step."""
-    return _publication(manifest).chain
-
-
 def _age_of(manifest: Manifest) -> tuple[str, int]:
     """Return the key by which manifests are ordered, the oldest first: a chain that began later is newer."""
-    return _publication(manifest).began, manifest.commit
+    return manifest.published.began, manifest.commit
 
 
 @contextlib.contextmanager

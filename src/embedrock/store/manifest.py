@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -139,7 +139,7 @@ class Manifest(BaseManifest):
         members: entries of the tables.
         origin: the commit whose content this one has, after a rollback, or a compaction of one. None: its own content.
         forgotten: files of `Tombstones` since the oldest retained commit. Each `count` is the last commit in the file.
-        published: of a published folder: what its tables were published from. None: of a folder that is trained.
+        published: of a published folder: what its tables were published from.
     """
 
     step: int | None
@@ -149,7 +149,7 @@ class Manifest(BaseManifest):
     members: tuple[TableEntry, ...] = ()
     origin: int | None = None
     forgotten: tuple[HistoryFile, ...] = ()
-    published: Publication | None = None
+    published: Publication = field(default_factory=Publication)
 
     def body(self) -> dict[str, Any]:
         body = super().body()
@@ -158,7 +158,7 @@ class Manifest(BaseManifest):
         else:
             (pool,), (member,) = body.pop("pools"), body.pop("members")
             body |= {key: getattr(member, key) for key in _TABLE} | {key: getattr(pool, key) for key in _RECORDS}
-        lacking = {} if self.published else _PUBLISHED
+        lacking = {} if self.published.chain else _PUBLISHED
         lacking = lacking | _FORGOTTEN if self.format < FORGOTTEN_FORMAT else lacking
         return {key: value for key, value in body.items() if key not in lacking}
 
@@ -168,7 +168,7 @@ class Manifest(BaseManifest):
 
     @property
     def format(self) -> int:
-        if self.published is not None:
+        if self.published.chain:
             return PUBLISHED_FORMAT
         if self.origin is not None or self.forgotten:
             return FORGOTTEN_FORMAT
@@ -185,7 +185,7 @@ class Manifest(BaseManifest):
     @property
     def files(self) -> list[str]:
         runs = [entry.file for pool in self.pools for entry in (*pool.base, *pool.delta)]
-        dense = self.published.dense if self.published else None
+        dense = self.published.dense
         return [*runs, *(part.file for part in self.histories), *([dense.file] if dense else [])]
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from embedrock.io.vfs import System
@@ -72,17 +72,18 @@ class Publication:
     """Publication of one step, beside its tables.
 
     Attributes:
-        chain: 32 hexadecimal digits, drawn anew where the rows do not follow from those published before.
+        chain: 32 hexadecimal digits, drawn anew where the rows do not follow from those published before. "": the
+            folder is trained, and has no published rows.
         began: time of the first manifest of the chain. A chain that began later is newer.
         previous: SHA-256 of the manifest before, number `parent`, in the same chain. None: the first of its chain.
         sources: by table.
         dense: the dense weights of the same step. None: none were given.
     """
 
-    chain: str
-    began: str
-    previous: str | None
-    sources: Mapping[str, SourceEntry]
+    chain: str = ""
+    began: str = "1970-01-01T00:00:00Z"
+    previous: str | None = None
+    sources: Mapping[str, SourceEntry] = field(default_factory=dict)
     dense: DenseEntry | None = None
 
 

@@ -23,7 +23,7 @@ from embedrock.store.reading import what_is_at
 from embedrock.store.table_folder import TableFolder
 
 HOUR = 3600.0
-_NOTHING = Publication("0" * 32, "1970-01-01T00:00:00Z", None, {})
+_NOTHING = Publication("0" * 32)
 
 
 class PublishedFolder(TableFolder):
@@ -64,7 +64,7 @@ class PublishedFolder(TableFolder):
     @classmethod
     def newest_of(cls, system: System, folder: str) -> Manifest:
         found = next(_whole_of(system, folder, reversed(PUBLISHED.numbers(system, folder))))
-        if found.published is None:
+        if not found.published.chain:
             held = what_is_at(system, folder)
             raise TableFileError(errno.EEXIST, f"{held}. Publish its rows in a folder of their own", folder)
         return found

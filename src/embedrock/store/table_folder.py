@@ -100,7 +100,7 @@ class TableFolder(Folder[Manifest]):
     @classmethod
     def newest_of(cls, system: System, folder: str) -> Manifest:
         found = folders.newest(system, folder)
-        if found.published is None:
+        if not found.published.chain:
             return found
         raise ReadOnlyTableError(
             errno.EROFS,

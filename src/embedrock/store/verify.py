@@ -109,7 +109,7 @@ def _check_commit(
         if part not in problems:
             problems[part] = _problems_of(lambda part=part: read_history(system, folder, part, manifest.uuid))
     needed: set[Hashable] = {*entries, *manifest.histories}
-    if manifest.published is not None and (dense := manifest.published.dense) is not None:
+    if (dense := manifest.published.dense) is not None:
         needed.add(dense)
         if dense not in problems:
             problems[dense] = _problems_of(lambda: read_dense(system, folder, dense))
