@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import embedrock as er
+from embedrock.store.table_folder import TableFolder
+from embedrock.table.storage import StorageManager
 from slow import slow
 
 ROWS, DIM = 500, 4
@@ -225,3 +227,32 @@ def test_a_name_that_another_member_has_now(tmp_path: Path, dim: int) -> None:
     assert np.array_equal(reader["old"].lookup([1, 2]), group["old"].lookup([1, 2]))
     reader.close()
     group.close()
+
+
+@pytest.mark.parametrize("fails", ["wait_for_quiet", "_go_on_with", "_changed_ids"])
+def test_a_refresh_that_fails_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    table, opened = writer(tmp_path / "t"), list[TableFolder]()
+    with er.open(tmp_path / "t", mode="r", memory="1MiB") as reader:
+        before = reader.lookup(np.arange(ROWS))
+        table.update([3, 4], np.ones((2, DIM)))
+        table.commit()
+
+        def newest(self: StorageManager) -> TableFolder:
+            opened.append(own(self))
+            return opened[-1]
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("on purpose")
+
+        own = StorageManager._newest
+        monkeypatch.setattr(StorageManager, "_newest", newest)
+        with monkeypatch.context() as patched:
+            patched.setattr(StorageManager, fails, fail)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                reader.refresh()
+            assert not opened[0].stores[0].runs  # it is closed
+            assert reader.last_commit == 1
+            np.testing.assert_array_equal(reader.lookup(np.arange(ROWS)), before)
+        assert reader.refresh()
+        np.testing.assert_array_equal(reader.lookup(np.arange(ROWS)), table.lookup(np.arange(ROWS)))
+    table.close()

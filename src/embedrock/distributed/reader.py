@@ -284,7 +284,10 @@ class ShardedTableReader(StorageManager):
     def _release(self, before: OpenShards, newest: OpenShards) -> None:
         before.close()
 
-    def changes(self, since: int | None, names: list[str] | None = None) -> dict[str, RowChanges]:
+    def _changed_ids(self, newest: OpenShards) -> dict[str, np.ndarray] | None:
+        return super()._changed_ids(newest.table_folder)  # of one shard: whether its life is the same
+
+    def changes(self, since: int | None, names: list[str] | None = None, ids: Any = None) -> dict[str, RowChanges]:
         """Return the changes of all shards. `since` is the number of a commit that all shards still have."""
         return {"": ShardChanges(self._parts, since)}
 

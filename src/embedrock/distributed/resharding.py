@@ -344,7 +344,8 @@ def _changed(before: Table, now: Table, size: int) -> Iterator[np.ndarray]:
     both = (cast(TableFolder, each.store.table_folder) for each in (one, other))
     older, newer = sorted(both, key=lambda folder: folder.manifest.commit)  # a rollback may have undone a named commit
     try:
-        return cut(newer.changed_ids(older.manifest.commit, [""], older.sha)[""], size)
+        lists = newer.lists_since(older.manifest.commit, older.sha)
+        return cut(newer.changed_ids(older.manifest.commit, lists, [""])[""], size)
     except HistoryDroppedError:  # an older release made one of the commits, perhaps
         return itertools.chain(one.id_batches(size), other.id_batches(size))
 

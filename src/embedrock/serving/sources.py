@@ -82,7 +82,7 @@ class SourceTable(NamedTuple):
         if (before.uuid, before.table) != (now.uuid, now.table) or before.commit > now.commit:
             return False
         with contextlib.suppress(HistoryDroppedError):
-            self.table_folder.changed_ids(before.commit, (), before.sha256)
+            self.table_folder.lists_since(before.commit, before.sha256)
             return True
         return False
 

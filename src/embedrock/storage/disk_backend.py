@@ -311,6 +311,12 @@ class DiskBackend(Backend):
             self._drop(own)
         return ids[slots >= 0]
 
+    def leave_entered(self, ids: np.ndarray) -> np.ndarray:
+        """Call `leave` for those of `ids`, ascending, that came into the cache since `entered` was set."""
+        late = np.concatenate([ids[:0], *(self.entered or ())])
+        places = np.searchsorted(ids, late)
+        return self.leave(late[places < np.searchsorted(ids, late, side="right")])
+
     def follow(self, store: RecordStore) -> None:
         """Read from the files of a later commit. Rows that differ have left the cache."""
         store.counts = self.store.counts

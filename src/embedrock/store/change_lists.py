@@ -17,7 +17,7 @@ import numpy as np
 from embedrock.errors import EmbedrockError, HistoryDroppedError
 from embedrock.io.vfs import System, read_whole, write_whole
 from embedrock.store import publishing
-from embedrock.store.publishing import NUMBER, UUID, FieldCheck, check_fields, text, whole
+from embedrock.store.publishing import NUMBER, UUID, FieldCheck, check_fields, or_null, text, whole
 from embedrock.store.segments import damaged
 
 FOLDER = "changes"
@@ -30,6 +30,9 @@ JOINED = 16  # lists that become one ...
 SINGLE = 2 * JOINED  # ... once there are as many of one commit
 _LEAST_BYTES, _SHARE = 1 << 20, 64  # of lists older than the oldest commit: 1/64 of the table's, or as many
 _NAME = re.compile(r"(\d{10})-(\d{10})-(\d+)(f?)-([0-9a-f]{8})-\d+\.ids", re.ASCII)
+
+
+ChangedIds = Mapping[str, np.ndarray | None]
 
 
 class ChangeList(NamedTuple):
@@ -50,7 +53,7 @@ class ChangeList(NamedTuple):
     since: int
     manifest: str
     parent: str
-    tables: Mapping[str, np.ndarray | None]
+    tables: ChangedIds
     renamed: tuple[tuple[str, str], ...] = ()
     forgets: bool = False
 
@@ -152,7 +155,8 @@ def chain(system: System, folder: str, newest: tuple[str, int, str], since: int)
     uuid, commit, manifest = newest
     files, found = files_in(system, folder, uuid), list[ChangeList]()
     while commit > since:
-        made = next(_following(system, folder, [one for one in files if one.commit == commit], uuid, manifest), None)
+        there = (_readable(system, folder, one) for one in files if one.commit == commit)
+        made = next((one for one in there if one and (one.uuid, one.manifest) == (uuid, manifest)), None)
         if made is None:
             raise HistoryDroppedError(folder, since, commit)
         found.append(made)
@@ -160,30 +164,29 @@ def chain(system: System, folder: str, newest: tuple[str, int, str], since: int)
     return found
 
 
-def _following(system: System, folder: str, files: Iterable[ListFile], uuid: str, manifest: str) -> Any:
-    for file in files:
-        try:
-            made = read(system, folder, file)
-        except (EmbedrockError, OSError):  # such as a file that its writer has just removed
-            continue
-        if (made.uuid, made.manifest) == (uuid, manifest):
-            yield made
+def _readable(system: System, folder: str, file: ListFile) -> ChangeList | None:
+    """Return a change list. Return None if it is damaged, or its writer has just removed it."""
+    try:
+        return read(system, folder, file)
+    except (EmbedrockError, OSError):
+        return None
 
 
-def ids_of(lists: Iterable[ChangeList], name: str) -> tuple[np.ndarray | None, int]:
+def ids_of(lists: Iterable[ChangeList], name: str) -> tuple[np.ndarray | None, int, str]:
     """Return the ids that lists of a chain, the newest first, name for a table.
 
     Returns:
-        The ids, int64 (n,), ascending, or None: any row may differ. Then also the commit of the oldest list used.
+        The ids, int64 (n,), ascending, or None: any row may differ. Then the commit of the oldest list used, and the
+        table's name before that.
     """
     parts, reached = [np.empty(0, np.int64)], 0
     for one in lists:
         ids = one.tables.get(name, parts[0])
         if ids is None:
-            return None, one.commit
+            return None, one.commit, name
         parts.append(ids)
         name, reached = one.before(name), one.since
-    return (parts[1] if len(parts) == 2 else distinct(parts)), reached
+    return (parts[1] if len(parts) == 2 else distinct(parts)), reached, name
 
 
 def distinct(parts: Iterable[np.ndarray]) -> np.ndarray:
@@ -196,21 +199,15 @@ def distinct(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 def joined(lists: list[ChangeList]) -> ChangeList:
     """Return one list of the commits of a chain, the newest first."""
-    parts = dict[str, list[np.ndarray | None]]()
+    names = set[str]()
     for one in reversed(lists):
         for old, new in one.renamed:
-            parts[new] = parts.pop(old, [])
-        for name, ids in one.tables.items():
-            parts.setdefault(name, []).append(ids)
-    tables = {name: _distinct_or_any(found) for name, found in parts.items() if found}
+            names = names - {old} | {new}
+        names |= one.tables.keys()
+    tables = {name: ids_of(lists, name)[0] for name in sorted(names)}
     renamed = tuple(pair for one in reversed(lists) for pair in one.renamed)
     last, forgets = lists[-1], any(one.forgets for one in lists)
     return lists[0]._replace(since=last.since, parent=last.parent, tables=tables, renamed=renamed, forgets=forgets)
-
-
-def _distinct_or_any(parts: list[np.ndarray | None]) -> np.ndarray | None:
-    ids = [part for part in parts if part is not None]
-    return distinct(ids) if len(ids) == len(parts) else None
 
 
 def superfluous(files: list[ListFile], oldest: int, table_bytes: int) -> list[ListFile]:
@@ -304,16 +301,15 @@ def decode(data: bytes | memoryview, count: int, where: str = "") -> np.ndarray:
 
 
 def _is_table(value: Any) -> bool:
-    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[0], str)):
-        return False
-    count, size = value[1:]
-    return type(size) is int and size >= 0 and (count is None or (type(count) is int and count >= 0))
+    is_three = isinstance(value, list) and len(value) == 3 and isinstance(value[0], str)
+    return is_three and or_null(_SIZE).holds(value[1]) and _SIZE.holds(value[2])
 
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(name, str) for name in value)
 
 
+_SIZE = whole(0, 2**63)
 _SHA = text(re.compile("[0-9a-f]{64}"), "64 hexadecimal digits")
 _FIELDS = {
     "uuid": UUID,

@@ -482,7 +482,7 @@ def fill(store: RecordStore, batches: Iterable[tuple[np.ndarray, np.ndarray]], m
     with store.lock:
         _use(store, base)
         store.base_is_ahead = True
-        store.unlisted += 1
+        store.handed.append(None)
     return store.base.count
 
 

@@ -46,7 +46,7 @@ class CommitSnapshot:
         self.store, self.logs, self.is_whole = store, list(logs), is_whole
         self.replaced: Sequence[Segment] = ()
         self.dirty, self._before = list[np.ndarray](), [] if not is_whole else list(ids_of_logs(logs))
-        self.counted = len(store.handed), store.unlisted
+        self.handed = len(store.handed)
         self.base = () if is_whole else store.base.runs
         self.delta = () if is_whole else tuple(store.delta)
         self.parts, self.dropped = store.parts, store.dropped
@@ -70,10 +70,10 @@ class CommitSnapshot:
 
         None: any row may have changed.
         """
-        handed, unlisted = self.counted
-        if unlisted:
+        handed = self.store.handed[: self.handed]
+        if None in handed:
             return None
-        of_base = [decode(*one) for one in self.store.handed[:handed]]
+        of_base = [decode(*one) for one in handed if one]
         of_logs = [*self._before, *self.dirty] if self.is_whole else ids_of_logs(self.logs)
         return distinct([*of_base, *of_logs])
 
@@ -113,7 +113,7 @@ class CommitSnapshot:
         store.delta = [*store.delta, *(log for log in self.logs if not log.is_empty)]
         store.logs = [log for log in store.logs if log not in self.logs]
         store.content, store.snapshot_files = content, set()
-        store.handed, store.unlisted = store.handed[self.counted[0] :], store.unlisted - self.counted[1]
+        store.handed = store.handed[self.handed :]
         store.base_is_ahead = store.base_is_ahead and store.base.runs != self.base
 
     def forget_traces(self, rest: Callable[[float], None]) -> None:
@@ -193,8 +193,8 @@ class RecordStore:
         buffer_bytes: limit of RAM for rows on their way to or between files.
         snapshot_files: names of files that the running commit may publish.
         withheld: ids, ascending, that have a record in the commit to start from, and were deleted since.
-        handed: encoded ids, and their number, of rows whose uncommitted records were compacted into the base.
-        unlisted: number of changes since the last commit of which any row may be one.
+        handed: encoded ids, and their number, of rows whose uncommitted records were compacted into the base. None: of
+            any rows.
     """
 
     def __init__(self, table_folder: Folder[Any], content: StoreEntry, before: RecordStore | None = None) -> None:
@@ -207,7 +207,7 @@ class RecordStore:
         self.counts |= {"bytes_compacted": 0}
         self.withheld = np.empty(0, np.int64)
         self.snapshot_files = set[str]()
-        self.handed, self.unlisted = list[tuple[bytes, int]](), 0
+        self.handed = list[tuple[bytes, int] | None]()
         segments: dict[int, Segment] = {}
         known = {} if before is None else {one.path: one for one in (*before.base.runs, *before.delta)}
         base, delta = (
@@ -506,7 +506,7 @@ class RecordStore:
         """Return a snapshot without uncommitted rows."""
         with self.lock:
             made = CommitSnapshot(self, ())
-            made.counted = 0, 0
+            made.handed = 0
             made.parts, made.dropped = self.content.parts, self.dropped.intersection(self.content.dropped)
             return made
 
@@ -547,13 +547,11 @@ class RecordStore:
         ids = distinct(parts)
         if not len(ids):
             return
-        if not self.snapshot_files:  # no running commit counts them
-            ids, self.handed = distinct([ids, *(decode(*one) for one in self.handed)]), []
-        coded = encode(ids)
-        if self.unlisted or sum(len(data) for data, _ in self.handed) + len(coded) > self.buffer_bytes:
-            self.unlisted += 1
-        else:
-            self.handed.append((coded, len(ids)))
+        if not self.snapshot_files and None not in self.handed:  # no running commit counts them
+            ids, self.handed = distinct([ids, *(decode(*one) for one in self.handed if one)]), []
+        coded = encode(ids), len(ids)
+        is_too_much = sum(len(data) for data, _ in filter(None, [*self.handed, coded])) > self.buffer_bytes
+        self.handed.append(None if is_too_much else coded)
 
     def close_logs(self) -> None:
         """Close the open log for appends. Later records are newer than all logs."""

@@ -26,7 +26,7 @@ from embedrock.kernels.keys import PART_BITS
 from embedrock.store import change_lists
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
-from embedrock.store.change_lists import ChangeList, ListFile, distinct
+from embedrock.store.change_lists import ChangedIds, ChangeList, ListFile, distinct
 from embedrock.store.folder import Folder
 from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
@@ -49,6 +49,7 @@ class TableFolder(Folder[Manifest]):
             restored commit. The second ids are those of them with a record in that commit.
         broken: reason why commits are refused. None: they are accepted.
         readers: users of its files beside the tables. The files stay open for them.
+        sha: SHA-256 of the manifest.
 
     Args:
         before: the same folder as of an earlier commit, for reading: see `RecordStore`.
@@ -68,9 +69,7 @@ class TableFolder(Folder[Manifest]):
         self._deleted, self._deleting = list[tuple[str, np.ndarray]](), list[tuple[str, np.ndarray]]()
         self._renamed, self._renaming = list[tuple[str, str]](), list[tuple[str, str]]()
         self._begun = list[str]()  # names of files of the running commit
-        # SHA-256 of the manifest, and the store and part of each table in it.
-        self.sha, self._places = sha_of(manifest.to_bytes()), self._places_in(manifest, self.stores)
-        self._next_sha = self.sha
+        self.sha = sha_of(manifest.to_bytes())
 
     @property
     def next_commit(self) -> int:
@@ -303,19 +302,22 @@ class TableFolder(Folder[Manifest]):
         """
         changed = [snapshot.changed() for snapshot in snapshots]  # before their logs are sealed, or written anew
         try:
-            for snapshot in snapshots:
-                snapshot.rewrite(only_broken=True)
-            manifest = self._publish(snapshots, changes, changed)
+            manifest = self._publish(snapshots, changes, changed, only_broken=True)
         except OSError as error:
             self._check_unpublished()
             if error.errno in NO_SPACE:
                 raise
             self._drop_begun()
-            manifest = self._publish_again(snapshots, changes, changed)
+            try:  # once with new files: after a failed write or sync, the content of the old ones is unknown
+                manifest = self._publish(snapshots, changes, changed, only_broken=False)
+            except OSError as again:
+                if again.errno not in NO_SPACE:
+                    self.broken = str(again)
+                raise
         with self.lock:
             for snapshot, content in zip(snapshots, manifest.pools, strict=True):
                 snapshot.take_published(content)
-            self._take(manifest, [snapshot.store for snapshot in snapshots])
+            self._take(manifest)
         for snapshot in snapshots:
             snapshot.store.remove(snapshot.replaced)
         self.collect(keep)
@@ -323,9 +325,9 @@ class TableFolder(Folder[Manifest]):
         for snapshot in snapshots:
             snapshot.forget_traces(rest)
 
-    def _take(self, manifest: Manifest, stores: Sequence[RecordStore]) -> None:
+    def _take(self, manifest: Manifest) -> None:
         """Register a published manifest."""
-        self.manifest, self.sha, self._places = manifest, self._next_sha, self._places_in(manifest, stores)
+        self.manifest, self.sha = manifest, sha_of(manifest.to_bytes())
         self._deleting, self._renaming, self._begun = [], [], []
 
     def _publish(
@@ -333,7 +335,10 @@ class TableFolder(Folder[Manifest]):
         snapshots: Sequence[CommitSnapshot],
         changes: Mapping[str, Any],
         changed: Sequence[np.ndarray | None],
+        only_broken: bool,
     ) -> Manifest:
+        for snapshot in snapshots:
+            snapshot.rewrite(only_broken)
         contents, number = [snapshot.content() for snapshot in snapshots], self.next_commit
         new = Tombstones.at(number, self._deleting, self._renaming)
         changes = {"origin": None, **changes, "forgotten": self._next_forgotten(number, new)}
@@ -344,18 +349,15 @@ class TableFolder(Folder[Manifest]):
 
     # ---------------------------------------------------------------- change lists
 
-    @staticmethod
-    def _places_in(manifest: Manifest, stores: Sequence[RecordStore]) -> dict[str, tuple[RecordStore, int | None]]:
-        return {member.name: (stores[member.pool], member.part) for member in manifest.members}
-
     def _changes_of(
         self, manifest: Manifest, stores: Sequence[RecordStore], changed: Sequence[np.ndarray | None]
-    ) -> dict[str, np.ndarray | None]:
+    ) -> ChangedIds:
         """Return the changed ids of each table of the next commit, from those of its stores."""
         renamings, tables = [MemberRenaming(0, *names) for names in self._renaming], dict[str, np.ndarray | None]()
+        before = {each.name: (id(self.manifest.pools[each.pool]), each.part) for each in self.manifest.members}
         for member in manifest.members:
-            keys, place = changed[member.pool], (stores[member.pool], member.part)
-            if keys is None or self._places.get(old_name(member.name, renamings)) != place:
+            keys, place = changed[member.pool], (id(stores[member.pool].content), member.part)
+            if keys is None or before.get(old_name(member.name, renamings)) != place:
                 tables[member.name] = None  # it is new, or was written anew
             elif member.part is None:
                 tables[member.name] = keys
@@ -365,17 +367,12 @@ class TableFolder(Folder[Manifest]):
         return {name: ids for name, ids in tables.items() if ids is None or len(ids)}
 
     def _publish_with_list(
-        self,
-        manifest: Manifest,
-        tables: Mapping[str, np.ndarray | None],
-        renamed: Sequence[tuple[str, str]],
-        forgets: bool,
+        self, manifest: Manifest, tables: ChangedIds, renamed: Sequence[tuple[str, str]], forgets: bool
     ) -> None:
         """Publish a manifest, after the list of its changes. Without that list, readers must read all rows."""
-        data = manifest.to_bytes()
-        self._next_sha, old = sha_of(data), self.manifest.commit
-        shas = self._next_sha, self.sha
+        data, old = manifest.to_bytes(), self.manifest.commit
         with contextlib.suppress(OSError):
+            shas = sha_of(data), self.sha
             self._write_list(ChangeList(manifest.uuid, manifest.commit, old, *shas, tables, tuple(renamed), forgets))
         self.folder_kind.publish(self.system, self.folder, manifest, data)
 
@@ -385,51 +382,45 @@ class TableFolder(Folder[Manifest]):
         self._begun.append(name)
         change_lists.write(self.system, self.folder, name, data, joins)
 
-    def _changes_back_to(
-        self, target: Manifest, withheld: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    ) -> dict[str, np.ndarray | None]:
+    def _changes_back_to(self, target: Manifest, withheld: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> ChangedIds:
         """Return the ids that a rollback changes, by name of the target's tables, with those that it withholds."""
-        tables, names = dict[str, np.ndarray | None](), {member.name for member in self.manifest.members}
-        try:
-            lists = self.lists_since(target.commit)
-        except HistoryDroppedError:
-            lists, names = [], set()
-        for member in target.members:
-            name = member.name
-            for old, new in (pair for one in reversed(lists) for pair in one.renamed):
-                name = new if name == old else name
-            ids = change_lists.ids_of(lists, name)[0] if name in names else None
-            tables[member.name] = ids if ids is None else distinct([ids, *withheld.get(member.name, ())[1:]])
+        tables: dict[str, np.ndarray | None] = {member.name: None for member in target.members}
+        with contextlib.suppress(HistoryDroppedError):
+            lists = self.lists_since(target.commit, sha_of(target.to_bytes()))  # names are of exactly that commit
+            for member in self.manifest.members:
+                ids, _, name = change_lists.ids_of(lists, member.name)
+                if name in tables and ids is not None:
+                    tables[name] = distinct([ids, *withheld.get(name, ())[1:]])
         return tables
 
-    def changed_ids(self, since: int, names: Iterable[str], sha: str | None = None) -> dict[str, np.ndarray]:
-        """Return the ids of rows of tables that may differ from an earlier commit: int64 (n,), ascending.
-
-        Args:
-            sha: SHA-256 of that commit's manifest. Other lives of the folder may have commits of the same numbers.
+    def changed_ids(self, since: int, lists: Sequence[ChangeList], names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Return the ids that a result of `lists_since` names, by table: int64 (n,), ascending.
 
         Raises:
             HistoryDroppedError: nothing says which rows.
         """
-        lists, found = self.lists_since(since), dict[str, np.ndarray]()
-        first = (lists[-1].since, lists[-1].parent) if lists else (self.manifest.commit, self.sha)
-        if sha is not None and first != (since, sha):
-            raise HistoryDroppedError(self.folder, since, self.manifest.commit)
+        found = dict[str, np.ndarray]()
         for name in names:
-            ids, reached = change_lists.ids_of(lists, name)
+            ids, reached, _ = change_lists.ids_of(lists, name)
             if ids is None:
                 raise HistoryDroppedError(f"{self.folder}{f'#{name}' * bool(name)}", since, reached)
             found[name] = ids
         return found
 
-    def lists_since(self, commit: int) -> list[ChangeList]:
+    def lists_since(self, commit: int, sha: str | None = None) -> list[ChangeList]:
         """Return the lists of changes from an earlier commit to this one, the newest first.
+
+        Args:
+            sha: SHA-256 of that commit's manifest. Other lives of the folder may have commits of the same numbers.
 
         Raises:
             HistoryDroppedError: they do not reach back so far.
         """
-        newest = self.manifest.uuid, self.manifest.commit, self.sha
-        return change_lists.chain(self.system, self.folder, newest, commit)
+        last, own = (self.manifest.commit, self.sha), self.manifest.uuid
+        lists = change_lists.chain(self.system, self.folder, (own, *last), commit)
+        if sha is not None and ((lists[-1].since, lists[-1].parent) if lists else last) != (commit, sha):
+            raise HistoryDroppedError(self.folder, commit, self.manifest.commit)
+        return lists
 
     def _collect_lists(self) -> None:
         """Remove lists of changes that are too old, and join old ones. A failure costs disk space or a list."""
@@ -446,25 +437,12 @@ class TableFolder(Folder[Manifest]):
             self._count_failure()
 
     def _join_lists(self, files: Sequence[ListFile]) -> None:
-        try:
+        with contextlib.suppress(EmbedrockError):  # no chain goes past a damaged list
             lists = [change_lists.read(self.system, self.folder, file) for file in reversed(files)]
-        except EmbedrockError:  # a list is damaged: no chain goes past it
-            lists = []
-        if lists and all(one.parent == before.manifest for one, before in pairwise(lists)):
-            self._write_list(change_lists.joined(lists), joins=True)
-            self._begun = []
+            if all(one.parent == before.manifest for one, before in pairwise(lists)):
+                self._write_list(change_lists.joined(lists), joins=True)
+                self._begun = []
         self.unlink([file.name for file in files], lambda: False)
-
-    def _publish_again(self, snapshots: Sequence[CommitSnapshot], *args: Any) -> Manifest:
-        """Retry once with new files. After a failed write or sync, the content of the old files is unknown."""
-        try:
-            for snapshot in snapshots:
-                snapshot.rewrite(only_broken=False)
-            return self._publish(snapshots, *args)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                self.broken = str(error)
-            raise
 
     def commit_base(self, time: str, keep: int) -> None:
         """Publish the last commit's content in its current files, if compaction has changed them.
@@ -542,7 +520,7 @@ class TableFolder(Folder[Manifest]):
             for before, store in zip(self.stores, stores, strict=False):
                 store.counts = before.counts
             self.stores, self.histories = stores, histories
-            self._take(manifest, stores)
+            self._take(manifest)
             self.withheld, self._deleted, self._renamed = withheld, [], []
         self.unlink(logs)
         self.collect(keep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +92,18 @@ class RowChanges:
         return (keys - self._first for keys in self._store.all_ids(self._lo, self._end, CHUNK_ROWS)[1])
 
 
-def changes_in(table_folder: TableFolder, since: int | None, names: list[str] | None = None) -> dict[str, RowChanges]:
-    """Return the changes of the members of a folder by name, as of its opened commit. None: all members.
+def changes_in(
+    table_folder: TableFolder,
+    since: int | None,
+    names: Iterable[str] | None = None,
+    ids: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, RowChanges]:
+    """Return the changes of the members of a folder by name, as of its opened commit.
+
+    Args:
+        since: number of the earlier commit. None: all rows with a record.
+        names: the members. None: all.
+        ids: the changed ids of each, if they are known.
 
     Raises:
         ArgumentError: there was no commit `since`, or a member has no commit yet.
@@ -115,5 +125,6 @@ def changes_in(table_folder: TableFolder, since: int | None, names: list[str] | 
                 "gradient, so that each step may change every row. Read all rows: "
                 f'er.open({where!r}, mode="r") and its export_batches().'
             )
-    ids = {} if since is None else table_folder.changed_ids(since, specs)
+    if ids is None:
+        ids = {} if since is None else table_folder.changed_ids(since, table_folder.lists_since(since), specs)
     return {name: RowChanges(table_folder, members[name], spec, since, ids.get(name)) for name, spec in specs.items()}

@@ -13,7 +13,7 @@ import time
 import uuid as uuids
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -345,14 +345,14 @@ class StorageManager(Location):
             )
         return lines
 
-    def changes(self, since: int | None, names: list[str] | None = None) -> dict[str, RowChanges]:
+    def changes(self, since: int | None, names: list[str] | None = None, ids: Any = None) -> dict[str, RowChanges]:
         """Return the changes of members, all by default, up to the last commit. See `changes_in`."""
         committed = None if names is None else [self.table_folder.committed_name(name) for name in names]
         if self.writes:  # training goes on, and compacts the files
             opened = TableFolder.open(self.opening.system, self.opening.path, None, False, False)
         else:
             opened = self.table_folder
-        found = changes_in(opened, since, committed)
+        found = changes_in(opened, since, committed, ids)
         return found if names is None else dict(zip(names, found.values(), strict=True))
 
     def refresh(self, changes: bool = False) -> Any:
@@ -362,40 +362,39 @@ class StorageManager(Location):
                 f'snapshots, er.open({self.opening.path!r}, mode="r").'
             )
         with self._refreshing:
-            since, sha = self.last_commit, self.table_folder.sha
+            since = self.last_commit
             if changes:
-                with contextlib.suppress(HistoryDroppedError):
-                    self.changes(since)  # or its errors would come after the refresh
+                self.changes(since)  # or its errors would come after the refresh
             newest = self._newest()  # opened before the lock is taken
-            if newest is not None:
-                self._follow(newest)
+            ids = {} if newest is None else self._follow(newest)
             if not changes:
                 return newest is not None
             try:
-                self.table_folder.changed_ids(since, (), sha)  # or it is another life of the folder
-                return self.changes(None if self._are_renamed(since) else since)
+                return self.changes(None if ids is None else since, None, ids or None)
             except HistoryDroppedError:
                 return self.changes(None)
 
-    def _are_renamed(self, since: int) -> bool:
-        """Return whether members got other names: what follows rows by these names must begin anew."""
-        return not self.is_alone and any(one.renamed for one in self.table_folder.lists_since(since))
+    def _changed_ids(self, newest: Any) -> dict[str, np.ndarray] | None:
+        """Return the ids by member that changed up to a newer commit. None: what follows rows by name begins anew."""
+        with contextlib.suppress(HistoryDroppedError):
+            lists = newest.lists_since(self.last_commit, self.table_folder.sha)
+            if not any(one.renamed for one in lists):
+                return newest.changed_ids(self.last_commit, lists, [each.name for each in newest.manifest.members])
+        return None
 
-    def _changed_keys(self, newest: TableFolder) -> list[np.ndarray] | None:
-        """Return the keys that changed in each pool up to a newer commit. None: not known."""
-        if not isinstance(newest, TableFolder) or not self._is_like(newest):
-            return None
-        members, keys = newest.manifest.members, [list[np.ndarray]() for _ in newest.stores]
-        try:
-            found = newest.changed_ids(self.last_commit, [member.name for member in members], self.table_folder.sha)
-        except HistoryDroppedError:
-            return None
-        for member in members:
-            keys[member.pool].append(found[member.name] + keys_of_part(member.part or 0)[0])
+    def _keys(self, newest: Any, ids: Mapping[str, np.ndarray] | None) -> list[np.ndarray]:
+        """Return the changed keys of each pool. Empty: all caches begin anew."""
+        if ids is None or not self._is_like(newest):
+            return []
+        keys = [list[np.ndarray]() for _ in newest.stores]
+        for member in newest.manifest.members:
+            keys[member.pool].append(ids[member.name] + keys_of_part(member.part or 0)[0])
         return list(map(distinct, keys))
 
-    def _is_like(self, newest: TableFolder) -> bool:
+    def _is_like(self, newest: Any) -> bool:
         """Return whether the backends of an earlier commit serve a later one: the tables and pools are the same."""
+        if not isinstance(newest, TableFolder):
+            return False
         both = self.table_folder, newest
         members = [[(each.name, each.pool, each.part, each.spec) for each in one.manifest.members] for one in both]
         pools = [[(pool.record_bytes, pool.parts is None) for pool in one.manifest.pools] for one in both]
@@ -407,48 +406,45 @@ class StorageManager(Location):
             and not any(rows.executor is not None for rows in self.open_rows())
         )
 
-    def _follow(self, newest: Any) -> None:
-        """Read from a newer commit. Caches keep the rows that did not change, if these are known."""
-        keys, tiers, left = self._changed_keys(newest), self.pools.tiers, list[tuple[DiskBackend, np.ndarray]]()
+    def _follow(self, newest: Any) -> dict[str, np.ndarray] | None:
+        """Read from a newer commit, and return the changed ids: see `_changed_ids`. Caches keep all other rows."""
+        tiers, left = self.pools.tiers, list[tuple[DiskBackend, np.ndarray]]()
         try:
-            for tier, own in zip(tiers, keys or (), strict=False):
-                tier.entered = []
-                for part in cut(own, LEAVING_ROWS):  # lookups go on meanwhile
-                    with held_back(), self.table_lock.ahead():
-                        self.table_lock.wait_for_step()
-                        left.append((tier, tier.leave(part)))
-            with held_back(), self.table_lock.ahead():
-                self.wait_for_quiet()
-                is_kept = keys is not None and tiers == self.pools.tiers and self._is_like(newest)
-                for tier, own in zip(tiers, keys or (), strict=False):
-                    for late in tier.entered or () if len(own) else ():
-                        places = np.minimum(np.searchsorted(own, late), len(own) - 1)
-                        left.append((tier, tier.leave(late[own[places] == late])))
-                before = self._exchange(newest)
-                if is_kept:
-                    self._go_on_with(newest.manifest.members)
-                else:
-                    self._begin_anew(newest, before)
+            with on_failure(lambda: self._release(newest, self.table_folder)):
+                ids = self._changed_ids(newest)
+                keys = self._keys(newest, ids)
+                for tier, own in zip(tiers, keys, strict=False):
+                    tier.entered = []
+                    for part in cut(own, LEAVING_ROWS):  # lookups go on meanwhile
+                        with held_back(), self.table_lock.ahead():
+                            self.table_lock.wait_for_step()
+                            left.append((tier, tier.leave(part)))
+                with held_back(), self.table_lock.ahead():
+                    self.wait_for_quiet()
+                    is_kept = bool(keys) and tiers == self.pools.tiers and self._is_like(newest)
+                    left += [(tier, tier.leave_entered(own)) for tier, own in zip(tiers, keys, strict=False)]
+                    before = self._exchange(newest)
+                    try:
+                        if is_kept:
+                            self._go_on_with(newest.manifest.members)
+                        else:
+                            self.resume()
+                    except BaseException:
+                        self._exchange(before)
+                        self.resume()
+                        raise
         finally:
             for tier in tiers:
                 tier.entered = None
         self._release(before, newest)
         for tier, own in left if is_kept else ():  # lookups will want these rows again
             tier.bring_ahead(own).release()
+        return ids
 
     def _release(self, before: Any, newest: Any) -> None:
         """Close the files of an earlier commit, except those of the newest one."""
         if not before.readers:
             before.close(newest)
-
-    def _begin_anew(self, newest: Any, before: Any) -> None:
-        try:
-            self.resume()
-        except BaseException:
-            self._exchange(before)
-            self.resume()
-            self._release(newest, before)
-            raise
 
     def _go_on_with(self, members: Sequence[TableEntry]) -> None:
         """Restore the members as of a commit with the same tables, in their backends."""
