@@ -305,11 +305,11 @@ class DiskBackend(Backend):
     def leave(self, ids: np.ndarray) -> np.ndarray:
         """Remove unchanged rows from the cache, and return their ids. Later reads take them from the files."""
         slots = self.cache.find(ids)
-        own = slots[slots >= 0]
-        if own.size:
+        here = slots >= 0
+        if (own := slots[here]).size:
             self._write_back(own)
             self._drop(own)
-        return ids[slots >= 0]
+        return ids[here]
 
     def leave_entered(self, ids: np.ndarray) -> np.ndarray:
         """Call `leave` for those of `ids`, ascending, that came into the cache since `entered` was set."""
@@ -569,7 +569,7 @@ class DiskBackend(Backend):
         with held_back(), self.table_lock.ahead():
             self._pins.add(pin)
         try:
-            ids = make_plan(ids).ids
+            ids = ids if np.all(ids[1:] > ids[:-1]) else make_plan(ids).ids
             while ids.size:
                 ids = self._bring_part(ids, pin)
         except BaseException:
@@ -596,8 +596,9 @@ class DiskBackend(Backend):
             pin.hold(slots[slots >= 0])
             good = (slots < 0) & (self.store.locate(found.ids) == found.locations) & (self.store is store)
             if good.any():
-                with self._new_rows(found.ids[good], used=False) as made:
-                    self.records.bytes[made] = staged[good]
+                taken = slice(None) if good.all() else good  # a mask copies
+                with self._new_rows(found.ids[taken], used=False) as made:
+                    self.records.bytes[made] = staged[taken]
                 pin.hold(made)
             return found.ids[(slots < 0) & ~good]
 

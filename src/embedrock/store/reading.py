@@ -94,7 +94,8 @@ def _by_kind(
 ) -> Iterator[tuple[_Files, np.ndarray]]:
     """Yield the direct files and the cached files, each with the positions of their locations. Locations ascend."""
     numbers = locations >> RUN_SHIFT
-    fds = {number: segments[number].file.fd for number in np.unique(numbers).tolist()}
+    first = np.diff(numbers, prepend=numbers[:1] - 1) != 0
+    fds = {number: segments[number].file.fd for number in numbers[first].tolist()}
     direct = np.array([number for number, fd in fds.items() if system.is_direct(fd)], np.int64)
     is_direct = np.isin(numbers, direct)
     kinds = (is_direct, kernels.cpu.storage.BLOCK, GAP), (~is_direct, CACHED_BLOCK, CACHED_GAP)

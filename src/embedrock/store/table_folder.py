@@ -144,8 +144,9 @@ class TableFolder(Folder[Manifest]):
         """
         check_table(self.system, self.folder)
         with contextlib.suppress(FileNotFoundError):  # a writer has dropped it meanwhile: then a newer one exists
-            where = manifests.path_of(self.folder, manifests.numbers(self.system, self.folder)[-1])
-            if sha_of(read_whole(self.system, where, MAX_BYTES)) == self.sha:
+            number = manifests.numbers(self.system, self.folder)[-1]
+            where = manifests.path_of(self.folder, number)
+            if number == self.manifest.commit and sha_of(read_whole(self.system, where, MAX_BYTES)) == self.sha:
                 return None
         made = self._open_to_read(self.system, self.folder, None, self)
         if made.manifest.uuid == self.manifest.uuid:

@@ -64,7 +64,7 @@ from embedrock.table.options import OpenOptions
 from embedrock.table.rows import NEVER, ChangeCounter, ClosedMember, Location, TableState
 from embedrock.table.upkeep import BackgroundCompaction, replaces_files
 
-LEAVING_ROWS = 4096  # rows that leave a cache at a time: a fraction of a millisecond
+LEAVING_ROWS = 2048  # rows that leave a cache at a time: half a millisecond
 MOST_CHANGES = 32  # files of lifecycle changes before a full one is written ...
 WHOLE_OVER_CHANGES = 2  # ... or once they come to 1/WHOLE_OVER_CHANGES of a full one
 LOOK_STEPS = 16  # steps between checks whether ...
@@ -437,8 +437,9 @@ class StorageManager(Location):
             for tier in tiers:
                 tier.entered = None
         self._release(before, newest)
-        for tier, own in left if is_kept else ():  # lookups will want these rows again
-            tier.bring_ahead(own).release()
+        for tier in tiers if is_kept else ():  # lookups will want these rows again
+            for part in cut(distinct(own for each, own in left if each is tier), LEAVING_ROWS):
+                tier.bring_ahead(part).release()
         return ids
 
     def _release(self, before: Any, newest: Any) -> None:
