@@ -284,7 +284,7 @@ class ShardedTableReader(StorageManager):
     def _release(self, before: OpenShards, newest: OpenShards) -> None:
         before.close()
 
-    def _changed_ids(self, newest: OpenShards) -> dict[str, np.ndarray] | None:
+    def _changed_ids(self, newest: OpenShards) -> Any:
         return super()._changed_ids(newest.table_folder)  # of one shard: whether its life is the same
 
     def changes(self, since: int | None, names: list[str] | None = None, ids: Any = None) -> dict[str, RowChanges]:

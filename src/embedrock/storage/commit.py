@@ -128,7 +128,7 @@ class CommitWriter:
         cache, rows = self.tier.cache, 0
         if self._snapshot.is_whole:
             for ids, slots in cache.batches(LEAST_PART_SLOTS):
-                self._snapshot.dirty.append(ids[(cache.flags[slots] & DIRTY) != 0])
+                self._snapshot.changed_ids.append(ids[(cache.flags[slots] & DIRTY) != 0])
                 cache.flags[slots] = FROZEN
             return cache.count
         for _, flags in self._parts():

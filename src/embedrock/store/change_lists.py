@@ -17,6 +17,7 @@ import numpy as np
 from embedrock.errors import EmbedrockError, HistoryDroppedError
 from embedrock.io.vfs import System, read_whole, write_whole
 from embedrock.store import publishing
+from embedrock.store.forgotten import old_name
 from embedrock.store.publishing import NUMBER, UUID, FieldCheck, check_fields, or_null, text, whole
 from embedrock.store.segments import damaged
 
@@ -62,19 +63,11 @@ class ChangeList(NamedTuple):
         return f"{FOLDER}/{self.commit:010d}-{self.since:010d}-{nbytes}{'f' * self.forgets}"
 
     def to_bytes(self) -> bytes:
-        coded = {name: None if ids is None else encode(ids) for name, ids in self.tables.items()}
-        payload = b"".join(part for part in coded.values() if part)
-        counts = [
-            [name, None if ids is None else len(ids), len(coded[name] or b"")] for name, ids in self.tables.items()
-        ]
+        coded = {name: b"" if ids is None else encode(ids) for name, ids in self.tables.items()}
+        counts = [[name, None if ids is None else len(ids), len(coded[name])] for name, ids in self.tables.items()]
+        payload = b"".join(coded.values())
         fields = {key: value for key, value in self._asdict().items() if key != "forgets"}
         return publishing.to_bytes({"format": FORMAT, **fields, "tables": counts, "crc": zlib.crc32(payload)}) + payload
-
-    def before(self, name: str) -> str:
-        """Return the name of one of its tables as of `since`."""
-        for old, new in reversed(self.renamed):
-            name = old if name == new else name
-        return name
 
 
 class ListFile(NamedTuple):
@@ -185,7 +178,7 @@ def ids_of(lists: Iterable[ChangeList], name: str) -> tuple[np.ndarray | None, i
         if ids is None:
             return None, one.commit, name
         parts.append(ids)
-        name, reached = one.before(name), one.since
+        name, reached = old_name(name, one.renamed), one.since
     return (parts[1] if len(parts) == 2 else distinct(parts)), reached, name
 
 
@@ -243,12 +236,8 @@ def parse(data: bytes, where: str) -> ChangeList:
     _, body = publishing.parse(data[:end], where, range(FORMAT, FORMAT + 1))
     check_fields(body, _FIELDS, where, "a list of changes")
     payload, tables, start = memoryview(data)[end:], dict[str, np.ndarray | None](), 0
-    crc = zlib.crc32(payload)
-    if (
-        crc != body["crc"]
-        or body["since"] >= body["commit"]
-        or sum(size for *_, size in body["tables"]) != len(payload)
-    ):
+    crc, nbytes = zlib.crc32(payload), sum(size for *_, size in body["tables"])
+    if (crc, nbytes) != (body["crc"], len(payload)) or body["since"] >= body["commit"]:
         raise damaged(where, f"ids with CRC-32 {body['crc']:#010x}, of commits in order", f"{crc:#010x}")
     for name, count, size in body["tables"]:
         part, start = payload[start : start + size], start + size
@@ -267,13 +256,8 @@ def encode(ids: np.ndarray) -> bytes:
     steps = np.empty(-(-len(ids) // BLOCK_IDS) * BLOCK_IDS, np.uint64)
     steps[0], steps[1 : len(ids)], steps[len(ids) :] = ids[:1].view(np.uint64)[0], np.diff(ids.view(np.uint64)), 0
     widths = _WIDTHS[np.searchsorted(_ENDS, steps.reshape(-1, BLOCK_IDS).max(axis=1), side="right")]
-    steps, used = steps[: len(ids)], sorted(set(widths.tolist()))
-    if len(used) > 1:
-        of_each = widths.repeat(BLOCK_IDS)[: len(ids)]
-        parts = [steps[of_each == width].astype(f"<u{width}").tobytes() for width in used]
-    else:
-        parts = [steps.astype(f"<u{used[0]}").tobytes()]
-    return b"".join([widths.tobytes(), *parts])
+    steps, of_each = steps[: len(ids)], widths.repeat(BLOCK_IDS)[: len(ids)]
+    return b"".join([widths.tobytes(), *(steps[of_each == width].astype(f"<u{width}").tobytes() for width in WIDTHS)])
 
 
 def decode(data: bytes | memoryview, count: int, where: str = "") -> np.ndarray:

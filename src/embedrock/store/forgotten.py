@@ -119,10 +119,10 @@ class Tombstones:
         return {name: np.unique(np.concatenate(parts)) for name, parts in found.items()}
 
 
-def old_name(name: str, renamings: Sequence[MemberRenaming]) -> str:
-    """Return the name of a table before some renamings."""
-    for one in reversed(renamings):
-        name = one.old if one.new == name else name
+def old_name(name: str, renamings: Sequence[tuple[str, str]]) -> str:
+    """Return the name of a table before some renamings: pairs of names, old and new, in order."""
+    for old, new in reversed(renamings):
+        name = old if new == name else name
     return name
 
 

@@ -39,13 +39,13 @@ class CommitSnapshot:
         is_whole: whether the logs have all rows, so that the commit needs no earlier segment.
         replaced: segments without use once the commit is published, empty logs too.
         parts, dropped: see `StoreEntry`.
-        dirty: ids of the rows that changed, if it is whole: its logs have others too.
+        changed_ids: ids of the rows that changed, if it is whole: its logs get others too.
     """
 
     def __init__(self, store: RecordStore, logs: Sequence[Log], is_whole: bool = False) -> None:
         self.store, self.logs, self.is_whole = store, list(logs), is_whole
         self.replaced: Sequence[Segment] = ()
-        self.dirty, self._before = list[np.ndarray](), [] if not is_whole else list(ids_of_logs(logs))
+        self.changed_ids = list(ids_of_logs(logs)) if is_whole else []
         self.handed = len(store.handed)
         self.base = () if is_whole else store.base.runs
         self.delta = () if is_whole else tuple(store.delta)
@@ -74,8 +74,7 @@ class CommitSnapshot:
         if None in handed:
             return None
         of_base = [decode(*one) for one in handed if one]
-        of_logs = [*self._before, *self.dirty] if self.is_whole else ids_of_logs(self.logs)
-        return distinct([*of_base, *of_logs])
+        return distinct([*of_base, *(self.changed_ids if self.is_whole else ids_of_logs(self.logs))])
 
     def rewrite(self, only_broken: bool) -> None:
         """Rewrite the rows of its logs to new logs: of all logs, or of broken ones."""

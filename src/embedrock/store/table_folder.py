@@ -28,7 +28,7 @@ from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.change_lists import ChangedIds, ChangeList, ListFile, distinct
 from embedrock.store.folder import Folder
-from embedrock.store.forgotten import MOST_FILES, MemberRenaming, Tombstones, old_name
+from embedrock.store.forgotten import MOST_FILES, Tombstones, old_name
 from embedrock.store.history import Written, read_history, write_history
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry
 from embedrock.store.publishing import MAX_BYTES, sha_of
@@ -169,8 +169,7 @@ class TableFolder(Folder[Manifest]):
             ids: int64 (n,). Some rows may be in earlier commits only.
         """
         with self.lock:
-            renamings = [MemberRenaming(0, *names) for names in self._renamed]
-            self._deleted.append((old_name(table, renamings), ids.copy()))
+            self._deleted.append((old_name(table, self._renamed), ids.copy()))
 
     def rename(self, old: str, new: str) -> None:
         with self.lock:
@@ -179,7 +178,7 @@ class TableFolder(Folder[Manifest]):
     def committed_name(self, name: str) -> str:
         """Return the name of a member in the last commit."""
         with self.lock:
-            return old_name(name, [MemberRenaming(0, *names) for names in (*self._renaming, *self._renamed)])
+            return old_name(name, [*self._renaming, *self._renamed])
 
     def _forgotten(self, manifest: Manifest) -> Tombstones:
         files = [read_history(self.system, self.folder, part, manifest.uuid) for part in manifest.forgotten]
@@ -354,11 +353,11 @@ class TableFolder(Folder[Manifest]):
         self, manifest: Manifest, stores: Sequence[RecordStore], changed: Sequence[np.ndarray | None]
     ) -> ChangedIds:
         """Return the changed ids of each table of the next commit, from those of its stores."""
-        renamings, tables = [MemberRenaming(0, *names) for names in self._renaming], dict[str, np.ndarray | None]()
         before = {each.name: (id(self.manifest.pools[each.pool]), each.part) for each in self.manifest.members}
+        tables = dict[str, np.ndarray | None]()
         for member in manifest.members:
             keys, place = changed[member.pool], (id(stores[member.pool].content), member.part)
-            if keys is None or before.get(old_name(member.name, renamings)) != place:
+            if keys is None or before.get(old_name(member.name, self._renaming)) != place:
                 tables[member.name] = None  # it is new, or was written anew
             elif member.part is None:
                 tables[member.name] = keys
@@ -478,8 +477,7 @@ class TableFolder(Folder[Manifest]):
         for store in self.stores:
             store.undo_steps()
         with self.lock:
-            back = [MemberRenaming(0, *names) for names in self._renaming]
-            later = [(old_name(name, back), ids) for name, ids in self._deleted]
+            later = [(old_name(name, self._renaming), ids) for name, ids in self._deleted]
             self._deleted, self._deleting = [*self._deleting, *later], []
             self._renamed, self._renaming = [*self._renaming, *self._renamed], []
         self._drop_begun(part.file for part in history)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from embedrock.initializers import Zeros
 from embedrock.spec.description import read_spec
 from embedrock.spec.spec import Spec
 from embedrock.storage.records import Records
+from embedrock.store.change_lists import ChangedIds
 from embedrock.store.manifest import TableEntry
 from embedrock.store.record_store import ALL_IDS, keys_of_part
 from embedrock.store.table_folder import TableFolder
@@ -93,17 +94,11 @@ class RowChanges:
 
 
 def changes_in(
-    table_folder: TableFolder,
-    since: int | None,
-    names: Iterable[str] | None = None,
-    ids: Mapping[str, np.ndarray] | None = None,
+    table_folder: TableFolder, since: int | None, names: list[str] | None = None, ids: ChangedIds | None = None
 ) -> dict[str, RowChanges]:
-    """Return the changes of the members of a folder by name, as of its opened commit.
+    """Return the changes of the members of a folder by name, as of its opened commit. None: all members.
 
-    Args:
-        since: number of the earlier commit. None: all rows with a record.
-        names: the members. None: all.
-        ids: the changed ids of each, if they are known.
+    `ids` has the changed ids of each member, if they are known.
 
     Raises:
         ArgumentError: there was no commit `since`, or a member has no commit yet.

@@ -13,7 +13,7 @@ import time
 import uuid as uuids
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store import publishing
+from embedrock.store.change_lists import ChangedIds
 from embedrock.store.compaction import compact
 from embedrock.store.manifest import HistoryFile, Manifest, StoreEntry, TableEntry, is_name
 from embedrock.store.reading import holds_table
@@ -348,10 +349,8 @@ class StorageManager(Location):
     def changes(self, since: int | None, names: list[str] | None = None, ids: Any = None) -> dict[str, RowChanges]:
         """Return the changes of members, all by default, up to the last commit. See `changes_in`."""
         committed = None if names is None else [self.table_folder.committed_name(name) for name in names]
-        if self.writes:  # training goes on, and compacts the files
-            opened = TableFolder.open(self.opening.system, self.opening.path, None, False, False)
-        else:
-            opened = self.table_folder
+        place = self.opening.system, self.opening.path, None, False, False
+        opened = TableFolder.open(*place) if self.writes else self.table_folder  # training compacts a writer's files
         found = changes_in(opened, since, committed, ids)
         return found if names is None else dict(zip(names, found.values(), strict=True))
 
@@ -374,7 +373,7 @@ class StorageManager(Location):
             except HistoryDroppedError:
                 return self.changes(None)
 
-    def _changed_ids(self, newest: Any) -> dict[str, np.ndarray] | None:
+    def _changed_ids(self, newest: Any) -> ChangedIds | None:
         """Return the ids by member that changed up to a newer commit. None: what follows rows by name begins anew."""
         with contextlib.suppress(HistoryDroppedError):
             lists = newest.lists_since(self.last_commit, self.table_folder.sha)
@@ -382,7 +381,7 @@ class StorageManager(Location):
                 return newest.changed_ids(self.last_commit, lists, [each.name for each in newest.manifest.members])
         return None
 
-    def _keys(self, newest: Any, ids: Mapping[str, np.ndarray] | None) -> list[np.ndarray]:
+    def _keys(self, newest: Any, ids: Any) -> list[np.ndarray]:
         """Return the changed keys of each pool. Empty: all caches begin anew."""
         if ids is None or not self._is_like(newest):
             return []
@@ -399,14 +398,10 @@ class StorageManager(Location):
         members = [[(each.name, each.pool, each.part, each.spec) for each in one.manifest.members] for one in both]
         pools = [[(pool.record_bytes, pool.parts is None) for pool in one.manifest.pools] for one in both]
         is_plain = self.is_of_this_process and not any(one.withheld for one in both)
-        return (
-            is_plain
-            and members[0] == members[1]
-            and pools[0] == pools[1]
-            and not any(rows.executor is not None for rows in self.open_rows())
-        )
+        is_same = members[0] == members[1] and pools[0] == pools[1]
+        return is_plain and is_same and all(rows.executor is None for rows in self.open_rows())
 
-    def _follow(self, newest: Any) -> dict[str, np.ndarray] | None:
+    def _follow(self, newest: Any) -> ChangedIds | None:
         """Read from a newer commit, and return the changed ids: see `_changed_ids`. Caches keep all other rows."""
         tiers, left = self.pools.tiers, list[tuple[DiskBackend, np.ndarray]]()
         try:
