@@ -35,8 +35,8 @@ def killed(process: subprocess.Popen[str]) -> list[int]:
     return [int(line) for line in told.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def kill_often(at: Path, kills: int) -> None:
-    rng, last = np.random.default_rng(0), 0
+def kill_often(at: Path, kills: int, seed: int = 0) -> None:
+    rng, last = np.random.default_rng(seed), 0
     followers = list[subprocess.Popen[str]]()
     try:
         for _ in range(kills):
@@ -62,5 +62,6 @@ def test_publishers_and_subscribers_are_killed(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_publishers_and_subscribers_are_killed_often(tmp_path: Path):
-    kill_often(tmp_path, 150)
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_publishers_and_subscribers_are_killed_often(tmp_path: Path, seed: int):
+    kill_often(tmp_path, 30, seed)

@@ -233,6 +233,27 @@ def test_members_of_a_group_are_named_under_their_names(tmp_path: Path, seed: in
     life.group.close()
 
 
+@pytest.mark.parametrize("target", [25, 40])
+def test_a_rollback_takes_no_ids_of_a_table_that_had_the_name_before(tmp_path: Path, target: int) -> None:
+    """Lists of commits 17 to 32 are joined, and say only that "a" got the name "b": not when."""
+    with er.Group(path=tmp_path / "g", keep=100) as group:
+        group.table("a", rows=100, dim=DIM, rule=er.SGD(lr=1.0))
+        for number in range(60):
+            if number == 20:
+                group.rename("a", "b")
+                group.table("a", rows=100, dim=DIM, rule=er.SGD(lr=1.0))
+            group["a"].update([number], np.ones((1, DIM)))
+            group.commit()
+        last = group.last_commit
+        group.rollback(target)
+        if target < 2 * change_lists.JOINED:
+            with pytest.raises(er.HistoryDroppedError):
+                group["a"].changes(last)
+        else:
+            assert told(group["a"].changes(last))[1] == {*range(target, 60)}
+            assert not group["b"].changes(last)
+
+
 # ---------------------------------------------------------------- what breaks a chain
 
 
