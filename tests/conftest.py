@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
-settings.register_profile("few", max_examples=25)  # a quarter of those of `make test-all`: see `slow.examples`
+settings.register_profile("few", max_examples=10)  # a tenth of those of `make test-all`: see `slow.examples`
 
 # For this process and those that tests start; the frameworks read them when they are imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from slow import slow
+
 # Nothing of a framework is imported: the error comes before.
 PROGRAM = """
 import sys
@@ -68,7 +70,7 @@ def test_the_version_of_a_package_that_was_imported_is_its_own(tmp_path: Path):
     assert ": found 2.4.0+cpu. " in refused("torch", "import torch", PYTHONPATH=path)
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax", "numpy"])
+@pytest.mark.parametrize("backend", ["torch", *slow("jax", "numpy")])
 def test_another_backend_of_keras(backend: str, tmp_path: Path):
     (tmp_path / "keras.json").write_text(f'{{"backend": "{backend}"}}')
     for said_by, environment in (

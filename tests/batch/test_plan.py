@@ -18,7 +18,9 @@ from embedrock.batch import plan as planning
 from embedrock.batch.plan import NO_DIRECT, NO_ENTRIES, NO_INDEX, Plan, SlotIndex, make_plan, sources_of
 from embedrock.distributed.owners import Shard, owners
 from embedrock.errors import ArgumentError
+from suites.kernels import AsLaunched
 
+CPU = AsLaunched(kernels.cpu.plan)
 INT64 = np.iinfo(np.int64)
 WORD = 1 << 64
 MULTIPLIERS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
@@ -150,7 +152,7 @@ def reference_call(name, count, *args):
 def cpu_call(name, count, *args):
     """Every item of the outer range as a part of its own, last part first: no part may need another."""
     for item in reversed(range(count)):
-        getattr(kernels.cpu.plan, name)(*args, item, item + 1)
+        getattr(CPU, name)(*args, item, item + 1)
 
 
 def plan_whole(module, ids, memory, seed=0):
@@ -197,7 +199,7 @@ def plan_by_partitions(call, ids, memory, chunks, partitions, workers, index=NO_
 
 @given(batches, st.integers(0, INT64.max), st.integers(0, 2**32))
 def test_whole_kernels_equal_their_reference(ids, seed, poison):
-    fast = plan_whole(kernels.cpu.plan, ids, Memory(poison), seed)
+    fast = plan_whole(CPU, ids, Memory(poison), seed)
     assert_plan_of(fast, ids)
     assert_same(fast, plan_whole(reference.plan, ids, Memory(poison + 1), seed))
     assert list(dict.fromkeys(ids.tolist())) == fast.ids.tolist(), "the order of first occurrence"
@@ -216,7 +218,7 @@ def moved_by_owner(module, plan, ranks, memory):
 @given(batches, st.integers(1, 6), st.integers(0, 2**32))
 def test_ids_of_one_owner_are_moved_together(ids, ranks, poison):
     plan = make_plan(ids.reshape(-1))
-    found = moved_by_owner(kernels.cpu.plan, plan, ranks, Memory(poison))
+    found = moved_by_owner(CPU, plan, ranks, Memory(poison))
     assert found == moved_by_owner(reference.plan, plan, ranks, Memory(poison + 1))
     _, bounds, moved, *_ = (np.array(each, np.int64) for each in found[1])
     for rank in range(ranks):
@@ -278,7 +280,7 @@ def test_batches_of_tables_planned_at_once_equal_their_reference(ids, kind, are_
     index = [NO_INDEX, hashed, (direct[0], NO_ENTRIES), (direct[1], hashed[1])][kind]
     if kind == 2:  # a bitmap has ids in its range only
         ids, tables[:, 2:4] = [each % 32 for each in ids], (0, 31)
-    fast = planned_at_once(kernels.cpu.plan, ids, tables, index, poison)
+    fast = planned_at_once(CPU, ids, tables, index, poison)
     assert fast == planned_at_once(reference.plan, ids, tables, index, poison + 1, seed=4)
     assert (fast[0] < 0) == any(((each < low) | (each > high)).any() for each in ids)
 
@@ -286,21 +288,21 @@ def test_batches_of_tables_planned_at_once_equal_their_reference(ids, kind, are_
 def test_dedupe_in_place():
     ids = zipf(3_000)
     keys, inverse, table = ids.copy(), np.empty(ids.size, np.int32), np.empty(8_192, np.int32)
-    count = kernels.cpu.plan.dedupe(sources_of([keys]), 1, table, keys, inverse)
+    count = CPU.dedupe(sources_of([keys]), 1, table, keys, inverse)
     assert_plan_of(dataclasses.replace(make_plan(ids), ids=keys[:count], inverse=inverse), ids)
 
 
 def test_dedupe_grows_its_table():
-    ids = BATCHES["distinct"](kernels.cpu.plan.FIRST_TABLE + 3)
+    ids = BATCHES["distinct"](CPU.FIRST_TABLE + 3)
     expected = plan_whole(reference.plan, ids, Memory(1))
-    assert_same(plan_whole(kernels.cpu.plan, ids, Memory(0)), expected)
+    assert_same(plan_whole(CPU, ids, Memory(0)), expected)
 
 
 def longest_cluster(ids, seed):
     """Return the longest run of taken entries that `dedupe` leaves in its table: a bound on its probes."""
     n = ids.size
     table = np.empty(planning.table_size(n), np.int32)
-    kernels.cpu.plan.dedupe(sources_of([ids]), seed, table, np.empty(n, np.int64), np.empty(n, np.int32))
+    CPU.dedupe(sources_of([ids]), seed, table, np.empty(n, np.int64), np.empty(n, np.int32))
     free = np.flatnonzero(table < 0)
     return int(np.diff(free, prepend=-1, append=table.size).max()) - 1
 
@@ -314,7 +316,7 @@ def test_no_seed_lets_regular_ids_cluster(name):
 def test_ids_made_to_collide_do_so_for_their_own_seed_only():
     ids = colliding(3_000)
     assert longest_cluster(ids, 0) == ids.size
-    assert_plan_of(plan_whole(kernels.cpu.plan, ids, Memory(0), seed=0), ids)
+    assert_plan_of(plan_whole(CPU, ids, Memory(0), seed=0), ids)
     assert longest_cluster(colliding(30_000), planning.SEED) < 100
 
 

@@ -16,8 +16,9 @@ from embedrock import kernels
 from embedrock.batch.plan import counting, make_plan, plan_tables, sources_of
 from embedrock.batch.pooling import NO_BAGS, ONES, places_of
 from slow import examples
-from suites.kernels import GUARD, Guarded, poison
+from suites.kernels import GUARD, AsLaunched, Guarded, poison
 
+CPU = AsLaunched(kernels.cpu.pooling)
 NO_PADDING = -1  # no row of the batch: the CPU plans ids without it
 
 # Sizes on both sides of the unrolled loops (4 and 8 wide), of the columns that are summed together (16 and 64), and of
@@ -114,7 +115,7 @@ def parts_of(count: int, cuts: list[int]) -> list[tuple[int, int]]:
 
 def check_forward(b: Batch, cuts: list[int]) -> None:
     """Compare the forward kernels with their reference."""
-    cpu, (bags, dim) = kernels.cpu.pooling, b.grads.shape
+    cpu, (bags, dim) = CPU, b.grads.shape
     begins, ends = b.offsets[:-1], b.offsets[1:]
     for size, mean in ((0, False), (bags, False), (bags, True)):
         out, scale = np.empty((bags, dim), np.float32), np.empty(size, np.float32)
@@ -138,7 +139,7 @@ def check_forward(b: Batch, cuts: list[int]) -> None:
 
 def check_backward(b: Batch, cuts: list[int]) -> None:
     """Compare the backward kernels with their reference."""
-    cpu, given, (unique, dim) = kernels.cpu.pooling, Strided.of(b.grads, b.bounds), b.rows.shape
+    cpu, given, (unique, dim) = CPU, Strided.of(b.grads, b.bounds), b.rows.shape
     segments = given.places, b.bounds, b.own, b.of_tables, b.bags, b.starts, b.order
     scale, argmax = np.linspace(0.1, 1, len(b.grads), dtype=np.float32), np.empty(b.grads.shape, np.int32)
     reference.pooling.pool_max(*b.source, b.offsets, b.places, NO_PADDING, np.empty_like(b.grads), argmax)
@@ -170,7 +171,7 @@ def check_backward(b: Batch, cuts: list[int]) -> None:
 
 def check_rows(b: Batch, cuts: list[int]) -> None:
     """Compare positions that are bags of one each: rows copied, bit for bit or as sums, and summed."""
-    cpu, n, dim = kernels.cpu.pooling, len(b.inverse), b.rows.shape[1]
+    cpu, n, dim = CPU, len(b.inverse), b.rows.shape[1]
     b.rows[::2] *= np.float32(-0.0)
     bounds, expected = b.offsets[b.bounds], np.empty((n, dim), np.float32)
     reference.rows.gather(*b.source[:2], b.inverse, b.source[3], expected)
@@ -239,7 +240,7 @@ def test_squares_are_added_with_the_bits_of_numpy(count: int):
         np.array([0, 3, 3, count + 3]),
         np.empty(3),
     )
-    kernels.cpu.pooling.sum_squares(squares, rows, sums)
+    CPU.sum_squares(squares, rows, sums)
     assert sums.tolist() == [squares[:3].sum(), 0.0, squares[3:].sum()]
 
 
@@ -249,10 +250,10 @@ def test_backward_is_the_adjoint_of_forward():
     values, squares, bounds = np.empty_like(b.rows), np.empty(len(b.rows)), np.array([0, len(b.grads)])
     source = ones, np.arange(len(b.rows)), b.inverse, ones[:0], b.offsets[:-1], b.offsets[1:]
     about = b.weights, False, places_of([out]), bounds, 8, scale
-    kernels.cpu.pooling.pool_sum(*source, *about, 0, len(b.grads))
+    CPU.pool_sum(*source, *about, 0, len(b.grads))
     segments = places_of([b.grads]), bounds, np.array([0, 1]), np.array([0, len(b.rows)]), b.bags, b.starts, b.order
     about = b.weights, scale, np.float32(0), values, squares
-    kernels.cpu.pooling.pool_sum_backward(*segments, *about, 0, len(b.rows))
+    CPU.pool_sum_backward(*segments, *about, 0, len(b.rows))
     np.testing.assert_allclose((values * ones).sum(), (out * b.grads).sum(), rtol=1e-4)
 
 
@@ -262,7 +263,7 @@ def test_a_maximum_after_nan_follows_torch():
     out, argmax = np.empty((2, 1), np.float32), np.empty((2, 1), np.int32)
     source = rows, np.arange(3), plan.inverse, rows[:0]
     about = places_of([out]), np.array([0, 2]), argmax
-    kernels.cpu.pooling.pool_max(*source, np.array([0, 2]), np.array([2, 5]), *about, 0, 2)
+    CPU.pool_max(*source, np.array([0, 2]), np.array([2, 5]), *about, 0, 2)
     np.testing.assert_array_equal(out, [[np.nan], [2.0]])
     assert argmax.tolist() == [[0], [4]]
 

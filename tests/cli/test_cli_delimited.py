@@ -20,6 +20,7 @@ from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats import delimited, format_to_read, format_to_write
 from embedrock.cli.formats.base import FileError, Output, ReadOptions, VectorSource
 from embedrock.errors import RequirementError
+from slow import examples
 
 pytest.importorskip("pyarrow.csv", reason="CSV is read by pyarrow")
 
@@ -85,7 +86,7 @@ def told_of(suffix: str, data: bytes) -> Any:
         return told(path, ReadOptions(vectors="v") if b"title" in data else ReadOptions())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(file=files(odd=False))
 def test_numbers_are_read_as_python_reads_them(file: tuple[str, bytes, Rows]):
     """To float64, which is rounded to float32 once."""
@@ -95,7 +96,7 @@ def test_numbers_are_read_as_python_reads_them(file: tuple[str, bytes, Rows]):
     assert told_of(suffix, data) == ([int(one) for one, _ in rows], vectors.view(np.uint32).tolist())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(file=files(odd=True))
 def test_odd_files_are_read_or_refused(file: tuple[str, bytes, Rows]):
     """Each row as it stands there, or a FileError."""

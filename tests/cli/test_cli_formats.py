@@ -35,6 +35,7 @@ from embedrock.cli.formats.base import (
     part_of,
 )
 from embedrock.cli.formats.words import VocabularyFormat
+from slow import examples
 
 WRITTEN = [one.name for one in FORMATS if one.sink is not None]
 TEXTS = ["glove", "word2vec"]
@@ -128,7 +129,7 @@ def test_what_was_written_is_read(tmp_path: Path, name: str, own_ids: bool, part
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_rows_round_trip(name: str, data: st.DataObject):
     rows, dim = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))
@@ -613,7 +614,7 @@ def test_formats_by_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", [*(name for name in WRITTEN if name != "parquet"), "word2vec-binary"])
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_are_read_or_refused(name: str, data: st.DataObject):
     """Whatever is flipped, cut off or put in between: rows come out, or a FileError."""

@@ -21,7 +21,7 @@ import own_log
 from common import DataError
 from interactions import Interactions, read_log
 from leave_one_out import CANDIDATES, NEGATIVES, NOTHING, Unseen, leave_one_out
-from slow import slow
+from slow import examples, slow
 
 ROWS = [("7", "lamp", "3", "881250949"), ("ann", "5", "4.5", "881250950"), ("7", "5", "1", "881250951")]
 SEPARATORS = {"tab": "\t", "comma": ",", "semicolon": ";", "movielens": "::", "space": " ", "spaces": "   "}
@@ -83,7 +83,7 @@ def test_columns_blank_lines_quotes_and_bytes(tmp_path: Path):
     assert (len(strings.users), strings.form) == (2, "separated by whitespace, no header line")
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.lists(
         st.tuples(*[st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1)] * 2), min_size=2
@@ -152,7 +152,7 @@ def expected_order(log: Interactions, user: int) -> list[int]:
     return list(dict.fromkeys(int(log.items[row]) for _, row in rows))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(logs(), st.integers(0, 3))
 def test_the_last_item_is_held_out_among_unseen_ones(log: Interactions, seed: int):
     split = leave_one_out(log, seed)

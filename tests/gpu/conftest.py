@@ -24,9 +24,12 @@ else:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def launches_compile() -> Iterator[None]:
-    """Fail launches that the interpreter accepts, and the compiler refuses."""
-    if not INTERPRETED:
+def launches_compile(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail launches that the interpreter accepts, and the compiler refuses: beside the slow tests, as it takes minutes.
+
+    `test_every_kernel_compiles` compiles one of each every time.
+    """
+    if not INTERPRETED or "not slow" in request.config.option.markexpr:
         yield
         return
     import compile_launched

@@ -124,9 +124,11 @@ def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "twins",
     [
-        Case(CACHED, BOTH),
         Case(ON_DISK, ALL),
-        *slow(*(Case(way, policies) for way in (IN_PLACE, ON_DISK) for policies in (BOTH, {"admission": SHARED}))),
+        *slow(
+            Case(CACHED, BOTH),
+            *(Case(way, policies) for way in (IN_PLACE, ON_DISK) for policies in (BOTH, {"admission": SHARED})),
+        ),
     ],
     indirect=True,
 )

@@ -126,7 +126,7 @@ def are_same(batches: list[Batch]) -> None:
         assert all(torch.equal(rows, other[name]) for name, rows in batches[0].items())
 
 
-@pytest.mark.parametrize("near", [500, 0])
+@pytest.mark.parametrize("near", [500, *slow(0)])
 def test_tables_of_open_ids_are_trained_by_the_same_kernels(near: int) -> None:
     models = [Model(how, near) for how in ("together", "alone", None)]
     rng = np.random.default_rng(0)
@@ -141,7 +141,7 @@ def test_tables_of_open_ids_are_trained_by_the_same_kernels(near: int) -> None:
         assert_same(models[0], model)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 40))])
+@pytest.mark.parametrize("seed", [1, *slow(0, *range(2, 40))])
 def test_a_trace_of_tables_together(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rule = str(rng.choice(["SGD", "Adam", "Adagrad"]))
@@ -247,7 +247,7 @@ def test_two_features_of_a_table_are_planned_ahead_together(near: int) -> None:
         assert_same(models[0], model)
 
 
-@pytest.mark.parametrize("when", ["before the read", "before the step", *slow("in the lookup")])
+@pytest.mark.parametrize("when", ["before the read", *slow("before the step", "in the lookup")])
 def test_tables_that_outgrow_the_memory_go_on_alone(when: str) -> None:
     models = [Model("together", 20), Model("alone", 20)]
     few, many = ({name: torch.arange(count) for name in "abc"} for count in (9, 18))
@@ -298,7 +298,7 @@ def test_the_others_stay_together_when_a_table_outgrows_the_memory() -> None:
         model.tables[0].assign(np.arange(100, 130), np.zeros((30, DIM), np.float32))
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_first", [True, *slow(False)])
 def test_one_of_the_tables_outgrows_the_memory_in_a_step_with_known_ids(is_first: bool) -> None:
     exports = []
     for how in "together", "alone":
@@ -318,7 +318,7 @@ def test_one_of_the_tables_outgrows_the_memory_in_a_step_with_known_ids(is_first
             np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("near", [20, 0])
+@pytest.mark.parametrize("near", [20, *slow(0)])
 def test_tables_that_leave_the_device_keep_none_of_its_memory(near: int) -> None:
     model = Model("together", near)
     model.train({name: torch.arange(9) for name in "abc"})

@@ -92,7 +92,7 @@ def test_ids_get_the_slots_of_the_reference(seed: int):
     assert pair.count > 100
 
 
-@pytest.mark.parametrize("alike", ["place", "digest"])
+@pytest.mark.parametrize("alike", ["place", *slow("digest")])
 @pytest.mark.parametrize("count", [40, *slow(4000)])
 def test_ids_that_collide(count: int, alike: str):
     # An id's place is decided by the upper half of its hash, and its digest is the lower one.
@@ -261,7 +261,7 @@ def test_rows_that_outgrow_the_memory_go_on_beside_a_cache():
     trained.check()
 
 
-@pytest.mark.parametrize("near", [0, 17])
+@pytest.mark.parametrize("near", [17, *slow(0)])
 def test_ids_in_ram_wait_for_nobody_while_the_directory_grows(near: int):
     trained = Trained(near, init=er.Zeros())
     for k in range(6):
@@ -284,7 +284,7 @@ def test_the_directory_does_not_grow_while_no_rows_are_new():
     trained.check()
 
 
-@pytest.mark.parametrize("memory", [0, 1 << 11, 1 << 16])
+@pytest.mark.parametrize("memory", [1 << 11, *slow(0, 1 << 16)])
 def test_a_table_all_of_whose_rows_are_there_waits_for_nobody(memory: int):
     layers = [ert.Embedding(40, DIM, seed=5, directory="hashed", device_memory=given) for given in (memory, None)]
     steps = [ert.SGD(layer, lr=0.1) for layer in layers]

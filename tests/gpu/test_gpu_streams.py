@@ -160,7 +160,7 @@ def test_tables_that_are_used_together_wait_for_what_each_has_done_alone(gpu: Fa
     trained.check(gpu)
 
 
-@pytest.mark.parametrize(("rows", "near"), [(ROWS, 17), (None, 100)])
+@pytest.mark.parametrize(("rows", "near"), [(ROWS, 17), *slow((None, 100))])
 def test_copies_ahead_of_tables_together_are_waited_for_by_each(gpu: FakeGPU, rows: int | None, near: int):
     trained, other = Trained(near, count=2, rows=rows), gpu.new_stream()
     first, second = trained.layers

@@ -13,6 +13,7 @@ import pytest
 import embedrock as er
 import embedrock.keras as erk
 from embedrock.__main__ import main
+from slow import slow
 
 IDS = np.array([[7, 8]])
 
@@ -41,8 +42,13 @@ def by_weights(model: keras.Sequential, location: Path) -> Callable[[keras.Seque
     return lambda other: other.load_weights(location / "m.weights.h5")
 
 
-@pytest.mark.parametrize("who", ["the layer", "the command"])
-@pytest.mark.parametrize("save", [by_checkpoint, by_weights])
+@pytest.mark.parametrize(
+    ("save", "who"),
+    [
+        *((by_checkpoint, "the layer"), (by_weights, "the command")),
+        *slow((by_checkpoint, "the command"), (by_weights, "the layer")),
+    ],
+)
 def test_it_stays_forgotten(save: Callable[..., Any], who: str, tmp_path: Path):
     model = made(tmp_path)
     load = save(model, tmp_path)

@@ -20,6 +20,7 @@ import embedrock.keras as erk
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.initializers import FromBfloat16
 from embedrock.table.options import LayerOptions, declared
+from slow import slow
 
 ROWS, DIM = 30, 4
 WEIGHTS = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
@@ -59,8 +60,14 @@ def test_arrays_and_tensors_are_not_copied():
     assert np.shares_memory(array, np.asarray(memoryview(tensor)))
 
 
-@pytest.mark.parametrize("kind", [erk.Embedding, erk.EmbeddingBag])
-@pytest.mark.parametrize("options", [{}, {"trainable": True}, {"trainable": False}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((erk.Embedding, {}), (erk.EmbeddingBag, {"trainable": True}), (erk.Embedding, {"trainable": False})),
+        *slow((erk.EmbeddingBag, {}), (erk.Embedding, {"trainable": True}), (erk.EmbeddingBag, {"trainable": False})),
+    ],
+    ids=str,
+)
 def test_trained_unless_told_otherwise(kind: Any, options: dict[str, Any]):
     layer = kind.from_pretrained(WEIGHTS, name="emb", **options)
     sequential(layer).fit(IDS, np.ones((2, 1)), verbose=0)

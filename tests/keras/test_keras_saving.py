@@ -564,7 +564,7 @@ LOSING = {
 }
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [True, *slow(False)])
 @pytest.mark.parametrize("which", LOSING)
 def test_a_callback_that_would_lose_rows_is_refused_before_the_first_batch(which, nested, tmp_path):
     make, text = LOSING[which]

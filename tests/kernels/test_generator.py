@@ -19,7 +19,9 @@ from scipy import stats
 import embedrock as er
 import reference
 from embedrock.kernels import cpu
+from suites.kernels import AsLaunched
 
+CPU = AsLaunched(cpu.generator)
 DEFINITION = (Path(__file__).resolve().parents[2] / "docs" / "first-values.md").read_text()
 IDS = st.integers(-(2**63), 2**63 - 1) | st.sampled_from(
     [edge + offset for edge in (0, 2**31, 2**32, -(2**31), -(2**32)) for offset in (-1, 0, 1)]
@@ -55,7 +57,7 @@ def by_reference(name: str, ids: Any, seed: int, dim: int, *parameters: Any, dty
 def by_cpu(name: str, ids: Any, seed: int, dim: int, *parameters: Any, dtype: Any = np.float32) -> np.ndarray:
     out = np.empty((len(ids), dim), dtype)
     arguments = parameters if name == "constant_values" else (np.uint64(seed), *parameters)
-    getattr(cpu.generator, name)(np.asarray(ids, np.int64), *arguments, out, 0, len(ids))
+    getattr(CPU, name)(np.asarray(ids, np.int64), *arguments, out, 0, len(ids))
     return out
 
 
@@ -168,7 +170,7 @@ def test_a_call_writes_its_part_and_nothing_else(name: str, dim: int):
     seed = () if name == "constant_values" else (np.uint64(9),)
     for lo, hi in ((0, 4), (4, 11), (3, 3), (10, 11)):
         memory = np.full((len(ids) + 2, dim), np.nan, np.float32)
-        getattr(cpu.generator, name)(ids, *seed, *PARAMETERS[name], memory[1:-1], lo, hi)
+        getattr(CPU, name)(ids, *seed, *PARAMETERS[name], memory[1:-1], lo, hi)
         np.testing.assert_array_equal(memory[1 + lo : 1 + hi], whole[lo:hi])
         assert np.isnan(memory[: 1 + lo]).all()
         assert np.isnan(memory[1 + hi :]).all()
@@ -188,7 +190,7 @@ def test_a_value_depends_on_seed_id_and_column_only(name: str):
 def test_the_seed_may_be_signed():
     ids = np.array([5])
     out = np.empty((1, 8), np.float32)
-    cpu.generator.normal_values(ids, np.int64(-2), 0.0, 1.0, out, 0, 1)
+    CPU.normal_values(ids, np.int64(-2), 0.0, 1.0, out, 0, 1)
     np.testing.assert_array_equal(out, by_cpu("normal_values", ids, 2**64 - 2, 8, 0.0, 1.0))
     np.testing.assert_array_equal(out, by_reference("normal_values", ids, -2, 8, 0.0, 1.0))
 

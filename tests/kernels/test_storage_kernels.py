@@ -19,9 +19,9 @@ from numba import njit
 import reference
 from embedrock import kernels
 from embedrock.kernels.cpu import crc
-from suites.kernels import Guarded, poison
+from suites.kernels import AsLaunched, Guarded, poison
 
-CPU, REFERENCE = kernels.cpu.storage, reference.storage
+CPU, REFERENCE = AsLaunched(kernels.cpu.storage), reference.storage
 EDGES = [0, -1, 1, 2**63 - 1, -(2**63), 2**31, 2**32, -(2**32)]
 SALT = np.uint64(0xF1E2D3C4B5A69788)
 SIZES = (4, 8, 12, 16, 20, 48, 260, 768)

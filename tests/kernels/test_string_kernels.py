@@ -10,8 +10,9 @@ import pytest
 
 import reference
 from embedrock.kernels import cpu
-from suites.kernels import Guarded
+from suites.kernels import AsLaunched, Guarded
 
+CPU = AsLaunched(cpu.strings)
 COUNT = 203
 POINTS = np.array([0, 65, 0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF], np.uint32)
 
@@ -25,7 +26,7 @@ def compare(name: str, shape: int, dtype: Any, *arguments: Any) -> np.ndarray:
     """Return what the kernel of a name writes to an array of its own, which is what the reference does."""
     expected, got = np.empty(shape, dtype), Guarded((shape,), dtype)
     getattr(reference.strings, name)(*arguments, expected)
-    in_parts(getattr(cpu.strings, name), *arguments, got.inside)
+    in_parts(getattr(CPU, name), *arguments, got.inside)
     np.testing.assert_array_equal(got.inside, expected)
     got.check()
     return expected

@@ -15,6 +15,7 @@ import pytest
 
 import embedrock as er
 from embedrock.kernels.cpu import threads as pool
+from slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def test_bad_thread_counts(bad: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("3", "3"), ("0", "EMBEDROCK_THREADS must be a positive whole number: got '0'"), ("x", "got 'x'")],
+    [("3", "3"), ("0", "EMBEDROCK_THREADS must be a positive whole number: got '0'"), *slow(("x", "got 'x'"))],
 )
 def test_the_environment_sets_the_threads(value: str, expected: str) -> None:
     code = "import embedrock as er\ntry: print(er.get_threads())\nexcept er.ArgumentError as error: print(error)"

@@ -11,9 +11,9 @@ import pytest
 import reference
 from embedrock.kernels import cpu
 from embedrock.vocabulary import runs as vocabulary_runs
-from suites.kernels import Guarded, poison
+from suites.kernels import AsLaunched, Guarded, poison
 
-CPU, REFERENCE = cpu.vocabulary, reference.vocabulary
+CPU, REFERENCE = AsLaunched(cpu.vocabulary), reference.vocabulary
 COUNT, PAGE_WORDS = 203, 31
 
 

@@ -149,7 +149,7 @@ def in_child(expression: str) -> np.ndarray:
     return eval(expression, {"er": er}).lookup(np.arange(9))
 
 
-@pytest.mark.parametrize("of", ["a table", "a group"])
+@pytest.mark.parametrize("of", ["a group", *slow("a table")])
 def test_the_remedy_for_a_table_on_disk_opens_it_in_a_new_process(tmp_path: Path, of: str) -> None:
     path = tmp_path / "users.rock"
     if of == "a group":

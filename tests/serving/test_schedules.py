@@ -10,6 +10,7 @@ import pytest
 
 import embedrock as er
 from carrier import COPY, Carrier, PublishedStep, Run, differences
+from slow import slow
 from suites.faultfs import FaultFS
 
 EVENTS = 40
@@ -107,7 +108,7 @@ def test_many_schedules(history: Callable[[], list[PublishedStep]], part: int):
         play(history(), seed)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 30))])
 def test_damage_is_an_error_that_names_the_file(seed: int):
     carrier = Carrier(one_chain(), np.random.default_rng(seed))
     carrier.finish()

@@ -58,7 +58,7 @@ def kill_often(at: Path, kills: int, seed: int = 0) -> None:
 
 
 def test_publishers_and_subscribers_are_killed(tmp_path: Path):
-    kill_often(tmp_path, 3)
+    kill_often(tmp_path, 2)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from mutations import Case, case_of, images, packed_image
 from slow import slow
 
 MANY = int(os.environ.get("EMBEDROCK_MUTATIONS", "20000"))
-COUNTS = (250, *slow(MANY))
+COUNTS = (100, *slow(MANY))
 SUPPORT = Path(mutation_trials.__file__).parent
 
 

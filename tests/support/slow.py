@@ -24,5 +24,5 @@ def slow_but(cases: Mapping[str, Any], *fast: str) -> list[Any]:
 
 
 def examples(many: int) -> int:
-    """Return how many examples hypothesis draws for a test that draws `many` in `make test-all`: else a quarter."""
+    """Return how many examples hypothesis draws for a test that draws `many` in `make test-all`: else a tenth."""
     return max(5, many * settings().max_examples // DEFAULT_EXAMPLES)

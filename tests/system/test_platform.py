@@ -7,8 +7,10 @@ import fcntl
 import mmap
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,21 @@ import pytest
 import embedrock
 import platform_programs
 import platforms
+from embedrock.kernels.cpu import machine_code
 from embedrock.system import platform
 from slow import slow
 
 SOURCES = Path(embedrock.__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def code_of_linux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the other systems a copy of the machine code that is here: to compile it takes each of them 20 s."""
+    here, folder = machine_code.code_folder(), tmp_path_factory.mktemp("code")
+    shutil.copytree(here, folder / here.name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NUMBA_CACHE_DIR", str(folder))
+        yield
 
 
 def run(system: str, function: str, *modules: str) -> str:
@@ -37,6 +50,16 @@ def run(system: str, function: str, *modules: str) -> str:
 @pytest.mark.parametrize("system", ["Windows", *slow("macOS")])  # which has tables on disk, too
 def test_tables_in_ram_work_to_the_same_bits(system: str):
     assert run(system, "ram") == platform_programs.ram()
+
+
+@pytest.mark.slow  # see `code_of_linux`
+@pytest.mark.parametrize(("system", "folder"), [("macOS", "Library/Caches"), ("Windows", "AppData/Local")])
+def test_kernels_are_compiled(system: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("NUMBA_CACHE_DIR", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(system, "ram") == platform_programs.ram()
+    assert any((tmp_path / folder / "embedrock").glob("kernels-*/*.nbi"))
 
 
 def test_tables_on_disk_work_on_macos_to_the_same_bits():

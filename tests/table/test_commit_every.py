@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import itertools
 import logging
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from embedrock.errors import ArgumentError, CommitError
 from embedrock.io.vfs import System
 from embedrock.table import storage
 from embedrock.table.storage import StorageManager
+from slow import slow
 from table_files import files_of
 
 ROWS, DIM = 50, 4
@@ -361,7 +363,7 @@ def run(kind: str, text: str) -> subprocess.CompletedProcess[str]:
 
 
 OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ert.EmbeddingBag", "ert.group", "erk.EmbeddingBag")]
-FRONTS = ["Alone", "Many", "ert.Embedding", "erk.Embedding"]
+FRONTS = ["Alone", "Many", "ert.Embedding", pytest.param("erk.Embedding", marks=pytest.mark.slow)]
 KILL = """
 import os, time
 made.step(25)
@@ -381,9 +383,12 @@ def test_a_killed_program_goes_on_from_the_last_commit(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "kind", ["Alone", "Many", *(pytest.param(kind, marks=pytest.mark.slow) for kind in FRONTS[2:])]
+    ("kind", "is_local"),
+    [
+        *(("Alone", True), ("Many", False)),
+        *slow(("Alone", False), ("Many", True), *itertools.product(["ert.Embedding", "erk.Embedding"], [False, True])),
+    ],
 )
-@pytest.mark.parametrize("is_local", [False, True])
 def test_a_program_that_ends_has_all_steps(kind: str, is_local: bool, tmp_path: Path):
     begin = program(kind, tmp_path / "t", {"commit_every": 10})
     text = begin + "\nmade.step(3)\n"

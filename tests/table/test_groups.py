@@ -30,7 +30,7 @@ from support.features import BatchFeature
 ADAM = er.Adam(lr=0.1)
 
 
-@pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 5))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 5))])
 def test_members_are_the_same_as_tables_alone(seed: int) -> None:
     play(seed, 40)
 

@@ -33,7 +33,7 @@ from support import features as features_of
 from support.features import BatchFeature
 
 
-@pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 4))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 4))])
 def test_members_are_the_same_as_tables_alone(seed: int) -> None:
     play(seed, 30, DiskGroupPair)
 

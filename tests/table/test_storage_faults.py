@@ -541,7 +541,7 @@ def test_crashes_while_it_recovers():
     assert crash_twice(0, CASES["adam"]) > 10
 
 
-@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3)])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_some_calls_fail(seed):
     calls, rng, runs = journal(CASES["adam"]), np.random.default_rng(seed), 0
     for op in rng.permutation(np.arange(2, len(calls)))[:15].tolist():

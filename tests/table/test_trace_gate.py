@@ -32,7 +32,7 @@ from slow import slow
 from traced_pair import ASKED, YieldingLock, drawn_acts, drawn_case, play
 
 
-@pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 6))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
 def test_a_trace(seed: int, tmp_path: Path):
     play(drawn_case(seed), drawn_acts(seed, 60), tmp_path / "table")
 

@@ -29,6 +29,7 @@ from embedrock.errors import (
     UnsupportedError,
 )
 from embedrock.vocabulary import blocks, files, runs
+from slow import examples
 from suites import FaultFS
 
 WORDS = ["", "a", "eight888", "Grüße", "日本語", "\U0001f600 smile", "inner\0zero", "x" * 300, "x" * 9000]
@@ -108,7 +109,7 @@ def test_bytes_that_are_no_text(vocabulary: er.Vocabulary):
 ACTS = st.sampled_from(["nothing", "commit", "compact", "2KiB", "1GiB"])  # the last two open it anew
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.tuples(st.lists(st.text("abé\0", max_size=3), max_size=12), ACTS), max_size=8))
 def test_any_program(program: list[tuple[list[str], str]]):
     known, committed, system = dict[str, int](), dict[str, int](), FaultFS()
