@@ -62,6 +62,7 @@ class MappedBackend(DiskBackend):
 
     def __init__(self, spec: Spec, *args: Any) -> None:
         super().__init__(spec, *args)
+        self._copy = self._empty(1)
         self._mapped = MappedSegments.of(self.store, {})
 
     def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
@@ -78,27 +79,27 @@ class MappedBackend(DiskBackend):
         return self._bring_copies(ids)
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
-        records, locations = self._read_mapped(ids, np.empty((len(ids), 0), np.float32))
+        locations = self._read_mapped(ids, records := self._empty(len(ids)), np.empty((len(ids), 0), np.float32))
         slots = np.where(locations < 0, -1, np.arange(len(ids)))
         self._check_steps(ids[slots >= 0], records.bytes, slots[slots >= 0])
         return records, slots
 
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self._read_mapped(ids, out)[1]  # each position is that of its id
+        parts = len(ids) // kernels.cpu.mapped.PART
+        return self._read_mapped(ids, self._empty(parts + 1) if parts else self._copy, out)
 
-    def _read_mapped(self, ids: np.ndarray, out: np.ndarray) -> tuple[Records, np.ndarray]:
-        """Return copies of records, and their locations, -1 for none. Decode their first weights to `out`."""
-        copies, found = self._empty(len(ids)), np.empty((2, len(ids)), np.int64)
+    def _read_mapped(self, ids: np.ndarray, copies: Records, out: np.ndarray) -> np.ndarray:
+        """Return the locations of records, -1 for none. Decode weights to `out`; `copies` have all, or one a part."""
+        found = np.empty(len(ids), np.int64)
         with (store := self.store).lock:
             if self._mapped.runs is not store.runs:
                 self._mapped = MappedSegments.of(store, self._mapped.files)
             places = store.log_index.place, store.base.index, *self._mapped[2:]
-            words = copies.bytes.view(np.uint32), copies.weights
-            kernels.cpu.launch(kernels.cpu.mapped.read, *places, ids, found, *words, out)
-            bad = (found[0] < -1).nonzero()[0]
+            kernels.cpu.launch(kernels.cpu.mapped.read, *places, ids, found, copies.bytes, copies.weights, out)
+            bad = (found < -1).nonzero()[0]
             if len(bad):
-                raise corrupt(store.runs, -2 - found[0, bad], ids[bad])
-        return copies, found[0]
+                raise corrupt(store.runs, -2 - found[bad], ids[bad])
+        return found
 
     def add_listener(self, listener: EvictionListener) -> NoReturn:
         raise UnsupportedError(

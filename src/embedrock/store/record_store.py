@@ -276,10 +276,7 @@ class RecordStore:
     def locate(self, ids: np.ndarray) -> np.ndarray:
         """Return the location of each id's newest record, int64 (n,). -1: none."""
         with self.lock:
-            locations = self.log_index.find(ids)
-            below = (locations < 0).nonzero()[0]
-            if below.size:
-                locations[below] = self.base.find(ids[below])
+            locations = self.base.find(ids, self.log_index.find(ids))
             if self.some_are_gone:
                 locations[is_gone(locations)] = -1
             return locations
