@@ -162,6 +162,23 @@ def test_many_ids_that_are_there_already():
     assert log_index.find(ids).tolist() == list(range(190_000, 200_000))
 
 
+def test_room_for_many_rows():
+    log_index, ids = LogIndex(), np.arange(10_000)
+    log_index.insert(ids[:100], ids[:100])
+    log_index.reserve(50)
+    assert log_index.nbytes == PAGE
+    log_index.reserve(10_000)
+    nbytes = log_index.nbytes
+    for part in np.split(ids[100:], 9):
+        log_index.insert(part, part)
+        assert log_index.nbytes == nbytes
+    assert log_index.find(ids).tolist() == ids.tolist()
+    log_index.reserve(1_000_000)
+    log_index.fit()
+    check_size(log_index)
+    assert content(log_index) == dict(zip(ids.tolist(), ids.tolist(), strict=True))
+
+
 @pytest.mark.parametrize("damage", ["order", "count"])
 def test_entries_that_are_damaged_are_noticed(damage: str):
     log_index = LogIndex()

@@ -25,31 +25,27 @@ class MappedSegments(NamedTuple):
     Files of commits never change. If another program truncates one, the system ends this process (SIGBUS).
 
     Attributes:
-        runs: the segments by number.
-        files: the bytes of each, by path.
+        runs: the segments by number. Their files keep the memory.
         memory: uint32, from the first mapped byte to the last one. Other memory lies between files.
         places: by number of a segment, the position of its first record in `memory`, its salt and step: int64 (n, 3).
     """
 
     runs: Runs
-    files: dict[str, np.ndarray]
     memory: np.ndarray
     places: np.ndarray
 
     @classmethod
-    def of(cls, store: RecordStore, known: dict[str, np.ndarray]) -> MappedSegments:
-        """Map the segments of a store, except those whose bytes are known by path."""
-        runs, files = store.runs, dict[str, np.ndarray]()
-        for run in runs.values():
-            files[run.path] = known[run.path] if run.path in known else store.system.map(run.file.fd)
-        starts = {path: address_of(file) for path, file in files.items()}
+    def of(cls, store: RecordStore) -> MappedSegments:
+        """Map the segments of a store."""
+        runs = store.runs
+        starts = {number: address_of(run.file.mapped()) for number, run in runs.items()}
         low = min(starts.values(), default=0)
-        high = max((starts[path] + file.nbytes for path, file in files.items()), default=0)
+        high = max((start + runs[number].file.size for number, start in starts.items()), default=0)
         memory = np.ctypeslib.as_array((ctypes.c_uint32 * ((high - low) // 4)).from_address(low))
         places = np.zeros((max(runs, default=-1) + 1, 3), np.int64)
         for number, run in runs.items():
-            places[number] = (starts[run.path] - low + run.first) // 4, run.salt, run.step
-        return cls(runs, files, memory, places)
+            places[number] = (starts[number] - low + run.first) // 4, run.salt, run.step
+        return cls(runs, memory, places)
 
 
 class MappedBackend(DiskBackend):
@@ -63,7 +59,7 @@ class MappedBackend(DiskBackend):
     def __init__(self, spec: Spec, *args: Any) -> None:
         super().__init__(spec, *args)
         self._copy = self._empty(1)
-        self._mapped = MappedSegments.of(self.store, {})
+        self._mapped = MappedSegments.of(self.store)
 
     def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
         return RamLayout(nbytes, 1, False)
@@ -93,8 +89,8 @@ class MappedBackend(DiskBackend):
         found = np.empty(len(ids), np.int64)
         with (store := self.store).lock:
             if self._mapped.runs is not store.runs:
-                self._mapped = MappedSegments.of(store, self._mapped.files)
-            places = store.log_index.place, store.base.index, *self._mapped[2:]
+                self._mapped = MappedSegments.of(store)
+            places = store.log_index.place, store.base.index, *self._mapped[1:]
             kernels.cpu.launch(kernels.cpu.mapped.read, *places, ids, found, copies.bytes, copies.weights, out)
             bad = (found < -1).nonzero()[0]
             if len(bad):

@@ -129,6 +129,12 @@ class LogIndex:
         cpu.launch(cpu.storage.find_overlay, *self.place, ids, locations)
         return locations
 
+    def reserve(self, rows: int) -> None:
+        """Make room for `rows` rows in all. Without it, the table grows again and again, and is crowded in between."""
+        if rows > self.count and (total := self._total_with(rows - self.count)) > self._total:
+            self._resize(total)
+            self._homes = self._rebuild(total)
+
     def insert(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Set the locations of ids. Of equal ids, the last one counts."""
         self._check()

@@ -18,7 +18,7 @@ from embedrock.store.record_store import ALL_IDS, keys_of_part
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.arena import cut
 
-CHUNK_ROWS = 65_536
+CHUNK_ROWS = 16_384  # their arrays are small enough to be used again: fresh memory took a quarter of the time
 
 
 class ChangedRows(NamedTuple):

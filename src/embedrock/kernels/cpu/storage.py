@@ -55,7 +55,7 @@ def mark(locations, numbers, salts, steps, marks):
         marks[i] = np.uint32((salt + step * (locations[i] & ((1 << RUN_SHIFT) - 1))) & 0xFFFFFFFF)
 
 
-@kernel(over="good", grain=256)
+@kernel(over="good", reads=("buffer",), grain=256)
 def unseal(buffer, starts, ids, marks, records, slots, good, lo, hi):
     source, target, names = buffer.view(np.uint32), records.view(np.uint32), ids.view(np.uint32)
     words = target.shape[1]
