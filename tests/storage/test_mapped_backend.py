@@ -268,7 +268,7 @@ def test_the_kernel_is_its_reference(tmp_path: Path, dtype: str, damage: bool) -
         store, spec = store_of(table), table.spec
         segments = MappedSegments.of(store)
         low = segments.memory.ctypes.data
-        files = {number: run.file.mapped() for number, run in store.runs.items()}
+        files = {number: run.file.mapped for number, run in store.runs.items()}
         copies = {number: file.copy() for number, file in files.items()}
         memory, places = np.concatenate([copies[n].view(np.uint32) for n in copies]), segments.places.copy()
         start = 0

@@ -163,20 +163,23 @@ def test_many_ids_that_are_there_already():
 
 
 def test_room_for_many_rows():
-    log_index, ids = LogIndex(), np.arange(10_000)
-    log_index.insert(ids[:100], ids[:100])
-    log_index.reserve(50)
-    assert log_index.nbytes == PAGE
-    log_index.reserve(10_000)
+    log_index, ids = LogIndex(10_000), np.arange(10_000)
     nbytes = log_index.nbytes
-    for part in np.split(ids[100:], 9):
+    for part in np.split(ids, 10):
         log_index.insert(part, part)
         assert log_index.nbytes == nbytes
-    assert log_index.find(ids).tolist() == ids.tolist()
-    log_index.reserve(1_000_000)
-    log_index.fit()
     check_size(log_index)
     assert content(log_index) == dict(zip(ids.tolist(), ids.tolist(), strict=True))
+    log_index.insert(ids + 10_000, ids)
+    check_size(log_index)
+
+
+def test_room_that_is_not_needed_is_released():
+    log_index, ids = LogIndex(1_000_000), np.arange(100)
+    log_index.insert(ids, ids)
+    log_index.fit()
+    assert log_index.nbytes == PAGE
+    assert log_index.find(ids).tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("damage", ["order", "count"])

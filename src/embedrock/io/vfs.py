@@ -161,7 +161,6 @@ class File:
         self.path, self.fd, self.size = path, fd, size
         self._system = system
         self._writing_fd = fd
-        self._mapped: npt.NDArray[np.uint8] | None = None
         self._failure: OSError | None = None
 
     def append(self, data: Data) -> int:
@@ -196,11 +195,10 @@ class File:
             )
         return data
 
+    @forks.cached_property
     def mapped(self) -> npt.NDArray[np.uint8]:
-        """Return its bytes, mapped into memory for reading, uint8 (size,). A file that still grows has none."""
-        if self._mapped is None:
-            self._mapped = self._system.map(self.fd)
-        return self._mapped
+        """Its bytes, mapped into memory for reading, uint8 (size,). Only of files that do not grow."""
+        return self._system.map(self.fd)
 
     def sync(self) -> None:
         """Make all appended bytes durable.

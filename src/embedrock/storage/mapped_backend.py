@@ -38,7 +38,7 @@ class MappedSegments(NamedTuple):
     def of(cls, store: RecordStore) -> MappedSegments:
         """Map the segments of a store."""
         runs = store.runs
-        starts = {number: address_of(run.file.mapped()) for number, run in runs.items()}
+        starts = {number: address_of(run.file.mapped) for number, run in runs.items()}
         low = min(starts.values(), default=0)
         high = max((start + runs[number].file.size for number, start in starts.items()), default=0)
         memory = np.ctypeslib.as_array((ctypes.c_uint32 * ((high - low) // 4)).from_address(low))

@@ -220,8 +220,8 @@ class RecordStore:
         else:
             for segment, entry in zip(base, content.base, strict=True):
                 segment.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(segments)
-            index, log_index, new = Base(base), LogIndex(), delta
-        log_index.reserve(min(sum(entry.count + entry.gone for entry in content.delta), content.count + named))
+            most = min(sum(entry.count for entry in content.delta), content.count) + named
+            index, log_index, new = Base(base), LogIndex(most), delta
         for segment in new:
             for part in _index_of(segment):
                 log_index.insert(*newer_than(index, segment, *part))

@@ -31,8 +31,7 @@ def read(overlay, base, memory, places, ids, locations, records, words, out, lo,
         location = locations[i]
         if location < 0 or location & PLACE == PLACE:
             locations[i] = -1
-            for d in range(out.shape[1]):
-                out[i, d] = 0.0
+            out[i, :] = 0.0
             continue
         slot = i if records.shape[0] == ids.shape[0] else lo // PART
         place, index = places[location >> RUN_SHIFT], location & PLACE
