@@ -26,9 +26,10 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
         IdError: an id lies outside the table.
         IdTypeError: ids are not integers.
     """
-    array = ids if are_ids(ids) else _array(ids, subject)
+    is_ready = are_ids(ids)
+    array = ids if is_ready else _array(ids, subject)
     check_range(array, rows, subject)
-    return array if are_ids(array) else np.array(array, np.int64, order="C")
+    return array if is_ready else np.array(array, np.int64, order="C")
 
 
 def are_ids(ids: npt.ArrayLike) -> TypeGuard[np.ndarray]:

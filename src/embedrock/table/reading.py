@@ -328,7 +328,8 @@ def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray, choices:
     for rows, own in zip(tables, ids, strict=True):
         if rows.history is not None and rows.lags:
             return _look_up_all(tables, ids, out, choices)
-        keys.append(rows.tier.keys(own))
+        base = 0 if rows.backend is None else rows.backend.base
+        keys.append(own + base if base else own)
     joined = keys[0] if len(keys) == 1 else np.concatenate(keys)
     missing = (pool.look_up(joined, counting(len(joined)), out) < 0).nonzero()[0]
     if not len(missing):
