@@ -23,26 +23,27 @@ def read(
     words: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Write the location of each id's record to ``locations[0]``, its bytes to `records`, and its weights to `out`.
+    """Write the location of each id's record to `locations`, its bytes to `records`, and its weights to `out`.
 
     -1 and zeros: no record. -2 - location: its seal does not fit. An overlay hides the base, also where a row is gone.
-    `memory` has words. `places` has the first record of each run there, its salt and its step. `words` are `records`.
+    `memory` has words. `places` has the first record of each run there, its salt and its step. `words` are `records`,
+    uint8 (n, record_bytes), or fewer, if nobody needs the bytes.
     """
     entries, homes, salt = overlay
     lows, lasts, runs, listed, blocks, ranks = base
-    storage.find_overlay(entries, homes, salt, ids, locations[1])
-    storage.find_base(lows, lasts, runs, listed, blocks, ranks, ids, locations[0])
-    width = records.shape[1]
+    storage.find_overlay(entries, homes, salt, ids, locations)
+    storage.find_base(lows, lasts, runs, listed, blocks, ranks, ids, locations)
+    locations[locations & GONE == GONE] = -1
+    width, keeps = records.shape[1] // 4, len(records) == len(ids)
     for i, row in enumerate(ids.tolist()):
-        if locations[1, i] >= 0:
-            locations[0, i] = -1 if locations[1, i] & GONE == GONE else locations[1, i]
         out[i] = 0
-        if (location := int(locations[0, i])) < 0:
+        if (location := int(locations[i])) < 0:
             continue
         (start, salt, step), index = places[location >> RUN_SHIFT].tolist(), location & GONE
         first = start + index * (width + 1)
-        records[i] = memory[first : first + width]
+        slot = i if keeps else 0
+        records[slot] = memory[first : first + width].view(np.uint8)
         mark = (salt + step * index) & 0xFFFFFFFF
-        if int(memory[first + width]) != storage._crc(row, records[i].tobytes()) ^ mark:
-            locations[0, i] = -2 - location
-        out[i] = codec.decode(words[i : i + 1, : out.shape[1]])[0]
+        if int(memory[first + width]) != storage._crc(row, records[slot].tobytes()) ^ mark:
+            locations[i] = -2 - location
+        out[i] = codec.decode(words[slot : slot + 1, : out.shape[1]])[0]

@@ -232,7 +232,7 @@ def find_base(
     ids: np.ndarray,
     locations: np.ndarray,
 ) -> None:
-    """Write the location of each id, or -1.
+    """Write the location of each id whose location is -1, or leave it.
 
     ``chunks`` (n, 5) hold (low, kind, run number, start, count) and ids from ``lows`` to ``lasts``, ascending and
     disjoint: all of them (FULL), those in ``listed[start : start + count]`` (LISTED), or those whose bits are set from
@@ -243,7 +243,8 @@ def find_base(
         location = int(chunk[2]) << RUN_SHIFT
         for index, row in enumerate(_chunk_ids(chunk, last, listed, blocks)):
             where[row] = location + index
-    locations[:] = [where.get(row, -1) for row in ids.tolist()]
+    unknown = locations == -1
+    locations[unknown] = [where.get(row, -1) for row in ids[unknown].tolist()]
 
 
 def list_bits(words: np.ndarray, ones_before: int, low: int, ids: np.ndarray) -> None:

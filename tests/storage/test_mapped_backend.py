@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,6 +76,57 @@ def test_rows_are_those_of_a_reader_with_a_cache(options: dict[str, Any], tmp_pa
             with er.open(path, mode="r", memory="1MiB", at=at) as expected, mapped(path, at=at) as found:
                 np.testing.assert_array_equal(found.lookup(ids), expected.lookup(ids))
         follower.close()
+
+
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (64,), (3, 0, 2), (5, 13), (1, 1300))
+MISSING = None, "zeros", "raise", np.arange(DIM) / 4
+
+
+def _result(ask: Callable[..., np.ndarray], *args: Any) -> Any:
+    try:
+        found = ask(*args)
+    except er.EmbedrockError as error:
+        return type(error), str(error)
+    return found.shape, found.dtype, found.tobytes()
+
+
+def _by_plan(table: er.Table, ids: np.ndarray) -> np.ndarray:
+    return table.read(table.plan(ids))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "open ids", "dense"])
+def test_lookups_are_those_of_a_plan_and_of_a_cache(kind: str, tmp_path: Path) -> None:
+    er.set_threads(3)
+    rng, path = np.random.default_rng(2), str(tmp_path / "t")
+    rows, dtype = None if kind == "open ids" else ROWS, kind if kind[-1].isdigit() else "float32"
+    rule = er.Adam(dense=True) if kind == "dense" else er.Adam()
+    known = rng.integers(-(2**63), 2**63 - 1, 200) if rows is None else np.arange(0, ROWS, 3)
+    grads, is_packed = rng.standard_normal((len(known), DIM)).astype(np.float32), dtype in ("int8", "int4")
+    source = er.Table(rows, DIM, rule=rule, seed=1)
+    source.update(known, grads)
+    given: Any = {"rule": None} if is_packed else {"rule": rule}
+    with er.Table(rows, DIM, path=path, dtype=dtype, seed=1, memory="1MiB", **given) as table:
+        table.load_state(source) if is_packed else table.update(known, grads)
+        table.commit()
+        table.compact()
+        if not is_packed:
+            table.update(known[5:60], grads[5:60])
+        table.forget(known[40:50])
+        table.commit()
+    with mapped(path) as found, er.open(path, mode="r", memory="1MiB") as cached:
+        for shape, words in itertools.product(SHAPES, (np.int64, np.int32, np.uint64)):
+            for others in (np.array([7]), np.array([-1, ROWS, ROWS + 1])):
+                ids = rng.choice(np.concatenate([known, known[:9], others]), shape)
+                ids = np.asarray(ids % 2**15 if rows is None and words is not np.int64 else ids).astype(words)
+                for missing in MISSING if words is np.int64 else MISSING[:1]:
+                    expected = _result(cached.lookup, ids, None, missing)
+                    assert _result(found.lookup, ids, None, missing) == expected
+                    out = np.full((*shape, DIM), 7, np.float32)
+                    if isinstance(expected[0], tuple):
+                        assert found.lookup(ids, out, missing) is out
+                        assert out.tobytes() == expected[2]
+                assert _result(_by_plan, found, ids) == _result(found.lookup, ids)
+                assert _result(found.contains, ids) == _result(cached.contains, ids)
 
 
 def test_members_of_a_group_are_mapped(tmp_path: Path) -> None:
@@ -214,9 +266,9 @@ def test_the_kernel_is_its_reference(tmp_path: Path, dtype: str, damage: bool) -
             pass
     with er.open(path, mode="r") as table:
         store, spec = store_of(table), table.spec
-        segments = MappedSegments.of(store, {})
+        segments = MappedSegments.of(store)
         low = segments.memory.ctypes.data
-        files = {number: segments.files[run.path] for number, run in store.runs.items()}
+        files = {number: run.file.mapped for number, run in store.runs.items()}
         copies = {number: file.copy() for number, file in files.items()}
         memory, places = np.concatenate([copies[n].view(np.uint32) for n in copies]), segments.places.copy()
         start = 0
@@ -230,12 +282,12 @@ def test_the_kernel_is_its_reference(tmp_path: Path, dtype: str, damage: bool) -
             memory[place + 1] ^= 4
         results = []
         for function in (reference.mapped.read, kernels.cpu.mapped.read):
-            locations, out = np.empty((2, 300), np.int64), np.empty((300, DIM), np.float32)
+            locations, out = np.empty(300, np.int64), np.empty((300, DIM), np.float32)
             records = np.zeros(300 * spec.record_bytes, np.uint8).reshape(300, -1)
-            args = ids, locations, records.view(np.uint32), records.view(spec.words), out
+            args = ids, locations, records, records.view(spec.words), out
             function(store.log_index.place, store.base.index, memory, places, *args, *((0, 300) if results else ()))
             results.append((locations, records, out))
         for expected, got in zip(*results, strict=True):
             np.testing.assert_array_equal(got, expected)
-        assert (results[0][0][0] == -1).any()
-        assert (results[0][0][0] < -1).any() == damage
+        assert (results[0][0] == -1).any()
+        assert (results[0][0] < -1).any() == damage

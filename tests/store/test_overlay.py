@@ -162,6 +162,26 @@ def test_many_ids_that_are_there_already():
     assert log_index.find(ids).tolist() == list(range(190_000, 200_000))
 
 
+def test_room_for_many_rows():
+    log_index, ids = LogIndex(10_000), np.arange(10_000)
+    nbytes = log_index.nbytes
+    for part in np.split(ids, 10):
+        log_index.insert(part, part)
+        assert log_index.nbytes == nbytes
+    check_size(log_index)
+    assert content(log_index) == dict(zip(ids.tolist(), ids.tolist(), strict=True))
+    log_index.insert(ids + 10_000, ids)
+    check_size(log_index)
+
+
+def test_room_that_is_not_needed_is_released():
+    log_index, ids = LogIndex(1_000_000), np.arange(100)
+    log_index.insert(ids, ids)
+    log_index.fit()
+    assert log_index.nbytes == PAGE
+    assert log_index.find(ids).tolist() == ids.tolist()
+
+
 @pytest.mark.parametrize("damage", ["order", "count"])
 def test_entries_that_are_damaged_are_noticed(damage: str):
     log_index = LogIndex()

@@ -26,10 +26,10 @@ def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
         IdError: an id lies outside the table.
         IdTypeError: ids are not integers.
     """
-    array = _array(ids, subject)
+    is_ready = are_ids(ids)
+    array = ids if is_ready else _array(ids, subject)
     check_range(array, rows, subject)
-    whole = np.ascontiguousarray(array, np.int64).reshape(array.shape)
-    return whole if whole.flags.aligned else whole.copy()
+    return array if is_ready else np.array(array, np.int64, order="C")
 
 
 def are_ids(ids: npt.ArrayLike) -> TypeGuard[np.ndarray]:
@@ -73,6 +73,8 @@ def check_range(ids: np.ndarray, rows: int | None, subject: str, place: Place | 
     if not ids.size:
         return
     low, high = wrong_ids.bounds(rows)
+    is_signed = rows is None or ids.dtype is not _INT64  # as unsigned numbers, negative ids lie beyond all others
     # `ids.min()` calls these in C, by way of Python.
-    if int(np.minimum.reduce(ids, axis=None)) < low or int(np.maximum.reduce(ids, axis=None)) >= high:
+    least, ordered = (np.minimum.reduce(ids, axis=None), ids) if is_signed else (low, ids.view(np.uint64))
+    if int(least) < low or int(np.maximum.reduce(ordered, axis=None)) >= high:
         raise wrong_ids.outside(ids, rows, subject, place)

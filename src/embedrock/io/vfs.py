@@ -195,6 +195,11 @@ class File:
             )
         return data
 
+    @forks.cached_property
+    def mapped(self) -> npt.NDArray[np.uint8]:
+        """Its bytes, mapped into memory for reading, uint8 (size,). Only of files that do not grow."""
+        return self._system.map(self.fd)
+
     def sync(self) -> None:
         """Make all appended bytes durable.
 

@@ -25,31 +25,27 @@ class MappedSegments(NamedTuple):
     Files of commits never change. If another program truncates one, the system ends this process (SIGBUS).
 
     Attributes:
-        runs: the segments by number.
-        files: the bytes of each, by path.
+        runs: the segments by number. Their files keep the memory.
         memory: uint32, from the first mapped byte to the last one. Other memory lies between files.
         places: by number of a segment, the position of its first record in `memory`, its salt and step: int64 (n, 3).
     """
 
     runs: Runs
-    files: dict[str, np.ndarray]
     memory: np.ndarray
     places: np.ndarray
 
     @classmethod
-    def of(cls, store: RecordStore, known: dict[str, np.ndarray]) -> MappedSegments:
-        """Map the segments of a store, except those whose bytes are known by path."""
-        runs, files = store.runs, dict[str, np.ndarray]()
-        for run in runs.values():
-            files[run.path] = known[run.path] if run.path in known else store.system.map(run.file.fd)
-        starts = {path: address_of(file) for path, file in files.items()}
+    def of(cls, store: RecordStore) -> MappedSegments:
+        """Map the segments of a store."""
+        runs = store.runs
+        starts = {number: address_of(run.file.mapped) for number, run in runs.items()}
         low = min(starts.values(), default=0)
-        high = max((starts[path] + file.nbytes for path, file in files.items()), default=0)
+        high = max((start + runs[number].file.size for number, start in starts.items()), default=0)
         memory = np.ctypeslib.as_array((ctypes.c_uint32 * ((high - low) // 4)).from_address(low))
         places = np.zeros((max(runs, default=-1) + 1, 3), np.int64)
         for number, run in runs.items():
-            places[number] = (starts[run.path] - low + run.first) // 4, run.salt, run.step
-        return cls(runs, files, memory, places)
+            places[number] = (starts[number] - low + run.first) // 4, run.salt, run.step
+        return cls(runs, memory, places)
 
 
 class MappedBackend(DiskBackend):
@@ -62,7 +58,8 @@ class MappedBackend(DiskBackend):
 
     def __init__(self, spec: Spec, *args: Any) -> None:
         super().__init__(spec, *args)
-        self._mapped = MappedSegments.of(self.store, {})
+        self._copy = self._empty(1)
+        self._mapped = MappedSegments.of(self.store)
 
     def _placed(self, spec: Spec, nbytes: int) -> RamLayout:
         return RamLayout(nbytes, 1, False)
@@ -78,27 +75,27 @@ class MappedBackend(DiskBackend):
         return self._bring_copies(ids)
 
     def read_through(self, ids: np.ndarray) -> tuple[Records, np.ndarray]:
-        records, locations = self._read_mapped(ids, np.empty((len(ids), 0), np.float32))
+        locations = self._read_mapped(ids, records := self._empty(len(ids)), np.empty((len(ids), 0), np.float32))
         slots = np.where(locations < 0, -1, np.arange(len(ids)))
         self._check_steps(ids[slots >= 0], records.bytes, slots[slots >= 0])
         return records, slots
 
     def look_up(self, ids: np.ndarray, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self._read_mapped(ids, out)[1]  # each position is that of its id
+        parts = len(ids) // kernels.cpu.mapped.PART
+        return self._read_mapped(ids, self._empty(parts + 1) if parts else self._copy, out)
 
-    def _read_mapped(self, ids: np.ndarray, out: np.ndarray) -> tuple[Records, np.ndarray]:
-        """Return copies of records, and their locations, -1 for none. Decode their first weights to `out`."""
-        copies, found = self._empty(len(ids)), np.empty((2, len(ids)), np.int64)
+    def _read_mapped(self, ids: np.ndarray, copies: Records, out: np.ndarray) -> np.ndarray:
+        """Return the locations of records, -1 for none. Decode weights to `out`; `copies` have all, or one a part."""
+        found = np.empty(len(ids), np.int64)
         with (store := self.store).lock:
             if self._mapped.runs is not store.runs:
-                self._mapped = MappedSegments.of(store, self._mapped.files)
-            places = store.log_index.place, store.base.index, *self._mapped[2:]
-            words = copies.bytes.view(np.uint32), copies.weights
-            kernels.cpu.launch(kernels.cpu.mapped.read, *places, ids, found, *words, out)
-            bad = (found[0] < -1).nonzero()[0]
+                self._mapped = MappedSegments.of(store)
+            places = store.log_index.place, store.base.index, *self._mapped[1:]
+            kernels.cpu.launch(kernels.cpu.mapped.read, *places, ids, found, copies.bytes, copies.weights, out)
+            bad = (found < -1).nonzero()[0]
             if len(bad):
-                raise corrupt(store.runs, -2 - found[0, bad], ids[bad])
-        return copies, found[0]
+                raise corrupt(store.runs, -2 - found[bad], ids[bad])
+        return found
 
     def add_listener(self, listener: EvictionListener) -> NoReturn:
         raise UnsupportedError(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import Plan
+from embedrock.batch.plan import Plan, counting
 from embedrock.batch.pooling import ONES, Bags, places_of, sum_bags
 from embedrock.errors import GradientError, counted
 from embedrock.optimizers import LAST_STEP
@@ -137,9 +137,10 @@ def encode(spec: Spec, ids: np.ndarray, values: np.ndarray, subject: str = "a ta
         GradientError: NaN or Inf, or a value that is too large as the table's dtype.
     """
     made = Records(spec, np.zeros(len(ids) * spec.record_bytes, np.uint8))
-    slots, kept = np.arange(len(ids)), np.empty((len(ids), spec.dim), np.float32)
+    slots, kept = np.arange(len(ids)), values
     made.begin(slots, values, spec.first_state)
-    made.read(slots, slots.astype(np.int32), values[:0], kept)
+    if spec.dtype != "float32":  # others may overflow
+        made.read(slots, counting(len(ids)), values[:0], kept := np.empty((len(ids), spec.dim), np.float32))
     wrong = np.flatnonzero(~(np.isfinite(values).all(axis=1) & np.isfinite(kept).all(axis=1)))
     if len(wrong):
         raise GradientError(

@@ -62,9 +62,9 @@ class Base:
         arrays = self._lows, self._lasts, self._folded_below, self._table, self._listed, self._blocks, self._ranks
         return sum(array.nbytes for array in arrays)
 
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the location of each id, int64 (n,). -1: not found. Ids may repeat."""
-        locations = np.empty(len(ids), np.int64)
+    def find(self, ids: np.ndarray, known: np.ndarray | None = None) -> np.ndarray:
+        """Return the location of each id, int64 (n,). -1: not found. Ids may repeat. `known` has locations of some."""
+        locations = np.full(len(ids), -1) if known is None else known
         kernels.cpu.launch(kernels.cpu.storage.find_base, *self.index, ids, locations)
         return locations
 

@@ -213,16 +213,18 @@ class RecordStore:
             [self._open_segment(entry, content, segments, known) for entry in entries]
             for entries in (content.base, content.delta)
         )
+        named = sum(entry.gone for entry in content.delta)
         if before is not None and before.is_continued_by(content):
             index, log_index, new = before.base, before.log_index.copy(), delta[len(before.delta) :]
         else:
             for segment, entry in zip(base, content.base, strict=True):
                 segment.folded_below = delta[entry.folded].number if entry.folded < len(delta) else len(segments)
-            index, log_index, new = Base(base), LogIndex(), delta
+            most = min(sum(entry.count for entry in content.delta), content.count) + named
+            index, log_index, new = Base(base), LogIndex(most), delta
         for segment in new:
             for part in _index_of(segment):
                 log_index.insert(*newer_than(index, segment, *part))
-        named = sum(entry.gone for entry in content.delta)
+        log_index.fit()
         self._check_count(content, index, log_index, named)
         self.content, self.runs, self.log_index, self._segments_made = content, segments, log_index, len(segments)
         self.base, self.delta = index, delta
@@ -275,10 +277,7 @@ class RecordStore:
     def locate(self, ids: np.ndarray) -> np.ndarray:
         """Return the location of each id's newest record, int64 (n,). -1: none."""
         with self.lock:
-            locations = self.log_index.find(ids)
-            below = (locations < 0).nonzero()[0]
-            if below.size:
-                locations[below] = self.base.find(ids[below])
+            locations = self.base.find(ids, self.log_index.find(ids))
             if self.some_are_gone:
                 locations[is_gone(locations)] = -1
             return locations

@@ -139,15 +139,13 @@ def check_seals(segment: Segment) -> None:
 def _bad_ids(segment: Segment) -> np.ndarray:
     ids_of, bad = _ids_of(segment), [np.empty(0, np.int64)]
     piece = max(1, PIECE_BYTES // segment.stride)
+    records = np.empty((min(piece, segment.count), segment.record_bytes), np.uint8)
     for start in range(0, segment.count, piece):
         count = min(piece, segment.count - start)
-        data = np.frombuffer(
-            segment.file.read(segment.first + start * segment.stride, count * segment.stride), np.uint8
-        )
+        data = segment.file.read(segment.first + start * segment.stride, count * segment.stride)
         ids, slots = ids_of(start, start + count), np.arange(count)
-        records = np.empty((count, segment.record_bytes), np.uint8)
         marks = marks_of([segment], np.array([segment.number]), segment.locations(start, count))
-        bad.append(ids[unseal(data.copy(), slots * segment.stride, ids, marks, records, slots)])
+        bad.append(ids[unseal(np.frombuffer(data, np.uint8), slots * segment.stride, ids, marks, records, slots)])
     return np.concatenate(bad)
 
 

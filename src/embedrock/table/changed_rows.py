@@ -19,7 +19,7 @@ from embedrock.store.record_store import ALL_IDS, keys_of_part
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.arena import cut
 
-CHUNK_ROWS = 65_536
+CHUNK_ROWS = 16_384  # their arrays are small enough to be used again: fresh memory took a quarter of the time
 
 
 class ChangedRows(NamedTuple):
@@ -79,13 +79,11 @@ class RowChanges:
                     f"changes of {self._folder.folder} cannot be read: commit {self.commit} was closed meanwhile. "
                     "Read them before the table is closed, or the block of a subscriber's step ends."
                 )
-            is_gone = np.ones(len(ids), bool)
-            is_gone[found.positions] = False
             records = Records(self._spec, np.empty(len(found.ids) * self._spec.record_bytes, np.uint8))
             rows, slots = np.empty((len(found.ids), self._spec.dim), np.float32), np.arange(len(found.ids))
             self._store.read(found, records.bytes, slots)
             records.read(slots, counting(len(slots)), rows[:0], rows)
-            yield ChangedRows(ids[found.positions], rows, ids[is_gone])
+            yield ChangedRows(ids[found.positions], rows, np.delete(ids, found.positions))
 
     def _parts(self) -> Iterator[np.ndarray]:
         if self.ids is not None:

@@ -268,10 +268,9 @@ class Table(StoredVerbs):
         found = buffers.empty((*checked.shape, rows.spec.dim), np.float32) if out is None or is_apart else out
         choices = reading.choices_of((rows,), choice)
         reading.look_up((rows,), [checked.reshape(-1)], found.reshape(-1, rows.spec.dim), choices)
-        if out is None or found is out:
-            return found
-        out[...] = found
-        return out
+        if out is not None and is_apart:
+            out[...] = found
+        return found if out is None else out
 
     @exclusive
     def contains(self, ids: npt.ArrayLike) -> np.ndarray:

@@ -55,7 +55,7 @@ def mark(locations, numbers, salts, steps, marks):
         marks[i] = np.uint32((salt + step * (locations[i] & ((1 << RUN_SHIFT) - 1))) & 0xFFFFFFFF)
 
 
-@kernel(over="good", grain=256)
+@kernel(over="good", reads=("buffer",), grain=256)
 def unseal(buffer, starts, ids, marks, records, slots, good, lo, hi):
     source, target, names = buffer.view(np.uint32), records.view(np.uint32), ids.view(np.uint32)
     words = target.shape[1]
@@ -257,15 +257,16 @@ def _index(chunk, listed, blocks, ranks, row):
 @kernel(over="ids", reads=("ids",), grain=2048)
 def find_base(lows, lasts, chunks, listed, blocks, ranks, ids, locations, lo, hi):
     for i in range(lo, hi):
-        number = _last_at_most(lows, 0, lows.shape[0], ids[i])
-        locations[i] = number if number >= 0 and ids[i] <= lasts[number] else -1
-        if locations[i] >= 0 and chunks[number, 1] == BITS:
-            prefetch(blocks, chunks[number, 3] + ((ids[i] - lows[number]) >> 9), 64)
+        number = _last_at_most(lows, 0, lows.shape[0], ids[i]) if locations[i] == -1 else -1
+        if number >= 0 and ids[i] <= lasts[number]:
+            locations[i] = -2 - number
+            if chunks[number, 1] == BITS:
+                prefetch(blocks, chunks[number, 3] + ((ids[i] - lows[number]) >> 9), 64)
     for i in range(lo, hi):
-        number = locations[i]
-        if number >= 0:
-            index = _index(chunks[number], listed, blocks, ranks, ids[i])
-            locations[i] = (chunks[number, 2] << RUN_SHIFT) + index if index >= 0 else -1
+        if locations[i] < -1:
+            chunk = chunks[-2 - locations[i]]
+            index = _index(chunk, listed, blocks, ranks, ids[i])
+            locations[i] = (chunk[2] << RUN_SHIFT) + index if index >= 0 else -1
 
 
 @kernel()
