@@ -126,11 +126,12 @@ def publish(
     opening = source._on_disk().opening
     options = PublishOptions(dtype, keep_hours, dense, step, arrays_of(source), opening.system)
     names = {published_name(source): member_name(source)} if isinstance(source, Table) else None
-    return publish_last(_whole(opening.path), os.path.abspath(local_path(folder)), options, names)
+    return publish_last(opening.path, os.path.abspath(local_path(folder)), options, names)
 
 
 def publish_last(path: str, folder: str, options: PublishOptions, names: Mapping[str, str] | None = None) -> Published:
     """Publish tables of the last commit at a path. See `publish_commits` for `names`; None: all tables."""
+    path = _whole(path)
     with _last_commits(path, options) as commits:
         own = [one.name for one in commits[0].manifest.members]
         names = {each or _stem(path): each for each in own} if names is None else names
