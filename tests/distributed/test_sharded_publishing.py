@@ -54,6 +54,7 @@ class Ranks:
 def assert_served(served: er.Subscriber, ranks: Ranks, ids: Any = range(ROWS)) -> None:
     with served.step() as step:
         assert step.step == ranks.steps
+        assert repr(step) == f"ServedStep({step.number}, training step {ranks.steps}: users)"
         assert np.array_equal(step["users"].lookup(ids), ranks.whole.lookup(ids))
         assert np.array_equal(step["users"].contains(ids), ranks.whole.contains(ids))
         assert len(step["users"]) == len(ranks.whole)

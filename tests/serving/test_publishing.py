@@ -12,6 +12,7 @@ import embedrock as er
 from embedrock.distributed.commits import make_parts
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.serving.publisher import PublishOptions, publish_last
+from embedrock.store import published_folder
 from embedrock.store.manifest import PUBLISHED
 from embedrock.store.published_folder import PublishedFolder
 
@@ -315,6 +316,20 @@ def test_rows_that_have_no_record_and_move(tmp_path: Path, options: dict[str, An
     assert served is not None
     served.close()
     (group or users).close()
+
+
+def test_files_that_no_step_needs_are_found_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(published_folder, "TIDY_STEPS", 4)
+    served = tmp_path / "served"
+    with table(tmp_path / "users.rock") as users:
+        er.publish(users, served)
+        (first,) = (served / "base").rglob("*.rows")
+        for number in range(2, 6):
+            users.update([number], np.ones((1, 4)))
+            users.commit()
+            er.publish(users, served, dtype="int8")
+            (served / "manifest" / "0000000001.json").unlink(missing_ok=True)  # and its publisher was killed
+            assert first.exists() == (number < 5)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -74,6 +74,9 @@ class ServedStep:
     def __iter__(self) -> Iterator[str]:
         return iter(self._group)
 
+    def __repr__(self) -> str:
+        return f"ServedStep({self.number}, training step {self.step}: {', '.join(self)})"
+
     def lookup(self, ids: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the weights of rows of some tables by name. See `Group.lookup`."""
         return self._group.lookup(ids)

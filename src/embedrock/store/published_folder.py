@@ -23,6 +23,7 @@ from embedrock.store.reading import what_is_at
 from embedrock.store.table_folder import TableFolder
 
 HOUR = 3600.0
+TIDY_STEPS = 256  # steps between two looks through all manifests, for the files of a publisher that was killed
 _NOTHING = Publication("0" * 32)
 
 
@@ -83,7 +84,10 @@ class PublishedFolder(TableFolder):
     def tidy(self) -> None:
         # A step that was not published has a later number. Looking through all manifests would take longer than a step.
         last = f"/{self.manifest.commit:010d}-~"
-        if any(name[name.index("/") :] > last for name in folders.names_in(self.system, self.folder, PUBLISHED)):
+        is_due = self.manifest.commit % TIDY_STEPS == 0
+        if is_due or any(
+            name[name.index("/") :] > last for name in folders.names_in(self.system, self.folder, PUBLISHED)
+        ):
             super().tidy()
 
     @property

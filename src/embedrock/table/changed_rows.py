@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedrock.batch.plan import counting
-from embedrock.errors import ArgumentError, ClosedTableError, UnsupportedError
+from embedrock.errors import ArgumentError, ClosedTableError, UnsupportedError, counted
 from embedrock.initializers import Zeros
 from embedrock.spec.description import read_spec
 from embedrock.spec.spec import Spec
@@ -70,6 +70,10 @@ class RowChanges:
     def __bool__(self) -> bool:
         """Return whether any row may differ."""
         return self.ids is None or len(self.ids) > 0
+
+    def __repr__(self) -> str:
+        rows = "all rows" if self.ids is None else counted(len(self.ids), "row")
+        return f"RowChanges({rows} of commit {self.commit} since {self.since})"
 
     def __iter__(self) -> Iterator[ChangedRows]:
         for ids in self._parts():
