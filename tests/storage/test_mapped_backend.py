@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -246,6 +247,28 @@ def test_rows_lie_in_pages_of_files_and_not_in_those_of_the_process(tmp_path: Pa
     anonymous, of_files = map(int, ended.stdout.split())
     assert of_files > 30 << 20
     assert anonymous < 8 << 20
+
+
+def test_closed_files_leave_memory_at_once(tmp_path: Path) -> None:
+    path, maps = str(tmp_path / "t"), Path("/proc/self/maps")
+    with er.Table(ROWS, DIM, path=path, rule=er.SGD(lr=1.0)) as table:
+        table.update([1], np.ones((1, DIM)))
+        table.commit()
+        with mapped(path) as reader:
+            arrays = [weakref.ref(run.file.mapped) for run in store_of(reader).runs.values()]
+            assert [one for one in arrays if one() is not None]
+        assert not [one for one in arrays if one() is not None]  # while the closed reader is still there
+
+        with er.Subscriber(tmp_path / "served") as served:  # steps that are not shown any more
+            for number in range(3):
+                table.update([number], np.ones((1, DIM)))
+                table.commit()
+                er.publish(table, tmp_path / "served", keep_hours=0, dtype=("int8", None)[number % 2])
+                served.refresh()
+            if maps.exists():
+                files = [line for line in maps.read_text().splitlines() if f"{tmp_path}/served" in line]
+                assert files
+                assert not [line for line in files if line.endswith("(deleted)")]
 
 
 def test_files_in_memory_are_mapped_too() -> None:

@@ -13,7 +13,9 @@ import pytest
 import embedrock as er
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.store import change_lists
+from embedrock.store.forgotten import Tombstones
 from embedrock.store.segments import CorruptTableError
+from embedrock.store.table_folder import TableFolder
 from slow import slow
 
 DIM = 3
@@ -462,3 +464,25 @@ def test_dense_ids_take_one_byte_each() -> None:
     assert len(change_lists.encode(np.arange(0, 10**6, 10))) < 1.01 * 10**5
     ids = np.unique(np.random.default_rng(0).integers(0, 10**7, 10**5))
     assert len(change_lists.encode(ids)) <= 2.1 * len(ids)
+
+
+def test_a_row_that_is_forgotten_while_a_reader_opens_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with er.Table(20, 2, path=tmp_path / "t", rule=er.SGD(lr=1.0), init=er.Zeros(), keep=5) as table:
+        table.assign([1, 2], np.ones((2, 2)))
+        table.commit()
+        table.assign([2], np.full((1, 2), 2.0))
+        table.commit()
+        with er.open(tmp_path / "t", mode="r") as reader:
+            table.rollback(1)
+            first = TableFolder._newest_forgotten
+
+            def newest_forgotten(folder: TableFolder) -> Tombstones:
+                table.forget([1])
+                table.commit()
+                return first(folder)
+
+            monkeypatch.setattr(TableFolder, "_newest_forgotten", newest_forgotten)
+            changes = reader.refresh(changes=True)
+            assert reader.last_commit == 3
+            assert changes.ids.tolist() == [1, 2]
+            assert 1 not in reader

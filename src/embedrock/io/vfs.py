@@ -223,7 +223,8 @@ class File:
             raise self._failure from error
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
+        """Close the file, and take it out of memory. A second call does nothing."""
+        vars(self).pop("mapped", None)  # it has a descriptor of its own
         fds, self.fd, self._writing_fd = {self.fd, self._writing_fd}, -1, -1
         for fd in fds - {-1}:
             # The descriptor is gone even after an error. A sync has reported all write errors before.

@@ -404,7 +404,7 @@ class TableFolder(Folder[Manifest]):
             ids, reached, _ = change_lists.ids_of(lists, name)
             if ids is None:
                 raise HistoryDroppedError(f"{self.folder}{f'#{name}' * bool(name)}", since, reached)
-            found[name] = ids
+            found[name] = distinct([ids, *self.withheld.get(name, ())[1:]])  # later commits forgot some of its rows
         return found
 
     def lists_since(self, commit: int, sha: str | None = None) -> list[ChangeList]:
