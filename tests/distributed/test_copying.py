@@ -19,7 +19,7 @@ import pytest
 
 import embedrock as er
 import programs
-from embedrock.distributed import copying
+from embedrock.distributed import commits, copying
 from embedrock.distributed.commits import ShardFolders, part_to_open
 from embedrock.distributed.copying import copy_table
 from embedrock.errors import TableFileError, TableLockedError
@@ -120,7 +120,7 @@ def test_removed_files_are_copied_from_their_open_descriptors(source: str, tmp_p
 
 
 def test_a_dropped_commit_gives_way_to_the_next(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    newest, seen = copying._newest, list[tuple[int, ...]]()
+    newest, seen = commits._last_numbers, list[tuple[int, ...]]()
 
     def then_train(system: System, path: str) -> tuple[int, ...]:
         seen.append(newest(system, path))
@@ -129,7 +129,7 @@ def test_a_dropped_commit_gives_way_to_the_next(source: str, tmp_path: Path, mon
                 train(table, 3)
         return seen[-1]
 
-    monkeypatch.setattr(copying, "_newest", then_train)
+    monkeypatch.setattr(commits, "_last_numbers", then_train)
     assert copy_table(source, str(tmp_path / "copy"))["commit"] == 6
     assert check(str(tmp_path / "copy")) == 6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import embedrock as er
 from embedrock.distributed.commits import make_parts
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.serving.publisher import PublishOptions, publish_last
+from embedrock.serving.sources import SourceTable
 from embedrock.store import published_folder
 from embedrock.store.manifest import PUBLISHED
 from embedrock.store.published_folder import PublishedFolder
@@ -316,6 +318,78 @@ def test_rows_that_have_no_record_and_move(tmp_path: Path, options: dict[str, An
     assert served is not None
     served.close()
     (group or users).close()
+
+
+def test_a_publisher_waits_for_the_folder_before_it_takes_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened, served = PublishedFolder.open_or_make, tmp_path / "served"
+    with table(tmp_path / "users.rock") as users:
+        er.publish(users, served)
+
+        def trained_meanwhile(*args: Any) -> PublishedFolder:
+            monkeypatch.undo()
+            users.update([3], np.ones((1, 4)))
+            users.commit(step=3)
+            er.publish(users, served)  # another publisher
+            return opened(*args)
+
+        users.update([2], np.ones((1, 4)))
+        users.commit(step=2)
+        monkeypatch.setattr(PublishedFolder, "open_or_make", trained_meanwhile)
+        assert not er.publish(users, served).is_new
+    with er.Subscriber(served) as subscriber:
+        assert (subscriber.number, subscriber.step_number) == (2, 3)
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_a_commit_that_is_dropped_while_its_rows_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_group: bool
+):
+    options: Any = {"rule": er.Momentum(lr=0.1, dense=True), "seed": 1}
+    group = er.Group(path=tmp_path / "model.rock", memory="2MiB", keep=1) if in_group else None
+    path: Any = {"path": tmp_path / "users.rock", "memory": "2MiB", "keep": 1}
+    users = er.Table(100, 4, **path, **options) if group is None else group.table("users", 100, 4, **options)
+
+    def train(step: int) -> None:
+        users.update([step], np.ones((1, 4)))
+        users.commit(step=step)
+
+    of, left = SourceTable.of, [7, 8]
+
+    def of_dropped(*args: Any) -> SourceTable:
+        if left:
+            train(left.pop(0))
+        return of(*args)
+
+    train(1)
+    monkeypatch.setattr(SourceTable, "of", of_dropped)
+    er.publish(group or users, tmp_path / "served")
+    with er.Subscriber(tmp_path / "served") as served:
+        assert served.step_number == 8
+        assert np.array_equal(served.lookup({"users": range(100)})["users"], users.lookup(range(100)))
+    (group or users).close()
+
+
+def test_forgotten_rows_leave_after_a_copy_was_put_back(tmp_path: Path):
+    path, served = tmp_path / "users.rock", tmp_path / "served"
+    secret = np.full((1, 4), 123.456, np.float32)
+    table(path).close()
+    with er.open(path) as users:
+        users.assign([7], secret)
+        users.commit()
+        er.publish(users, served)
+    shutil.copytree(path, tmp_path / "copy")
+    with er.open(path) as users:
+        users.update([1], np.ones((1, 4)))
+        users.commit()
+        users.commit()
+        er.publish(users, served)
+    shutil.rmtree(path)
+    (tmp_path / "copy").rename(path)
+    with er.open(path) as users:
+        users.forget([7])
+        users.commit()
+        er.publish(users, served)
+    assert not any(secret.tobytes() in file.read_bytes() for file in served.rglob("*.*"))
 
 
 def test_files_that_no_step_needs_are_found_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,19 +14,20 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from embedrock.errors import ArgumentError, CorruptTableError, NewerFormatError, TableFileError, counted
-from embedrock.io.vfs import OS_SYSTEM, opened, write_whole
+from embedrock.io.vfs import OS_SYSTEM, System, opened, write_whole
 from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest
 from embedrock.store.reading import SHARDED, what_is_at
 
 FILE, FORMAT = SHARDED, 1
+Result = TypeVar("Result")
 FOLDER = re.compile(r"shard-(\d{1,6})-of-(\d{1,6})")
 
 
@@ -141,6 +142,7 @@ def make_parts(path: str, ranks: int) -> ShardFolders:
 # Commits that a shard may have more than others. Ranks wait for each other in every step, and in a commit for the
 # previous one. So one rank may have made two while another writes the first in the background.
 AHEAD = 2
+TRIES = 20  # to read a commit before its writer drops it
 KEEP = AHEAD + 1  # of each shard; with fewer, the newest commit that all have might be gone from one
 
 
@@ -250,6 +252,26 @@ def last_of(layout: ShardFolders) -> ShardCommit:
         f"the parts of the table at {layout.path!r} must have a commit in common: they have none of the same name, and "
         f"have made {steps} steps. Save by ert.save on all ranks, and then begin again."
     )
+
+
+def with_last_commit(system: System, path: str, call: Callable[[tuple[int, ...]], Result]) -> Result:
+    """Call a function with the numbers of the last commit in each part of a table, sharded or not.
+
+    If the writer drops this commit meanwhile, call it again with the next one.
+    """
+    for left in reversed(range(TRIES)):
+        numbers = _last_numbers(system, path)
+        try:
+            return call(numbers)
+        except (ArgumentError, FileNotFoundError):
+            if not left or _last_numbers(system, path) == numbers:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _last_numbers(system: System, path: str) -> tuple[int, ...]:
+    layout = layout_of(path)
+    return (folders.newest(system, path).commit,) if layout is None else last_of(layout).numbers
 
 
 def agreed(path: str, parts: Sequence[Sequence[int]]) -> int:

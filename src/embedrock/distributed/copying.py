@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from typing import Any
 
-from embedrock.distributed.commits import last_of, layout_of, make_parts
+from embedrock.distributed.commits import layout_of, make_parts, with_last_commit
 from embedrock.errors import TableFileError, counted
 from embedrock.io.vfs import OS_SYSTEM, File, System, open_file, read_whole, retried, write_whole
 from embedrock.store import folder as folders
@@ -46,19 +46,7 @@ def copy_table(source: str, target: str, system: System = OS_SYSTEM) -> dict[str
         TableFileError: the target has something else, or changes of its own.
         TableLockedError: a writer has the target open.
     """
-    while True:
-        numbers = _newest(system, source)
-        try:
-            return _copied(system, source, target, numbers)
-        except FileNotFoundError:  # the writer may have dropped this commit meanwhile
-            if _newest(system, source) == numbers:
-                raise
-
-
-def _newest(system: System, source: str) -> tuple[int, ...]:
-    """Return the numbers of the last commit in each part."""
-    layout = layout_of(source)
-    return (folders.newest(system, source).commit,) if layout is None else last_of(layout).numbers
+    return with_last_commit(system, source, lambda numbers: _copied(system, source, target, numbers))
 
 
 def _copied(system: System, source: str, target: str, numbers: tuple[int, ...]) -> dict[str, Any]:

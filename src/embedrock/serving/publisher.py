@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.distributed.commits import is_part_of, layout_of
+from embedrock.distributed.commits import is_part_of, layout_of, with_last_commit
 from embedrock.distributed.reader import OpenShards
 from embedrock.errors import ArgumentError
 from embedrock.initializers import FromArray, Initializer
@@ -132,12 +132,26 @@ def publish(
 def publish_last(path: str, folder: str, options: PublishOptions, names: Mapping[str, str] | None = None) -> Published:
     """Publish tables of the last commit at a path. See `publish_commits` for `names`; None: all tables."""
     path = _whole(path)
+
+    def publish_now(_: object) -> Published:
+        if not options.system.exists(folder):  # an error of the table comes before the folder is made
+            with _last_sources(path, options, names):
+                pass
+        # The folder is locked first: or another publisher may show a later commit than this one before it.
+        with _opened(options.system, folder) as out, _last_sources(path, options, names) as sources:
+            return _NextStep(out, sources.tables).publish(sources.step, options)
+
+    return with_last_commit(options.system, path, publish_now)
+
+
+@contextlib.contextmanager
+def _last_sources(path: str, options: PublishOptions, names: Mapping[str, str] | None) -> Iterator[_Sources]:
     with _last_commits(path, options) as commits:
         own = [one.name for one in commits[0].manifest.members]
         names = {each or _stem(path): each for each in own} if names is None else names
         for name in set(names.values()).difference(own):
             raise ArgumentError(f"{path} has no commit with table {name!r} yet. Call commit() first.")
-        return publish_commits([(commit, names) for commit in commits], folder, options)
+        yield _Sources.of([(commit, names) for commit in commits], options)
 
 
 @contextlib.contextmanager
@@ -151,6 +165,13 @@ def _last_commits(path: str, options: PublishOptions) -> Iterator[list[TableFold
     init = next(iter(options.inits.values()), None)
     with contextlib.closing(OpenShards.as_of(layout, None, {"memory": MAP, "init": init})) as shards:
         yield [table._on_disk().table_folder for table in shards.tables]
+
+
+@contextlib.contextmanager
+def _opened(system: System, folder: str) -> Iterator[PublishedFolder]:
+    out = PublishedFolder.open_or_make(system, folder)
+    with contextlib.closing(out), on_failure(out.tidy):
+        yield out
 
 
 def arrays_of(*sources: Table | Group) -> dict[str, Initializer]:
@@ -178,6 +199,27 @@ def _stem(path: str) -> str:
     return os.path.splitext(os.path.basename(path))[0]
 
 
+class _Sources(NamedTuple):
+    """Tables to publish as one step, by their published names, and the training step."""
+
+    tables: Mapping[str, SourceTable]
+    step: int | None
+
+    @classmethod
+    def of(cls, commits: Sequence[tuple[TableFolder, Mapping[str, str]]], options: PublishOptions) -> _Sources:
+        """Return tables of open commits. See `publish_commits`."""
+        if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
+            raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
+        check_step(options.step)
+        parts = dict[str, list[tuple[TableFolder, TableEntry]]]()
+        for commit, names in commits:
+            members = {member.name: member for member in commit.manifest.members}
+            for new, name in names.items():
+                parts.setdefault(new, []).append((commit, members[name]))
+        tables = {new: SourceTable.of(each, options.dtype, options.inits.get(new)) for new, each in parts.items()}
+        return cls(tables, commits[0][0].manifest.step if options.step is None else options.step)
+
+
 def publish_commits(
     commits: Sequence[tuple[TableFolder, Mapping[str, str]]], folder: str, options: PublishOptions
 ) -> Published:
@@ -189,19 +231,9 @@ def publish_commits(
         folder: absolute path of the folder.
         options: see `PublishOptions`.
     """
-    if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
-        raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
-    check_step(options.step)
-    parts = dict[str, list[tuple[TableFolder, TableEntry]]]()
-    for commit, names in commits:
-        members = {member.name: member for member in commit.manifest.members}
-        for new, name in names.items():
-            parts.setdefault(new, []).append((commit, members[name]))
-    tables = {new: SourceTable.of(each, options.dtype, options.inits.get(new)) for new, each in parts.items()}
-    step = commits[0][0].manifest.step if options.step is None else options.step
-    out = PublishedFolder.open_or_make(options.system, folder)
-    with contextlib.closing(out), on_failure(out.tidy):
-        return _NextStep(out, tables).publish(step, options)
+    sources = _Sources.of(commits, options)
+    with _opened(options.system, folder) as out:
+        return _NextStep(out, sources.tables).publish(sources.step, options)
 
 
 class _NextStep:
@@ -216,6 +248,7 @@ class _NextStep:
         self._out, self._tables, self._pools = out, tables, _pools_of(tables)
         self._entries = _entries(self._pools, tables)
         self._before, known = out.manifest.published, {member.name: member for member in out.manifest.members}
+        self._known = {name: each.spec["seed"] for name, each in known.items()}
         self._is_alike = _layout(out.manifest.members) == _layout(self._entries)
         self._counts = {name: known[name].count if self._is_alike else 0 for name in tables}
         sources = self._before.sources
@@ -268,6 +301,10 @@ class _NextStep:
 
     def _forgets(self) -> bool:
         """Return whether rows may have been forgotten since the step before, under whatever names."""
+        if any(
+            self._known.get(name) == table.spec.seed and not self._follows[name] for name, table in self._tables.items()
+        ):
+            return True  # the same table, restored or with other parts: nothing says what happened to its rows
         before = {(one.uuid, one.commit): one for parts in self._before.sources.values() for one in parts}.values()
         commits = {part.table_folder for table in self._tables.values() for part in table.parts}
         return any(forgets(commit, one) for commit in commits for one in before)
