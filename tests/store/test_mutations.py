@@ -86,11 +86,18 @@ def test_the_trial_notices(harm: str, text: str, monkeypatch: pytest.MonkeyPatch
         return True
 
     monkeypatch.setattr(mutation_trials, "try_case", try_case)
+    monkeypatch.setattr(mutation_trials, "_ends_alone", lambda failure: False)  # as it has the true `try_case`
     if "took more" in text:  # a busy machine is slow with all others
         monkeypatch.setattr(mutation_trials, "LONGEST_SECONDS", 0.5)
     (failure,) = run("sealed", range(6))
     assert (failure.kind, failure.seed) == ("sealed", 3)
     assert text in failure.text
+
+
+def test_a_case_ends_alone_or_dies_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", sys)
+    assert mutation_trials._ends_alone(Failure("sealed", 5, "the process died"))
+    assert not mutation_trials._ends_alone(Failure("sealed", 1 << 70, "the process died"))  # no such case
 
 
 def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
