@@ -142,8 +142,8 @@ def make_parts(path: str, ranks: int) -> ShardFolders:
 # Commits that a shard may have more than others. Ranks wait for each other in every step, and in a commit for the
 # previous one. So one rank may have made two while another writes the first in the background.
 AHEAD = 2
-TRIES = 20  # to read a commit before its writer drops it
 KEEP = AHEAD + 1  # of each shard; with fewer, the newest commit that all have might be gone from one
+TRIES = 20  # to read a commit before its writer drops it
 
 
 class ShardCommit(NamedTuple):
@@ -259,14 +259,14 @@ def with_last_commit(system: System, path: str, call: Callable[[tuple[int, ...]]
 
     If the writer drops this commit meanwhile, call it again with the next one.
     """
-    for left in reversed(range(TRIES)):
+    for _ in range(TRIES - 1):
         numbers = _last_numbers(system, path)
         try:
             return call(numbers)
         except (ArgumentError, FileNotFoundError):
-            if not left or _last_numbers(system, path) == numbers:
+            if _last_numbers(system, path) == numbers:
                 raise
-    raise AssertionError("the last try returns or raises")
+    return call(_last_numbers(system, path))
 
 
 def _last_numbers(system: System, path: str) -> tuple[int, ...]:

@@ -197,7 +197,7 @@ class File:
 
     @forks.cached_property
     def mapped(self) -> npt.NDArray[np.uint8]:
-        """Its bytes, mapped into memory for reading, uint8 (size,). Only of files that do not grow."""
+        """Bytes of a file that does not grow, mapped into memory for reading: uint8 (size,)."""
         return self._system.map(self.fd)
 
     def sync(self) -> None:
