@@ -248,7 +248,6 @@ class _NextStep:
         self._out, self._tables, self._pools = out, tables, _pools_of(tables)
         self._entries = _entries(self._pools, tables)
         self._before, known = out.manifest.published, {member.name: member for member in out.manifest.members}
-        self._known = {name: each.spec["seed"] for name, each in known.items()}
         self._is_alike = _layout(out.manifest.members) == _layout(self._entries)
         self._counts = {name: known[name].count if self._is_alike else 0 for name in tables}
         sources = self._before.sources
@@ -301,9 +300,8 @@ class _NextStep:
 
     def _forgets(self) -> bool:
         """Return whether rows may have been forgotten since the step before, under whatever names."""
-        if any(
-            self._known.get(name) == table.spec.seed and not self._follows[name] for name, table in self._tables.items()
-        ):
+        seeds = {member.name: member.spec["seed"] for member in self._out.manifest.members}
+        if any(seeds.get(name) == table.spec.seed and not self._follows[name] for name, table in self._tables.items()):
             return True  # the same table, restored or with other parts: nothing says what happened to its rows
         before = {(one.uuid, one.commit): one for parts in self._before.sources.values() for one in parts}.values()
         commits = {part.table_folder for table in self._tables.values() for part in table.parts}
