@@ -33,6 +33,7 @@ FEW, MANY = 1000, 100_000
 PUBLISHED = ("float32", "bfloat16", "int8")
 WRITE_ROWS = 65_536  # at a time
 REFRESH_S, REFRESHES = 1.0, 5
+CONTAINS_CALLS = 50
 
 
 class Trainer:
@@ -145,11 +146,27 @@ class Reader:
         return time.perf_counter() - start
 
     def after_refresh(self, count: int) -> dict[str, float]:
-        """Return milliseconds of `refresh`, and how many times longer lookups take after it."""
+        """Return milliseconds of `refresh`, how many times longer lookups take after it, and the time of `changes`."""
         self.warm()
-        before = self.lookups(count)["p50"]
-        seconds = self.refresh()
-        return {"refresh_ms": seconds * 1e3, "p50_after": self.lookups(count)["p50"] / before}
+        before, since = self.lookups(count)["p50"], self._table.last_commit
+        seconds, after = self.refresh(), self.lookups(count)["p50"]
+        start = time.perf_counter()
+        for _ in self._table.changes(since):
+            pass
+        changes_ms = (time.perf_counter() - start) * 1e3
+        return {"refresh_ms": seconds * 1e3, "p50_after": after / before, "changes_ms": changes_ms}
+
+    def contains(self, calls: int) -> dict[str, float]:
+        """Return seconds of `contains` of few and of many random ids: medians."""
+        found = dict[str, float]()
+        for name, count in (("few_s", IDS), ("many_s", MANY)):
+            batches, times = self._draw.integers(0, self._rows, (calls, count)), list[float]()
+            for ids in batches:
+                start = time.perf_counter()
+                self._table.contains(ids)
+                times.append(time.perf_counter() - start)
+            found[name] = float(np.median(times))
+        return found
 
 
 class Server:
@@ -243,6 +260,11 @@ def lookups_alone(world: World) -> list[dict[str, Any]]:
     return world.rounds("lookups alone", lambda reader: reader.call("lookups", world.options.steps))
 
 
+def contains(world: World) -> list[dict[str, Any]]:
+    """Time `contains` on a machine that does nothing else."""
+    return world.rounds("contains", lambda reader: reader.call("contains", CONTAINS_CALLS))
+
+
 def lookups_beside_a_trainer(world: World) -> list[dict[str, Any]]:
     """Time lookups while the trainer steps batches."""
     with world.training(commits=False):
@@ -286,7 +308,16 @@ def publishing(world: World) -> list[dict[str, Any]]:
     return lines
 
 
-ROWS = (opening, ram, lookups_alone, lookups_beside_a_trainer, lookups_over_refreshes, refresh, publishing)
+ROWS = (
+    opening,
+    ram,
+    lookups_alone,
+    contains,
+    lookups_beside_a_trainer,
+    lookups_over_refreshes,
+    refresh,
+    publishing,
+)
 
 
 def _of(row: str, key: str) -> Any:
@@ -307,8 +338,11 @@ def _targets(table_bytes: int) -> list[Target]:
     ]
     pause = _of("lookups over a refresh each second", "longest_pause_ms")
     found.append(Target("{name}: longest pause", pause, 1.0, "ms", at_most=True))
-    for count, most in ((FEW, 10.0), (MANY, 40.0)):
+    for ids, key, most in ((IDS, "few_s", 30e-6), (MANY, "many_s", 5e-3)):
+        found.append(Target(f"{{name}}: {ids:,} ids", _of("contains", key), most, "s", at_most=True))
+    for count, most, changes in ((FEW, 10.0, 3.0), (MANY, 40.0, 100.0)):
         row = f"refresh of {count:,} rows"
+        found.append(Target("{name}: changes, with their rows", _of(row, "changes_ms"), changes, "ms", at_most=True))
         found.append(Target("{name}", _of(row, "refresh_ms"), most, "ms", at_most=True))
         found.append(Target("{name}: p50 after it, over before", _of(row, "p50_after"), 1.5, at_most=True))
     shared = each(lambda line: line["ram_bytes"] / table_bytes, "ram_bytes", name=f"RAM of {PROCESSES} processes, map")

@@ -340,5 +340,5 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert {line["side"] for line in lines.values()} == {"cache", "map"}
     assert len({line["row"] for line in lines.values()}) == len(serving.ROWS) + 1  # two sizes of `refresh`
     assert all(line["least_p50"] <= line["p50"] <= line["p99_9"] for line in lines.values() if "p50" in line)
-    assert len(targets_of(document)) == 33
+    assert len(targets_of(document)) == 41
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
