@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError
+from embedrock.io.safetensors import BITS, DTYPES, LENGTH, METADATA, header_of
 from embedrock.io.vfs import System, write_whole
 from embedrock.store.publication import DenseEntry, read_dense, sha256_of
 from embedrock.store.segments import damaged
 
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"}
-DTYPES |= {"U8": "|u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "|b1", "BF16": "<u2"}
-NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name != "BF16"}
-METADATA = "__metadata__"  # not the name of an array
-LENGTH = struct.Struct("<Q")  # of the header
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name not in BITS}
 
 
 class Bfloat16(NamedTuple):
@@ -53,17 +50,6 @@ def to_bytes(arrays: Dense) -> bytes:
         parts.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
         tensors[name] = dtype, array.shape
     return b"".join([header_of(tensors), *parts])
-
-
-def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return the bytes of a file before those of its arrays, which have these types and shapes."""
-    header, end = dict[str, Any](), 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + np.dtype(DTYPES[dtype]).itemsize * prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % LENGTH.size)
-    return LENGTH.pack(len(text)) + text
 
 
 def write(system: System, folder: str, name: str, data: bytes) -> DenseEntry:

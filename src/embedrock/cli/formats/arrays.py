@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 import zipfile
 import zlib
@@ -35,7 +34,7 @@ from embedrock.cli.formats.base import (
 from embedrock.cli.formats.files import check_kind
 from embedrock.cli.terminal.tables import format_count
 from embedrock.errors import did_you_mean
-from embedrock.serving.dense import DTYPES, LENGTH, header_of
+from embedrock.io.safetensors import DTYPES, header_of, read_header
 
 # Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
 FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
@@ -50,7 +49,6 @@ BROKEN_NPY = (ValueError, TypeError, SyntaxError, RecursionError, TokenError, Us
 READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 MAX_MEMBERS = 1000
 BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # errors of zipfile
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 GET_AGAIN = "Check that it is the right file, or get it again."
 
 
@@ -341,46 +339,12 @@ def pack_npz(path: Path, *arrays: Any) -> None:
 
 def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
     """Open a .safetensors file."""
-    header, start = _header(path)
-    arrays = {}
-    for name, value in header.items():
-        dtype = value.get("dtype") if isinstance(value, dict) else None
-        if name != "__metadata__" and (not isinstance(dtype, str) or dtype in DTYPES.keys() - {"BOOL"}):
-            arrays[name] = _tensor(path, name, value, start)
+    arrays, read = {}, DTYPES.keys() - {"BOOL"}
+    for tensor in read_header(str(path), partial(fail, path, remedy=GET_AGAIN)).values():
+        if tensor.dtype in read:
+            name, dtype = tensor.name, np.dtype(DTYPES[tensor.dtype])
+            arrays[name] = Array(path, name, tensor.start, dtype, tensor.shape, bfloat16=tensor.dtype == "BF16")
     return choose(path, arrays, options)
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = LENGTH.unpack(file.read(LENGTH.size).ljust(LENGTH.size, b"\0"))[0]
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH.size):
-            fail(path, "a safetensors file", f"a header of {length} bytes in a file of {size}", GET_AGAIN)
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        fail(path, "a header in JSON", f"{error}", GET_AGAIN)
-    if not isinstance(header, dict):
-        fail(path, "a header that names tensors", f"{type(header).__name__}", GET_AGAIN)
-    return header, LENGTH.size + length
-
-
-def _tensor(path: Path, name: str, tensor: Any, start: int) -> Array:
-    refuse = partial(fail, path, remedy=GET_AGAIN, where=f"tensor {name!r}")
-    try:
-        (begin, end), shape = tensor["data_offsets"], tuple(tensor["shape"])
-        numbers = begin, end, *shape
-        dtype = np.dtype(DTYPES[tensor["dtype"]])
-    except (TypeError, KeyError, ValueError):
-        refuse("dtype, shape and data_offsets", f"{str(tensor)[:200]}")
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        refuse("whole numbers as shape and offsets", f"{str(tensor)[:200]}")
-    nbytes = dtype.itemsize * int(np.prod(shape, dtype=object))
-    if end - begin != nbytes or start + end > path.stat().st_size:
-        got = f"bytes {begin} to {end} of {path.stat().st_size - start}"
-        refuse(f"{nbytes} bytes for {tensor['dtype']} {shape}", got)
-    return Array(path, name, start + begin, dtype, shape, bfloat16=tensor["dtype"] == "BF16")
 
 
 class SafetensorsSink(Regions):

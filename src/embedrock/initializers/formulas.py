@@ -1,0 +1,125 @@
+"""Initial values that are computed; ``docs/first-values.md`` has the exact definitions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embedrock import kernels
+from embedrock.errors import ArgumentError
+from embedrock.initializers._initializer import Initializer, check_number
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """Initial values that are all `value`.
+
+    Example:
+        >>> Constant(0.5)
+        Constant(value=0.5)
+    """
+
+    value: float
+
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        kernels.cpu.launch(kernels.cpu.generator.constant_values, ids, float(self.value), out)
+
+
+@dataclass(frozen=True)
+class Zeros(Constant):
+    """Initial values that are all 0.
+
+    Example:
+        >>> Zeros()
+        Zeros()
+    """
+
+    value: float = field(default=0.0, init=False, repr=False)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "Zeros"}
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Normally distributed initial values; ``docs/first-values.md`` has the exact definition.
+
+    Example:
+        >>> Normal(std=0.01)
+        Normal(mean=0.0, std=0.01)
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.std < 0:
+            raise ArgumentError(f"`std` of Normal must not be negative: got {self.std!r}.")
+
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        kernels.cpu.launch(kernels.cpu.generator.normal_values, ids, key, float(self.mean), float(self.std), out)
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Initial values uniformly distributed in ``[low, high]``; ``docs/first-values.md`` has the exact definition.
+
+    Example:
+        >>> Uniform(-0.05, 0.05)
+        Uniform(low=-0.05, high=0.05)
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low > self.high:
+            raise ArgumentError(f"`low` of Uniform must not exceed `high`: got {self.low!r} and {self.high!r}.")
+        check_number("`high - low` of Uniform", float(self.high) - float(self.low))
+
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        kernels.cpu.launch(kernels.cpu.generator.uniform_values, ids, key, float(self.low), float(self.high), out)
+
+
+LEAST_CUT, MOST_CUT = 0.1, 6.0  # beyond this, float32 cannot represent the kept part, or the tails
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Initializer):
+    """Normally distributed initial values, no further from `mean` than `cut` times `std`.
+
+    `std` is that of the full distribution: with ``cut=2``, the truncated one has 0.87963 of it.
+    ``docs/first-values.md`` has the exact definition.
+
+    Example:
+        >>> TruncatedNormal(std=0.02)
+        TruncatedNormal(mean=0.0, std=0.02, cut=2.0)
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    cut: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.std < 0:
+            raise ArgumentError(f"`std` of TruncatedNormal must not be negative: got {self.std!r}.")
+        if not LEAST_CUT <= self.cut <= MOST_CUT:
+            raise ArgumentError(
+                f"`cut` of TruncatedNormal, in units of `std`, must lie in [{LEAST_CUT}, {MOST_CUT}]: got "
+                f"{self.cut!r}. Use Normal for a larger one, and Uniform for a smaller one."
+            )
+
+    @property
+    def beyond(self) -> float:
+        """Probability of each tail, a float32."""
+        return float(np.float32(math.erfc(self.cut / math.sqrt(2)) / 2))
+
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        numbers = float(self.mean), float(self.std), self.beyond
+        kernels.cpu.launch(kernels.cpu.generator.truncated_normal_values, ids, key, *numbers, out)
