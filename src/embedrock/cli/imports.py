@@ -103,6 +103,11 @@ READ_OPTIONS = tuple(field.name for field in fields(ReadOptions))
 NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed", "vocabulary")  # options that describe a new table
 
 
+def first_row(text: str) -> int:
+    """Parse the id of a first row."""
+    return 0 if text.strip() == "0" else count(text)
+
+
 def rows_or_open(text: str) -> int | str:
     """Parse the number of rows of a table, or open ids."""
     return text if text == OPEN else count(text)
@@ -118,6 +123,7 @@ class ImportJob:
         table: path of the table.
         journal: progress so far.
         vocabulary: vocabulary of the words to make, which gives rows their ids; None: rows are numbered.
+        first: id of the first row, if rows are numbered.
     """
 
     arguments: Namespace
@@ -125,6 +131,7 @@ class ImportJob:
     table: Path
     journal: Journal
     vocabulary: Path | None
+    first: int = 0
 
     @property
     def words(self) -> Path:
@@ -175,6 +182,10 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
     vocabulary = Path(arguments.vocabulary).absolute() if arguments.vocabulary else None
     if vocabulary is not None and not source.has_words:
         fail(path, "rows with words", f"{kind.name}, with ids or none", "Leave --vocabulary out.")
+    first = arguments.first_row
+    if first is not None and (source.has_ids or source.has_words):
+        got = "ids" if source.has_ids else "words, whose ids are the numbers of their lines"
+        fail(path, "rows without ids, as --first-row is given", got, "Leave --first-row out.")
     status = path.stat()
     described = asdict(options) | {
         "source": str(path),
@@ -183,10 +194,11 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
         "format": kind.name,
         "dim": source.dim,
         "into": arguments.into,
+        **({} if first is None else {"first_row": first}),
         **({} if vocabulary is None else {"vocabulary": str(vocabulary)}),
     }
     journal = Journal(table.with_name(table.name + ".import.json"), described)
-    return ImportJob(arguments, source, table, journal, vocabulary)
+    return ImportJob(arguments, source, table, journal, vocabulary, first or 0)
 
 
 def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
@@ -265,7 +277,7 @@ def _unmake(job: ImportJob) -> None:
 
 def _made(job: ImportJob, arguments: Namespace) -> er.Table:
     """Return the table of this import, new or from an earlier run."""
-    rows = arguments.rows or (OPEN if job.source.has_ids else job.source.rows)
+    rows = arguments.rows or (OPEN if job.source.has_ids else job.first + job.source.rows)
     std = arguments.std or 0.0
     return er.Table(
         None if rows == OPEN else rows,
@@ -291,9 +303,10 @@ def _check_fit(job: ImportJob, table: er.Table) -> None:
     if source.dim != table.dim:
         remedy = f"Choose another table than {job.table}."
         fail(source.path, f"vectors of {format_count(table.dim, 'number')}, as the table has", f"{source.dim}", remedy)
-    if rows is not None and not source.has_ids and source.rows > rows:
+    if rows is not None and not source.has_ids and job.first + source.rows > rows:
         remedy = f"Choose a larger --rows, or another table than {job.table}."
-        fail(source.path, f"at most {format_count(rows, 'row')}, as the table has", f"{source.rows}", remedy)
+        got = f"{source.rows}" + (f" from row {job.first} on" if job.first else "")
+        fail(source.path, f"at most {format_count(rows, 'row')}, as the table has", got, remedy)
 
 
 def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
@@ -377,6 +390,8 @@ def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated:
 def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch, done: int) -> int:
     if isinstance(words, er.Vocabulary):
         batch = batch._replace(ids=words.add(batch.words))
+    if job.first:
+        batch = batch._replace(ids=batch.ids + job.first)
     ids, vectors = batch.ids, batch.vectors
     if job.source.has_ids or job.vocabulary is not None:
         ids, last = np.unique(batch.ids[::-1], return_index=True)

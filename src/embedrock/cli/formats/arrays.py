@@ -19,6 +19,7 @@ import numpy as np
 
 from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats.base import (
+    FLOATS,
     ROW_NUMBERS,
     Output,
     ReadOptions,
@@ -36,8 +37,7 @@ from embedrock.cli.terminal.tables import format_count
 from embedrock.errors import did_you_mean
 from embedrock.io.safetensors import DTYPES, header_of, read_header
 
-# Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
-FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
+TENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # the names of these types in safetensors
 OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
 MAPPING, MAPPING_ROWS = "mapping", 1 << 16
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
@@ -116,6 +116,22 @@ class Array:
                 yield (part.astype(np.uint32) << 16).view(np.float32) if self.bfloat16 else part
 
 
+@dataclass(frozen=True)
+class CodedArray(Array):
+    """A tensor of 8-bit floats, with its scales beside it, if there are some. Attributes: see `Array`."""
+
+    is_vectors = True
+    kind = property(lambda self: f"8-bit floats {self.shape}")  # noqa
+
+    def parts(self, start: int, rows: int) -> Iterator[np.ndarray]:
+        table = FromSafetensors(str(self.path), self.name)
+        for first in range(start, self.length, rows):
+            ids = np.arange(first, min(first + rows, self.length))
+            part = np.empty((len(ids), table.shape[1]), np.float32)
+            table.fill(ids, np.uint64(0), part)
+            yield part
+
+
 class Arrays(VectorSource):
     """An array of vectors, and perhaps one of ids.
 
@@ -190,6 +206,8 @@ def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays
         fail(path, f"an array {name!r} of vectors", listed, f"Name one of these: --vectors NAME.{hint}")
     _check_mapping(path, arrays, options)
     ids = options.ids or ("ids" if "ids" in arrays else ROW_NUMBERS)
+    if ids not in arrays and ids.endswith(".npy"):
+        return Arrays(path, arrays[name], npy_array(Path(ids)))
     if ids != ROW_NUMBERS and ids not in arrays:
         remedy = f"Name one of these, or say --ids {ROW_NUMBERS}.{did_you_mean(ids, arrays)}"
         fail(path, f"an array {ids!r} of ids", listed, remedy)
@@ -257,7 +275,7 @@ def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
 
 
 class NpySink(Regions):
-    """A sink for a .npy file, or for raw float32 numbers. Unless rows are numbered from 0, ids are in a .npy beside."""
+    """A sink for a .npy file, or for raw numbers. Unless rows are numbered from 0, ids are in a .npy beside."""
 
     def __init__(self, output: Output, done: int, is_raw: bool = False) -> None:
         super().__init__(output, done)
@@ -267,7 +285,8 @@ class NpySink(Regions):
         # An earlier run may already have renamed the ids.
         ids = path if path.exists() else part_of(path)
         vectors, shape = part_of(output.path), (output.rows, output.dim)
-        self.parts = [Region(vectors, b"", 0, "<f4", shape) if is_raw else npy_region(vectors, "<f4", shape)]
+        dtype = FLOATS[output.dtype]
+        self.parts = [Region(vectors, b"", 0, dtype, shape) if is_raw else npy_region(vectors, dtype, shape)]
         self.parts += [npy_region(ids, "<i8", (output.rows,))] if output.has_ids else []
 
     def finish(self) -> list[Path]:
@@ -339,23 +358,26 @@ def pack_npz(path: Path, *arrays: Any) -> None:
 
 def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
     """Open a .safetensors file."""
-    arrays, read = {}, DTYPES.keys() - {"BOOL"}
-    for tensor in read_header(str(path), partial(fail, path, remedy=GET_AGAIN)).values():
-        if tensor.dtype in read:
-            name, dtype = tensor.name, np.dtype(DTYPES[tensor.dtype])
-            arrays[name] = Array(path, name, tensor.start, dtype, tensor.shape, bfloat16=tensor.dtype == "BF16")
+    tensors = read_header(str(path), partial(fail, path, remedy=GET_AGAIN))
+    coded, read = {name for name, one in tensors.items() if one.dtype in CODED}, DTYPES.keys() - {"BOOL", "F8_E8M0"}
+    arrays = dict[str, Array]()
+    for name, tensor in tensors.items():
+        if tensor.dtype in read and not (coded and name.rpartition(".")[2] in SCALES):
+            kind, is_bits = CodedArray if name in coded else Array, tensor.dtype == "BF16"
+            arrays[name] = kind(path, name, tensor.start, np.dtype(DTYPES[tensor.dtype]), tensor.shape, bfloat16=is_bits)
     return choose(path, arrays, options)
 
 
 class SafetensorsSink(Regions):
-    """A sink for tensors "vectors" and, unless rows are numbered from 0, "ids"."""
+    """A sink for tensors "weights" and, unless rows are numbered from 0, "ids"."""
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)
         part, rows, dim = part_of(output.path), output.rows, output.dim
         end_of_ids = 8 * rows if output.has_ids else 0
-        header = header_of(({"ids": ("I64", (rows,))} if output.has_ids else {}) | {"vectors": ("F32", (rows, dim))})
-        self.parts = [Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))]
+        tensors = {"ids": ("I64", (rows,))} if output.has_ids else {}
+        header = header_of(tensors | {"weights": (TENSORS[output.dtype], (rows, dim))}, output.about)
+        self.parts = [Region(part, header, len(header) + end_of_ids, FLOATS[output.dtype], (rows, dim))]
         self.parts += [Region(part, header, len(header), "<i8", (rows,))] if output.has_ids else []
 
     def finish(self) -> list[Path]:
