@@ -25,6 +25,8 @@ def decode(words: NDArray[Any]) -> NDArray[np.float32]:
     if words.dtype == np.int16:
         with np.errstate(invalid="ignore"):  # signaling NaNs
             return words.view(np.float16).astype(np.float32)
+    if words.dtype == np.uint8:  # E8M0
+        return np.where(words == 255, np.nan, np.exp2(words.astype(np.float64) - 127)).astype(np.float32)
     return words.astype(np.float32, copy=False)
 
 

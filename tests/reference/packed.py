@@ -17,7 +17,9 @@ LARGEST_BFLOAT16 = np.float32(3.3895314e38)
 def unpack(rows: PackedRows, slots: np.ndarray, dim: int) -> np.ndarray:
     """Return the weights of some rows: float32 (n, dim)."""
     codes = rows.codes[slots]
-    if codes.dtype == np.uint8:
+    if rows.values is not None:
+        codes = rows.values[codes]
+    elif codes.dtype == np.uint8:
         codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)
     group = np.arange(dim) // rows.group
     weights = codes[:, :dim].astype(np.float32) * codec.decode(rows.scales[slots][:, rows.scale_start + group])

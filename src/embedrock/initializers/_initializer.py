@@ -47,18 +47,21 @@ def check_number(subject: str, value: Any) -> None:
 
 
 class Given(Initializer):
-    """Initial values of rows that somebody made: all rows of a table. Saved tables do not have them.
+    """Initial values that somebody made, for all rows of a table. A saved table does not have them, but knows them.
 
     Attributes:
         shape: rows and columns.
-        dtype: of the values, "bfloat16" too.
+        dtype: name of the values' dtype, "bfloat16" too.
+        subject: name of the values in error messages.
     """
 
     shape: tuple[int, int]
     dtype: str
+    subject: str
 
     def check(self, rows: int | None, dim: int) -> None:
         if (rows, dim) != self.shape:
-            raise ArgumentError(
-                f"rows of {type(self).__name__} must have the table's shape ({rows}, {dim}): got {self.shape}."
-            )
+            raise ArgumentError(f"{self.subject} must have the table's shape ({rows}, {dim}): got {self.shape}.")
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": type(self).__name__, "dtype": self.dtype, "shape": list(self.shape)}

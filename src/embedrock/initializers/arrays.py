@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.initializers._initializer import Initializer
+from embedrock.initializers._initializer import Given
 from embedrock.system import forks
 
 # Most rows of an array in its digest, evenly spread: saving a table does not read a file of terabytes.
@@ -19,7 +19,7 @@ DIGEST_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class FromArray(Initializer):
+class FromArray(Given):
     """Rows of an array: row ``i`` starts as ``array[i]``. The array is never copied: rows are read from it when needed.
 
     Args:
@@ -31,6 +31,7 @@ class FromArray(Initializer):
     """
 
     array: np.ndarray
+    subject = "`array` of FromArray"
 
     def __post_init__(self) -> None:
         self._check_array("floats", lambda dtype: dtype.kind == "f")
@@ -42,11 +43,13 @@ class FromArray(Initializer):
                 f"`array` of {type(self).__name__} must be a 2-D NumPy array of {values}: got {got.strip()}."
             )
 
-    def check(self, rows: int | None, dim: int) -> None:
-        if rows is None or self.array.shape != (rows, dim):
-            raise ArgumentError(
-                f"`array` of FromArray must have the table's shape ({rows}, {dim}): got {self.array.shape}."
-            )
+    @property
+    def shape(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.array.shape
+
+    @property
+    def dtype(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return str(self.array.dtype)
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         # In id order, because a file is read fastest in its own order.
@@ -56,9 +59,6 @@ class FromArray(Initializer):
     def _floats(self, rows: np.ndarray) -> np.ndarray:
         return rows
 
-    def _dtype(self) -> str:
-        return str(self.array.dtype)
-
     @forks.cached_property
     def digest(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         spread = np.linspace(0, len(self.array) - 1, DIGEST_ROWS).astype(np.int64)
@@ -66,10 +66,10 @@ class FromArray(Initializer):
         return hashlib.blake2b(np.ascontiguousarray(content).tobytes(), digest_size=8).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "FromArray", "dtype": self._dtype(), "shape": list(self.array.shape)}
+        return {**super().describe(), "name": "FromArray"}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(array=<{self._dtype()} {self.array.shape}>)"
+        return f"{type(self).__name__}(array=<{self.dtype} {self.shape}>)"
 
 
 class FromBfloat16(FromArray):
@@ -93,5 +93,6 @@ class FromBfloat16(FromArray):
         # The bits of a bfloat16 are the upper half of a float32's.
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
-    def _dtype(self) -> str:
+    @property
+    def dtype(self) -> str:
         return "bfloat16"

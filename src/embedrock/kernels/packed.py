@@ -13,11 +13,12 @@ class PackedRows(NamedTuple):
 
     Attributes:
         codes: int8 (slots, at least dim), a code each; or uint8 (slots, at least dim / 2), two codes each from 0 to 15,
-            the lower half first.
+            the lower half first. With `values`, uint8 (slots, at least dim), a code each.
         scales: words (slots, at least `scale_start` plus the groups).
         offsets: words of the same kind; not read if `offset_start` is -1.
         scale_start, offset_start: columns of the first group's scale and offset.
         group: columns in a group, even for codes of 4 bits. The last group may be shorter.
+        values: float32 (256,), the number of each code; None: a code is its own.
     """
 
     codes: Any
@@ -26,3 +27,4 @@ class PackedRows(NamedTuple):
     scale_start: int
     offset_start: int
     group: int
+    values: Any = None

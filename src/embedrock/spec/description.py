@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import CorruptTableError, TableFileError, UnsupportedError, not_one_of
-from embedrock.initializers import INITIALIZERS, FromArray, Initializer
+from embedrock.initializers import INITIALIZERS, FromArray, FromSafetensors, Given, Initializer
 from embedrock.optimizers import RULES, Rule, describe_rule
 from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
@@ -58,7 +58,7 @@ def read_spec(description: dict[str, Any], init: Initializer | None, where: str)
 
 
 def _initializer(saved: dict[str, Any], given: Initializer | None, where: str) -> Initializer:
-    if given is not None and given.describe() != saved:
+    if given is not None and without_place(given.describe()) != without_place(saved):
         raise TableFileError(f"`init` of {where} must be that of the table, {saved}: got {given}. Leave it out.")
     if given is None and saved.get("name") == FromArray.__name__:
         again = "FromBfloat16(bits)" if saved.get("dtype") == "bfloat16" else "FromArray(array)"
@@ -66,7 +66,13 @@ def _initializer(saved: dict[str, Any], given: Initializer | None, where: str) -
             f"first values of {where} come from an array of shape {saved.get('shape')}, which is not in its files. "
             f"Pass it again: init=er.{again}."
         )
-    return given or read_initializer(saved)
+    return given or read_initializer(saved, where)
+
+
+def without_place(value: Any) -> Any:
+    """Return a value of a description, of an initializer without where its rows are: other places may have them, too."""
+    is_given = isinstance(value, dict) and "digest" in value
+    return {key: each for key, each in value.items() if key not in FromSafetensors.PLACE} if is_given else value
 
 
 def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> None:
@@ -77,7 +83,7 @@ def check_same(expected: dict[str, Any], got: dict[str, Any], where: str) -> Non
         got: description of the table.
     """
     said = {key: value for key, value in expected.items() if key not in OPEN or value is not None}
-    different = [key for key, value in said.items() if value != got.get(key)]
+    different = [key for key, value in said.items() if without_place(value) != without_place(got.get(key))]
     if different:
         raise TableFileError(
             f"{where} holds another table: {', '.join(different)} differ. Asked for {as_arguments(expected)}; it holds "
@@ -117,13 +123,17 @@ def rule_of(description: dict[str, Any] | None) -> Rule | None:
     return _made({k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}, RULES, "a saved rule")
 
 
-def read_initializer(description: dict[str, Any]) -> Initializer:
-    """Return the initializer of an `Initializer.describe` description.
+def read_initializer(description: dict[str, Any], where: str) -> Initializer:
+    """Return the initializer of an `Initializer.describe` description, of the table at `where`.
 
     Raises:
         ArgumentError: it cannot be made from plain data (`FromArray`), or its kind is unknown.
+        TableFileError: files that it reads are gone, or are others.
     """
-    return _made(description, [kind for kind in INITIALIZERS if kind is not FromArray], "a saved initializer")
+    if description.get("name") == FromSafetensors.__name__:
+        return FromSafetensors.found(description, where)
+    kinds = [kind for kind in INITIALIZERS if not issubclass(kind, Given)]
+    return _made(description, kinds, "a saved initializer")
 
 
 def _made(description: Mapping[str, Any], kinds: Iterable[type[Any]], what: str) -> Any:

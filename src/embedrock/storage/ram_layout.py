@@ -47,7 +47,7 @@ def place(
     room = budget - log_index - buffers - index
     if rows is not None and not is_pool and rows * spec.record_bytes + FullCache.bytes_for(rows) <= room:
         return RamLayout(budget, rows, True, log_index, buffer_bytes=buffers)
-    slots = _slots_in(room, spec.record_bytes)
+    slots = slots_in(room, spec.record_bytes)
     if rows is not None and is_pool:
         slots = min(slots, rows)
     if slots < 1:
@@ -75,7 +75,7 @@ def _overlay_bytes(spec: Spec, budget: int, members: Sequence[int]) -> int:
     return min(int(entries.sum()), budget * OVERLAY_SIXTEENTHS // 16)
 
 
-def _slots_in(nbytes: int, record_bytes: int) -> int:
+def slots_in(nbytes: int, record_bytes: int) -> int:
     """Return how many records a cache of `nbytes` holds, index included."""
     low, high = 0, max(0, nbytes) // record_bytes + 1
     while high - low > 1:

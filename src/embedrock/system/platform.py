@@ -149,6 +149,35 @@ def forget_pages(fd: int, start: int, end: int) -> None:
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
+CAN_ASK = hasattr(os, "posix_fadvise")  # for pages, before they are read
+
+
+def block_of(fd: int) -> int:
+    """Return the bytes of the blocks in which a file is read past the page cache, at most 4096."""
+    least = 512
+    if not is_direct(fd):
+        return least
+    with private_memory(4096) as memory, memoryview(memory)[:least] as view:
+        try:
+            read_into(fd, view, least)
+        except OSError:
+            return 4096
+    return least
+
+
+def expect_any_order(mapped: np.ndarray) -> None:
+    """Advise the system that a file's bytes, mapped into memory, are read in any order: it reads no others ahead."""
+    memory: Any = mapped.base
+    if hasattr(mmap, "MADV_RANDOM"):
+        memory.obj.madvise(mmap.MADV_RANDOM)
+
+
+def stamp_of(fd: int) -> tuple[int, int]:
+    """Return what changes when an open file does: its size, and the time of its last change in nanoseconds."""
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns
+
+
 def free_bytes(path: str) -> int:
     """Return the free bytes of a folder's file system."""
     if not hasattr(os, "statvfs"):

@@ -29,7 +29,7 @@ from embedrock.initializers import Initializer
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.optimizers import Rule
 from embedrock.spec.admission import Admission
-from embedrock.spec.description import POLICIES, describe_spec, rule_of
+from embedrock.spec.description import POLICIES, describe_spec, rule_of, without_place
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Pin
@@ -579,7 +579,7 @@ def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:
 def check_alike(subject: str, has: Mapping[str, Any], asked: Mapping[str, Any], name: str | None) -> None:
     """Raise `ArgumentError` unless a member agrees with the arguments; None, except for `rows`, means its own."""
     different = [
-        key for key, value in asked.items() if key in has and value != has[key] and (value is not None or key == "rows")
+        key for key, value in asked.items() if key in has and without_place(value) != without_place(has[key]) and (value is not None or key == "rows")
     ]
     if different:
         raise _another(subject, has, asked, different, name)

@@ -108,6 +108,11 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
                     users.enter_context(tier.in_use())
                 left = {rows: ids for rows, ids in left.items() if rows not in done}
                 pins.append(tier.bring_ahead(keys))
+        for rows, ids in wanted.items():
+            if (base := rows.base) is not None:
+                with table_lock.lock:
+                    missing = (flat := ids.reshape(-1))[~rows.tier.holds(flat)]
+                pins.append(base.bring_ahead(missing))
     except BaseException:
         Pin(pins).release()
         raise

@@ -15,10 +15,11 @@ from embedrock import kernels
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.batch.plan import counting
 from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError, counted
-from embedrock.initializers import FromArray
+from embedrock.initializers import Given
 from embedrock.optimizers import Rule, StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
+from embedrock.storage.base_cache import BaseCache
 from embedrock.storage.listeners import StaleExecutor
 from embedrock.storage.ram_backend import RamBackend
 from embedrock.storage.record_pools import RecordPools
@@ -476,9 +477,9 @@ class TableState:
 
     @property
     def are_all_there(self) -> bool:
-        """Return whether each row without a record lies in an array of initial values."""
+        """Return whether each row without a record is given by its initializer."""
         has_default = self.lifecycle is not None and (self.lifecycle.reads_zeros or self.lifecycle.shares_row)
-        return isinstance(self.spec.init, FromArray) and not has_default
+        return isinstance(self.spec.init, Given) and not has_default
 
     def row_instead(self, missing: Missing) -> np.ndarray:
         """Return the row of a choice, float32 (dim,).
@@ -500,12 +501,17 @@ class TableState:
             )
         return np.array(values or np.zeros(dim), np.float32)
 
+    @property
+    def base(self) -> BaseCache | None:
+        """Return the cache of the published table that the rows start as; None: there is none."""
+        return BaseCache.of(self.spec.init)
+
     def first_values(self, ids: np.ndarray) -> np.ndarray:
         """Return float32 (n, dim), the weights of rows without records, not scaled by `StepHistory.first_scale`."""
         values = np.empty((len(ids), self.spec.dim), np.float32)
         if not len(ids):
             return values
-        self.spec.init.fill(ids, self.spec.key, values)
+        (self.base or self.spec.init).fill(ids, self.spec.key, values)
         return rounded(values, self.spec)
 
     # ---------------------------------------------------------------- training

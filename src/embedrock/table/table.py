@@ -590,6 +590,7 @@ class Table(StoredVerbs):
                 "steps": rows.steps,
                 "skipped_steps": rows.skipped_steps,
                 **tier.stats(),
+                **({} if (base := rows.base) is None else base.stats()),
                 **({} if rows.lifecycle is None else rows.lifecycle.stats()),
                 **({} if rows.executor is None else rows.executor.stats()),
                 **rows.location.stats(),

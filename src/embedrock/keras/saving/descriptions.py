@@ -110,7 +110,7 @@ def describe_initializer(init: Any, label: str) -> dict[str, Any]:
 def read_initializer_of(description: Mapping[str, Any]) -> Any:
     """Return the initializer that `describe_initializer` described."""
     if description["name"] != FromArray.__name__:
-        return read_initializer(dict(description))
+        return read_initializer(dict(description), "a layer")
     file, dtype, shape = description["file"], description["dtype"], tuple(description["shape"])
     try:
         array = np.memmap(file, dtype, "r", description["offset"], shape)

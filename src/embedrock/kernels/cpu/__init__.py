@@ -7,6 +7,7 @@ from embedrock.kernels.cpu import aio as aio
 from embedrock.kernels.cpu import cache as cache
 from embedrock.kernels.cpu import codec as codec
 from embedrock.kernels.cpu import directory as directory
+from embedrock.kernels.cpu import extents as extents
 from embedrock.kernels.cpu import generator as generator
 from embedrock.kernels.cpu import mapped as mapped
 from embedrock.kernels.cpu import plan as plan

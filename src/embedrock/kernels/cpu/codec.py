@@ -1,7 +1,7 @@
 """16-bit weights: decoding to float32, and encoding by nearest or stochastic rounding.
 
 The dtype of the words selects the code when a kernel is compiled. float32 is itself, uint16 holds bfloat16, int16
-float16. Only integers and exact float32 operations are used, never the machine's half precision, which some machines
+float16. uint8 holds E8M0, a power of two. Only integers and exact float32 operations are used, never the machine's half precision, which some machines
 lack. No result depends on float32 subnormals. So a thread that flushes them to zero (``torch.set_flush_denormal``)
 computes the same words.
 """
@@ -31,6 +31,13 @@ def _decode_float32(word):
 
 def _decode_bfloat16(word):
     return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
+
+
+def _decode_power(word):
+    # NaN is 255, as the format says. 0 is 2**-127, which a float32 has as a subnormal number.
+    bits = np.uint32(np.uint32(word) << np.uint32(23))
+    bits = np.uint32(0x7FC00000) if word == 255 else bits
+    return np.uint32(bits if word > 0 else 0x00400000).view(np.float32)
 
 
 def _decode_float16(word):
@@ -107,6 +114,7 @@ def _stochastic_float16(value, random):
 
 
 _DECODERS = {types.float32: _decode_float32, types.uint16: _decode_bfloat16, types.int16: _decode_float16}
+_DECODERS[types.uint8] = _decode_power
 _NEAREST = {types.uint16: _nearest_bfloat16, types.int16: _nearest_float16}
 _STOCHASTIC = {types.uint16: _stochastic_bfloat16, types.int16: _stochastic_float16}
 

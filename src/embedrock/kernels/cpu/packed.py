@@ -30,6 +30,8 @@ def read_row(rows: Any, slot: Any, out: Any) -> None:
 def _compile_read_row(rows, slot, out):
     if isinstance(rows, types.Array):
         return _read_words
+    if isinstance(rows.types[-1], types.Array):
+        return _read_listed
     return _read_bytes if rows[0].dtype == types.int8 else _read_halves
 
 
@@ -53,6 +55,15 @@ def _read_bytes(rows, slot, out):
         codes = rows.codes[slot, start : start + part.shape[0]]
         for d in range(part.shape[0]):
             part[d] = f32(codes[d]) * scale + offset
+
+
+def _read_listed(rows, slot, out):
+    for start in range(0, out.shape[0], rows.group):
+        scale, offset = _scale_and_offset(rows, slot, start // rows.group)
+        part = out[start : start + rows.group]
+        codes = rows.codes[slot, start : start + part.shape[0]]
+        for d in range(part.shape[0]):
+            part[d] = rows.values[codes[d]] * scale + offset
 
 
 def _read_halves(rows, slot, out):

@@ -1,0 +1,285 @@
+"""`PublishedTable`: where the rows of a published table lie, in shards of safetensors files as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from embedrock.errors import TableFileError, UnsupportedError, counted, did_you_mean
+from embedrock.io.safetensors import DTYPES, StoredTensor, read_header
+from embedrock.kernels.packed import PackedRows
+
+ENDING = ".safetensors"
+INDEX = f"model{ENDING}.index.json"  # names the file of each tensor
+SHARD = r"(?:\.(?:shards?[._]?)?(\d+))?"  # between the name of a table and that of its tensor
+PARTS = {"weight": "weight", "": "weight", "biases": "offset"}
+PARTS |= dict.fromkeys(("weight_scale", "weight_scale_inv", "scale", "scales"), "scale")
+# What a tensor beside the weights is called if it belongs to a form of weights that is not read here.
+OTHER_FORMS = re.compile("scale|zero|zp|bias|packed|shape|g_idx|absmax|quant|qweight|codebook|lut")
+ALIGNMENT = 4  # bytes of a row's parts in RAM
+
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.int16), "BF16": np.dtype(np.uint16)}  # as `codec.decode`
+NAMES = {"F32": "float32", "F16": "float16"}  # dtypes of a table; all others are bfloat16
+SCALES = {**FLOATS, "F8_E8M0": np.dtype(np.uint8)}
+FORMS = "F32, F16 and BF16; F8_E4M3, F8_E5M2 and I8 with a scale or none; U32 of 4 bits with scales and biases"
+
+
+def _values_of_codes(exponent_bits: int, is_finite: bool) -> np.ndarray:
+    """Return the numbers of 8-bit floats, float32 (256,)."""
+    codes = np.arange(256)
+    mantissa_bits = 7 - exponent_bits
+    bias, one = (1 << exponent_bits - 1) - 1, 1 << mantissa_bits
+    exponent, mantissa = codes >> mantissa_bits & (1 << exponent_bits) - 1, codes & one - 1
+    size = np.where(exponent, one + mantissa, mantissa) * np.exp2(np.maximum(exponent, 1) - float(bias + mantissa_bits))
+    if is_finite:
+        size[codes & 127 == 127] = np.nan
+    else:
+        top = exponent == (1 << exponent_bits) - 1
+        size[top] = np.where(mantissa[top] > 0, np.nan, np.inf)
+    return np.where(codes < 128, size, -size).astype(np.float32)
+
+
+CODES = {"F8_E4M3": _values_of_codes(4, True), "F8_E5M2": _values_of_codes(5, False), "I8": None}
+
+
+class Extents(NamedTuple):
+    """One tensor of a table, in shards: where the bytes of each row are.
+
+    Attributes:
+        shards: the tensors, in order.
+        firsts: int64 (shards + 1,), first row of each shard, and the end.
+        rows_each: int64 (shards,), rows of the table that share a row of the tensor.
+        nbytes: bytes of a row.
+    """
+
+    shards: Sequence[StoredTensor]
+    firsts: np.ndarray
+    rows_each: np.ndarray
+    nbytes: int
+
+    @property
+    def dtype(self) -> str:
+        return self.shards[0].dtype
+
+    @property
+    def columns(self) -> int:
+        return self.nbytes // np.dtype(DTYPES[self.dtype]).itemsize
+
+    def of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of the shard, and the offset there, of the bytes of each row: int64 (n,) each."""
+        numbers = np.searchsorted(self.firsts, ids, "right") - 1
+        starts = np.array([shard.start for shard in self.shards], np.int64)
+        return numbers, starts[numbers] + (ids - self.firsts[numbers]) // self.rows_each[numbers] * self.nbytes
+
+
+class PublishedTable(NamedTuple):
+    """Places and form of the rows of a published table.
+
+    A row in RAM has the bytes of its parts one after another: codes or floats, scales, offsets.
+
+    Attributes:
+        weight: extents of the weights.
+        scale, offset: of the other parts; None: there are none.
+        dim: columns of the table.
+        group: columns that share a scale.
+    """
+
+    weight: Extents
+    scale: Extents | None
+    offset: Extents | None
+    dim: int
+    group: int
+
+    @classmethod
+    def find(cls, folder: str, name: str) -> PublishedTable:
+        """Find a table in the safetensors files of a folder, or in one file.
+
+        Args:
+            name: of the table's tensor, without the number of a shard; ``.weight`` may be left out.
+
+        Raises:
+            TableFileError: there is no such table, or a shard is missing.
+            UnsupportedError: its form is none that is read here.
+        """
+        name = name.removesuffix(".weight")
+        parts = _parts(folder, name)
+        where = f"table {name!r} in {folder}"
+        weight = _sharded(parts["weight"], where)
+        return cls(weight, *_form(weight, parts, where))
+
+    @property
+    def stamps(self) -> tuple[int, ...]:
+        """Times of the last changes of its files, in nanoseconds."""
+        return tuple(os.stat(shard.path).st_mtime_ns for extents, _ in self.parts for shard in extents.shards)
+
+    @property
+    def rows(self) -> int:
+        return int(self.weight.firsts[-1])
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of a table that has the rows."""
+        return NAMES.get(self.weight.dtype, "bfloat16")
+
+    @property
+    def parts(self) -> Iterator[tuple[Extents, int]]:
+        """Iterate over the extents, and where their bytes begin in a row in RAM."""
+        at = 0
+        for extents in (self.weight, self.scale, self.offset):
+            if extents is not None:
+                yield extents, at
+                at += -(-extents.nbytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in RAM. Of codes without a scale, the last ones are the number 1."""
+        *_, (last, at) = self.parts
+        return at + -(-last.nbytes // ALIGNMENT) * ALIGNMENT + 4 * self.lacks_scale
+
+    @property
+    def lacks_scale(self) -> bool:
+        return self.scale is None and self.weight.dtype in CODES
+
+    def rows_in(self, raw: np.ndarray) -> np.ndarray | PackedRows:
+        """Return rows in RAM, uint8 (n, row_bytes), as kernels read them."""
+        dtype = self.weight.dtype
+        if dtype in FLOATS:
+            return raw.view(FLOATS[dtype])
+        starts = [at for _, at in self.parts]
+        scales = np.dtype(np.float32) if self.scale is None else SCALES[self.scale.dtype]
+        first = (starts[1] if self.scale is not None else self.row_bytes - 4) // scales.itemsize
+        second = -1 if self.offset is None else starts[2] // scales.itemsize
+        codes, words, values = raw.view(np.int8) if dtype == "I8" else raw, raw.view(scales), CODES.get(dtype)
+        return PackedRows(codes, words, words, first, second, self.group, values)
+
+    def __str__(self) -> str:
+        scale = "" if self.scale is None else f", {self.scale.dtype} scales of {self.group} columns"
+        shards = counted(len(self.weight.shards), "shard")
+        return f"{self.rows} rows of {self.dim}, {self.weight.dtype}{scale}, in {shards}"
+
+
+def _files(folder: str, pattern: re.Pattern[str]) -> list[str]:
+    """Return the files to look into, in order."""
+    if os.path.isfile(folder):
+        return [folder]
+    index = os.path.join(folder, INDEX)
+    if os.path.exists(index):
+        with open(index, "rb") as file:
+            try:
+                files = json.load(file)["weight_map"].items()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise TableFileError(f"{index} must name the file of each tensor: got {error!r}. Get it again.") from error
+        named = {file for tensor, file in files if pattern.fullmatch(tensor)} or {file for _, file in files}
+    else:
+        named = {file for file in os.listdir(folder) if file.endswith(ENDING)}
+    return [os.path.join(folder, file) for file in sorted(named)]
+
+
+def _parts(folder: str, name: str) -> dict[str, dict[int, StoredTensor]]:
+    """Return the tensors of a table by part and number of the shard."""
+    pattern = re.compile(rf"{re.escape(name)}{SHARD}(?:\.([^.]+))?")
+    parts, others, seen = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), list[StoredTensor]()
+    for path in _files(folder, pattern):
+        for tensor in read_header(path, lambda *told, **at: _damaged(path, *told, **at)).values():
+            found = pattern.fullmatch(tensor.name)
+            kind = "" if found is None else found[2] or ""
+            if found is None:
+                seen.append(tensor)
+            elif kind in PARTS:
+                parts.setdefault(PARTS[kind], {})[int(found[1] or 0)] = tensor
+            elif OTHER_FORMS.search(kind):
+                others.append(tensor)
+    where = f"table {name!r} in {folder}"
+    if "weight" not in parts or others:
+        if not others:
+            raise _no_table(where, name, seen)
+        raise _unread(where, f"a tensor {others[0].name!r}, {others[0].dtype} {others[0].shape}")
+    return parts
+
+
+def _damaged(path: str, expected: str, got: str, where: str = "") -> NoReturn:
+    of = f", {where}" if where else ""
+    raise TableFileError(f"{path}{of} must have {expected}: got {got}. Check that it is the right file, or get it again.")
+
+
+def _no_table(where: str, name: str, seen: Sequence[StoredTensor]) -> TableFileError:
+    tables = {re.sub(rf"{SHARD}\.weight$", "", tensor.name) for tensor in seen if len(tensor.shape) == 2}
+    named = ", ".join(sorted(tables, key=len)[:8]) or "no matrix"
+    return TableFileError(f"there is no {where}: its files have {named}. Name its tensor.{did_you_mean(name, tables)}")
+
+
+def _unread(where: str, got: str) -> UnsupportedError:
+    return UnsupportedError(f"the rows of {where} must have a form that is read as it is, {FORMS}: got {got}.")
+
+
+def _sharded(tensors: dict[int, StoredTensor], where: str) -> Extents:
+    """Return the extents of a tensor's shards."""
+    first, shards = min(tensors), [tensors[number] for number in sorted(tensors)]
+    missing = sorted(set(range(first, first + len(shards))) - tensors.keys())
+    if missing or first > 1:
+        number = missing[0] if missing else 0
+        raise TableFileError(f"all shards of {where} must be there: {number} is missing. Get the files again.")
+    for shard in shards:
+        if shard.dtype not in DTYPES or len(shard.shape) != 2 or 0 in shard.shape:
+            raise _unread(where, f"{shard.name!r}, {shard.dtype} {shard.shape}")
+        if (shard.dtype, shard.shape[1]) != (shards[0].dtype, shards[0].shape[1]):
+            kinds = " and ".join(f"{each.name!r}, {each.dtype} {each.shape}" for each in (shards[0], shard))
+            raise _unread(where, f"shards that differ, {kinds}")
+    rows = [shard.shape[0] for shard in shards]
+    return Extents(shards, np.cumsum([0, *rows]), np.ones(len(shards), np.int64), shards[0].row_bytes)
+
+
+def _form(
+    weight: Extents, parts: dict[str, dict[int, StoredTensor]], where: str
+) -> tuple[Extents | None, Extents | None, int, int]:
+    """Return the extents of scales and offsets, the columns of the table, and those of a group."""
+    scale, offset = ([*parts.get(part, {}).values()] for part in ("scale", "offset"))
+    got = " with ".join([weight.dtype, *(f"{each[0].name!r}, {each[0].dtype}" for each in (scale, offset) if each)])
+    is_packed = weight.dtype == "U32"
+    if weight.dtype in FLOATS and not scale and not offset:
+        return None, None, weight.columns, weight.columns
+    if not (is_packed and scale and offset) and (weight.dtype not in CODES or offset):
+        raise _unread(where, got)
+    if any(each.dtype not in SCALES or each.dtype != scale[0].dtype for each in (*scale, *offset)):
+        raise _unread(where, got)
+    dim = weight.columns * (8 if is_packed else 1)
+    if not scale:
+        return None, None, dim, dim
+    made = [_beside(weight, parts[part], dim, where) for part in ("scale", "offset") if part in parts]
+    if len({each.columns for each in made}) > 1:
+        raise _unread(where, got)
+    group = _block(dim, made[0].columns, f"columns of {where}")
+    return made[0], made[1] if is_packed else None, dim, group
+
+
+def _beside(weight: Extents, tensors: dict[int, StoredTensor], dim: int, where: str) -> Extents:
+    """Return the extents of scales, which may be one for all rows, for each shard, for blocks of rows or for a row."""
+    shards = [tensors[number] for number in sorted(tensors)]
+    firsts = weight.firsts if len(shards) == len(weight.shards) else weight.firsts[[0, -1]]
+    if len(firsts) != len(shards) + 1:
+        raise _unread(where, f"{counted(len(shards), 'shard')} of {shards[0].name!r}")
+    counts, widths = ([*zip(*(_matrix(each) for each in shards), strict=True)][k] for k in range(2))
+    if len(set(widths)) > 1 or widths[0] > dim:
+        raise _unread(where, f"{shards[0].name!r}, {shards[0].dtype} {shards[0].shape}")
+    each = [_block(int(n), count, f"rows of {where}") for n, count in zip(np.diff(firsts), counts, strict=True)]
+    nbytes = widths[0] * np.dtype(DTYPES[shards[0].dtype]).itemsize
+    return Extents(shards, firsts, np.array(each, np.int64), nbytes)
+
+
+def _matrix(tensor: StoredTensor) -> tuple[int, int]:
+    rows, columns = (*tensor.shape, 1, 1)[:2]
+    return rows, columns
+
+
+def _block(count: int, blocks: int, where: str) -> int:
+    """Return how many of `count` items share one of `blocks` scales: a divisor, or a power of two."""
+    found = {count // blocks} if blocks and count % blocks == 0 else set[int]()
+    found |= {size for k in range(63) if blocks and -(-count // (size := 1 << k)) == blocks and blocks > 1}
+    if len(found) != 1:
+        raise _unread(where, f"{counted(blocks, 'scale')} for {count}, so that blocks may have {sorted(found)}")
+    return found.pop()

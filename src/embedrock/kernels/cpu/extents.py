@@ -1,0 +1,56 @@
+"""Extents of files, equally long pieces at any offsets: see ``tests/reference/extents.py`` for the specification."""
+
+import numpy as np
+from numba import types
+
+from embedrock.kernels.cpu.addresses import uint8s
+from embedrock.kernels.cpu.prefetch import prefetch_at
+from embedrock.kernels.cpu.runtime import kernel
+
+AHEAD = 16
+WILL_NEED = 3  # of posix_fadvise: start to read into the page cache, and do not wait
+
+posix_fadvise = types.ExternalFunction(
+    "posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32)
+)
+
+
+@kernel()
+def cover(files, offsets, nbytes, limits, requests, starts):
+    block, gap, longest, room = limits
+    count = used = 0
+    for i in range(offsets.shape[0]):
+        first = offsets[i] // block * block
+        end = (offsets[i] + nbytes + block - 1) // block * block
+        begin, last = np.int64(0), count - 1
+        goes_on = False
+        if count > 0 and requests[0, last] == files[i]:
+            begin = requests[1, last]
+            goes_on = begin <= first <= begin + requests[2, last] + gap and end - begin <= longest
+        more = end - begin - requests[2, last] if goes_on else end - first
+        if used + more > room and i > 0:
+            return i, count
+        if goes_on:
+            requests[2, last] += max(more, 0)
+        else:
+            last, count = count, count + 1
+            requests[0, last], requests[1, last], requests[2, last], requests[3, last] = files[i], first, more, used
+        used += max(more, 0)
+        starts[i] = requests[3, last] + offsets[i] - requests[1, last]
+    return offsets.shape[0], count
+
+
+@kernel(over="addresses", reads=("addresses", "slots"), grain=512)
+def copy(addresses, nbytes, rows, slots, column, lo, hi):
+    for i in range(lo, hi):
+        if i + AHEAD < hi:
+            prefetch_at(addresses[i + AHEAD], nbytes)
+        source, row = uint8s(addresses[i], nbytes), rows[slots[i]]
+        for k in range(nbytes):
+            row[column + k] = source[k]
+
+
+@kernel()
+def ask(fds, offsets, sizes):
+    for i in range(fds.shape[0]):
+        posix_fadvise(fds[i], offsets[i], sizes[i], WILL_NEED)

@@ -1,0 +1,147 @@
+"""`BaseCache`: rows of a published table in RAM, in the form that its files have, for tables that start with them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from embedrock.batch.plan import make_plan
+from embedrock.errors import ArgumentError
+from embedrock.initializers import FromSafetensors, Initializer
+from embedrock.storage.backend import Pin
+from embedrock.storage.cache import SlotCache
+from embedrock.storage.ram_layout import slots_in
+from embedrock.system import forks
+from embedrock.system.arena import reserve
+from embedrock.system.sizes import MAP, format_bytes, parse_bytes
+
+_caches: weakref.WeakValueDictionary[tuple[Any, ...], BaseCache] = weakref.WeakValueDictionary()
+_making = forks.lock(forks.LockRank.SECTION)
+
+
+class BaseCache:
+    """A bounded cache of rows that are read from files, least frequently used ones leaving first.
+
+    Any thread may use it. Files are read without its lock.
+
+    Args:
+        init: of the rows.
+        slots: number of rows.
+
+    Attributes:
+        hits, misses: rows that were asked for, and were here or not.
+    """
+
+    def __init__(self, init: FromSafetensors, slots: int) -> None:
+        self.init, self.hits, self.misses = init, 0, 0
+        self._slots, self._lock = SlotCache(slots), forks.lock(forks.LockRank.SECTION)
+        width = init.table.row_bytes
+        self._raw = reserve(slots * width, "rows of a published table").reshape(slots, width)
+
+    @classmethod
+    def of(cls, init: Initializer) -> BaseCache | None:
+        """Return the cache of an initializer, which those with the same files and `memory` share; None: it has none.
+
+        Raises:
+            ArgumentError: `memory` is less than a row takes.
+        """
+        if not isinstance(init, FromSafetensors) or init.memory == MAP:
+            return None
+        size = parse_bytes(init.memory)
+        with _making:
+            if (made := vars(init).get("_cache")) is not None:
+                return made
+            key = init.folder, init.tensor, size, init.table.stamps
+            made = _caches.get(key)
+            if made is None:
+                slots = min(slots_in(size, init.table.row_bytes), init.table.rows)
+                if slots < 2:
+                    raise ArgumentError(
+                        f"`memory` of {init} must hold two rows, of {init.table.row_bytes} bytes each, and their index: "
+                        f"got {format_bytes(size)}. Pass more, such as 1MiB."
+                    )
+                made = _caches[key] = cls(init, slots)
+            vars(init)["_cache"] = made
+        return made
+
+    @property
+    def bytes_used(self) -> int:
+        """RAM of the rows and their index."""
+        return self._slots.used_slots * self._raw.shape[1] + self._slots.bytes_used
+
+    def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        """Write rows, which may repeat, to `out`, float32 (n, dim): see `Initializer.fill`."""
+        if np.all(ids[1:] > ids[:-1]):
+            return self._fill(ids, out)
+        plan = make_plan(ids)
+        values = np.empty((len(plan.ids), out.shape[1]), np.float32)
+        self._fill(plan.ids, values)
+        np.take(values, plan.inverse, axis=0, out=out, mode="clip")
+
+    def _fill(self, ids: np.ndarray, out: np.ndarray) -> None:
+        with self._lock:
+            slots = self._slots.find(ids)
+            is_here = slots >= 0
+            self._slots.touch(slots[is_here])
+            self.init.decode(self._raw, slots, out)
+            missing = ids[~is_here]
+            self.hits, self.misses = self.hits + len(ids) - len(missing), self.misses + len(missing)
+        if len(missing):
+            raw = self.init.read(missing)
+            values = out if len(missing) == len(ids) else np.empty((len(missing), out.shape[1]), np.float32)
+            self.init.decode(raw, np.arange(len(raw)), values)
+            if values is not out:
+                out[~is_here] = values
+            with self._lock:
+                self._keep(missing, raw)
+
+    def bring_ahead(self, ids: np.ndarray) -> Pin:
+        """Read rows, which may repeat, and hold as many as fit until the pin is released."""
+        ids = np.unique(ids)
+        with self._lock:
+            slots = self._slots.find(ids)
+            held = slots[slots >= 0]
+            self._slots.pin(held)
+        pin = _BasePin(self, [held])
+        missing = ids[slots < 0]
+        if len(missing):
+            raw = self.init.read(missing)
+            with self._lock:
+                pin.held.append(kept := self._keep(missing, raw))
+                self._slots.pin(kept)
+        return pin
+
+    def _keep(self, ids: np.ndarray, raw: np.ndarray) -> np.ndarray:
+        """Keep as many rows as may replace others, and return their slots. Ids do not repeat."""
+        is_new = self._slots.find(ids) < 0
+        is_new[is_new] = np.arange(np.count_nonzero(is_new)) < max(1, self._slots.capacity // 2)
+        ids, raw = ids[is_new], raw[is_new]
+        if len(ids) > self._slots.free:
+            self._slots.remove(self._slots.victims(len(ids) - self._slots.free))
+        slots = self._slots.insert(ids[: self._slots.free])
+        self._raw[slots] = raw[: len(slots)]
+        self._slots.use(slots)
+        self._slots.release_current()
+        return slots
+
+    def stats(self) -> dict[str, float]:
+        """Return statistics: rows that were asked for, and RAM."""
+        return {"base_hits": self.hits, "base_misses": self.misses, "base_bytes_used": self.bytes_used}
+
+    def unpin(self, slots: np.ndarray) -> None:
+        with self._lock:
+            self._slots.unpin(slots)
+
+
+class _BasePin(Pin):
+    """Rows that stay in a `BaseCache` until `release`."""
+
+    def __init__(self, cache: BaseCache, held: list[np.ndarray]) -> None:
+        self._cache, self.held = cache, held
+
+    def release(self) -> None:
+        held, self.held = self.held, []
+        for slots in held:
+            self._cache.unpin(slots)
