@@ -178,7 +178,8 @@ def _full_disk(table: er.Table, sink: Sink) -> OSError:
     output, done = sink.output, sink.done
     parts = output.path.parent.glob(f"{glob.escape(output.path.name)}*{PART}")
     written = sum(part.stat().st_size for part in parts)
-    row_bytes = max(np.dtype(FLOATS[output.dtype]).itemsize * output.dim + 8 * output.has_ids, written / done if done else 0)  # text takes more
+    least = np.dtype(FLOATS[output.dtype]).itemsize * output.dim + 8 * output.has_ids
+    row_bytes = max(least, written / done if done else 0)  # text takes more
     what = f"{format_count(output.rows, 'row')} of table {str(table.path)!r} could not be exported"
     remedy = "Free some space and run the same command again: it continues. No file has this name until it is whole."
     return full_disk(str(output.path), what, max(0, int(row_bytes * output.rows) - written), remedy)
@@ -227,10 +228,10 @@ def encoded(ids: np.ndarray, values: np.ndarray, output: Output) -> np.ndarray:
     """
     if output.dtype == "float32":
         return values
-    words = np.empty(values.shape, STORAGES[output.dtype])
+    words: np.ndarray = np.empty(values.shape, STORAGES[output.dtype])
     kernels.cpu.launch(kernels.cpu.rows.scatter, words, np.arange(len(ids)), values)
     infinite = INFINITE[output.dtype]
-    lost = ((words & infinite) == infinite) & np.isfinite(values)
+    lost = (np.bitwise_and(words, infinite) == infinite) & np.isfinite(values)
     if lost.any():
         row, column = np.argwhere(lost)[0]
         got, where = f"{values[row, column]}", f"row with id {ids[row]}"

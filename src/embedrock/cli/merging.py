@@ -22,7 +22,7 @@ from embedrock.cli.imports import RESTART, Journal
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
 from embedrock.initializers import FromSafetensors
-from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
+from embedrock.io.vfs import explained_if_full, full_disk
 
 MERGED = ("F32", "F16", "BF16")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import embedrock as er
-from embedrock.cli import exports, imports
+from embedrock.cli import exports, imports, merging
 from embedrock.cli.forgetting import run_forget
 from embedrock.cli.formats import FORMATS, NAMES
 from embedrock.cli.formats.base import FLOATS, ROW_NUMBERS
@@ -87,6 +87,8 @@ def _add_export(subparsers: Any) -> None:
     parser.add_argument("--at", type=_commit, metavar="COMMIT", help="as of this commit (default: the last one)")
     text = "of the numbers in the file (default: float32); int8, int4: write a table, only to be read, as folder FILE"
     parser.add_argument("--dtype", choices=(*STORAGES, *CODECS), help=text)
+    text = "write the published table that TABLE was trained over, with its trained rows, as folder FILE of shards"
+    parser.add_argument("--merge", action="store_true", help=text)
     parser.add_argument("--all", action="store_true", help="rows without a record too, with their first values")
     parser.add_argument("--words", metavar="FILE", help="a word per row, for text; '': ids (default: TABLE.words.txt)")
     _add_format(parser, [one.name for one in FORMATS if one.sink is not None])
@@ -394,7 +396,7 @@ def _reshard(arguments: Namespace) -> int:
 
 
 def _export(arguments: Namespace) -> int:
-    info = exports.run_export(arguments)
+    info = merging.run_merge(arguments) if arguments.merge else exports.run_export(arguments)
     which = "all, in order" if info["all"] else "those with records"
     rows = f"{format_count(info['rows'], 'row')} ({which}), {info['dim']} dim"
     text = f"{rows}, of commit {info['commit']}: {', '.join(info['files'])}"

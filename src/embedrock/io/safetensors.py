@@ -82,7 +82,7 @@ def _tensor(path: str, name: str, entry: Any, data: tuple[int, int], fail: Fail)
     return StoredTensor(path, name, dtype, shape, start + begin)
 
 
-def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str] | None = None) -> bytes:
     """Return the bytes of a file before those of its arrays, which have these types and shapes; `about` the file."""
     header, end = dict[str, Any]({METADATA: about} if about else {}), 0
     for name, (dtype, shape) in tensors.items():

@@ -62,7 +62,11 @@ FORMATS = (
     _columns("parquet", columns.ParquetFile),
     _columns("arrow", columns.ArrowFile, ".feather", ".ipc", ".arrows"),
     Format(
-        "safetensors", ".safetensors", arrays.read_safetensors, arrays.SafetensorsSink, kind="a safetensors file",
+        "safetensors",
+        ".safetensors",
+        arrays.read_safetensors,
+        arrays.SafetensorsSink,
+        kind="a safetensors file",
         dtypes=ALL,
     ),
     Format("glove", ".txt", words.read_glove, words.TextSink, has_words=True, packed=True),

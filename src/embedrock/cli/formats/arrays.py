@@ -35,8 +35,11 @@ from embedrock.cli.formats.base import (
 from embedrock.cli.formats.files import check_kind
 from embedrock.cli.terminal.tables import format_count
 from embedrock.errors import did_you_mean
+from embedrock.initializers import FromSafetensors
+from embedrock.initializers.published import PARTS
 from embedrock.io.safetensors import DTYPES, header_of, read_header
 
+CODED = ("F8_E4M3", "F8_E5M2")
 TENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # the names of these types in safetensors
 OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
 MAPPING, MAPPING_ROWS = "mapping", 1 << 16
@@ -64,6 +67,7 @@ class Array:
         shape: of the array.
         fortran: whether columns lie one after the other.
         bfloat16: whether the elements, uint16, are bits of bfloat16.
+        coded: name in safetensors of a type of 8-bit floats, of which the elements are bits. "": none.
         member: of an archive; None: the file itself.
     """
 
@@ -74,6 +78,7 @@ class Array:
     shape: tuple[int, ...]
     fortran: bool = False
     bfloat16: bool = False
+    coded: str = ""
     member: str | None = None
 
     @property
@@ -84,12 +89,12 @@ class Array:
     @property
     def is_vectors(self) -> bool:
         """True if it can be a table's vectors."""
-        return len(self.shape) == 2 and (self.dtype.kind == "f" or self.bfloat16)
+        return len(self.shape) == 2 and (self.dtype.kind == "f" or self.bfloat16 or self.coded != "")
 
     @property
     def kind(self) -> str:
         """Type and shape, for people."""
-        return f"{'bfloat16' if self.bfloat16 else self.dtype} {self.shape}"
+        return f"{'bfloat16' if self.bfloat16 else self.coded or self.dtype} {self.shape}"
 
     def check_size(self, nbytes: int, remedy: str) -> None:
         """Raise unless a file, or member of an archive, of `nbytes` bytes ends with the array."""
@@ -116,22 +121,6 @@ class Array:
                 yield (part.astype(np.uint32) << 16).view(np.float32) if self.bfloat16 else part
 
 
-@dataclass(frozen=True)
-class CodedArray(Array):
-    """A tensor of 8-bit floats, with its scales beside it, if there are some. Attributes: see `Array`."""
-
-    is_vectors = True
-    kind = property(lambda self: f"8-bit floats {self.shape}")  # noqa
-
-    def parts(self, start: int, rows: int) -> Iterator[np.ndarray]:
-        table = FromSafetensors(str(self.path), self.name)
-        for first in range(start, self.length, rows):
-            ids = np.arange(first, min(first + rows, self.length))
-            part = np.empty((len(ids), table.shape[1]), np.float32)
-            table.fill(ids, np.uint64(0), part)
-            yield part
-
-
 class Arrays(VectorSource):
     """An array of vectors, and perhaps one of ids.
 
@@ -148,17 +137,28 @@ class Arrays(VectorSource):
             remedy = "Check that it is the right file."
             fail(vectors.path, "at least one row and column", vectors.kind, remedy, vectors.name)
         self.rows, self.dim = vectors.shape
+        self.coded = FromSafetensors(str(path), vectors.name) if vectors.coded else None
         if ids is not None and (ids.shape != (self.rows,) or ids.dtype.kind not in "iu" or ids.bfloat16):
             expected = f"{format_count(self.rows, 'whole number')} as ids, one for each vector"
             fail(ids.path, expected, ids.kind, f"Name another array, or say --ids {ROW_NUMBERS}.", ids.name)
 
     def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
         ids = repeat(None) if self._ids is None else self._ids.parts(start, batch_rows)
-        for part, own in zip(self._vectors.parts(start, batch_rows), ids, strict=False):
+        vectors = self._vectors.parts(start, batch_rows) if self.coded is None else self._decoded(start, batch_rows)
+        for part, own in zip(vectors, ids, strict=False):
             with np.errstate(over="ignore"):  # a float64 that is too large becomes Inf, which is refused
                 vectors = np.ascontiguousarray(part, np.float32)
             yield RowBatch(np.arange(start, start + len(part)) if own is None else as_ids(own, self, start), vectors)
             start += len(part)
+
+    def _decoded(self, start: int, batch_rows: int) -> Iterator[np.ndarray]:
+        """Iterate over 8-bit floats times their scales, if there are some beside them in the file."""
+        assert self.coded is not None
+        for first in range(start, self.rows, batch_rows):
+            ids = np.arange(first, min(first + batch_rows, self.rows))
+            part = np.empty((len(ids), self.dim), np.float32)
+            self.coded.fill(ids, np.uint64(0), part)
+            yield part
 
 
 def as_ids(ids: np.ndarray, source: VectorSource, start: int) -> np.ndarray:
@@ -359,13 +359,17 @@ def pack_npz(path: Path, *arrays: Any) -> None:
 def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
     """Open a .safetensors file."""
     tensors = read_header(str(path), partial(fail, path, remedy=GET_AGAIN))
-    coded, read = {name for name, one in tensors.items() if one.dtype in CODED}, DTYPES.keys() - {"BOOL", "F8_E8M0"}
-    arrays = dict[str, Array]()
-    for name, tensor in tensors.items():
-        if tensor.dtype in read and not (coded and name.rpartition(".")[2] in SCALES):
-            kind, is_bits = CodedArray if name in coded else Array, tensor.dtype == "BF16"
-            arrays[name] = kind(path, name, tensor.start, np.dtype(DTYPES[tensor.dtype]), tensor.shape, bfloat16=is_bits)
-    return choose(path, arrays, options)
+    has_codes, arrays = any(tensor.dtype in CODED for tensor in tensors.values()), dict[str, Array]()
+    scales = {name for name in tensors if has_codes and PARTS.get(name.rpartition(".")[2]) == "scale"}
+    for name, (_, _, kind, shape, start) in tensors.items():
+        if kind in DTYPES.keys() - {"BOOL", "F8_E8M0"} and name not in scales:
+            coded = kind if kind in CODED else ""
+            arrays[name] = Array(path, name, start, np.dtype(DTYPES[kind]), shape, bfloat16=kind == "BF16", coded=coded)
+    source = choose(path, arrays, options)
+    if scales and source.coded is not None and source.coded.table.lacks_scale:
+        remedy = "Read it in place, er.FromSafetensors(folder, name), which finds scales by their names."
+        source.fail("a scale that is called as the tensor is", f"{', '.join(sorted(scales))}", remedy)
+    return source
 
 
 class SafetensorsSink(Regions):

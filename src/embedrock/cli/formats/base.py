@@ -367,9 +367,9 @@ class Spool(Regions):
     def __init__(self, output: Output, done: int, pack: Callable[..., None]) -> None:
         super().__init__(output, done)
         path, rows, self._pack = output.path, output.rows, pack
-        arrays = [("vectors", FLOATS[output.dtype], (rows, output.dim))]
-        arrays += [("ids", "<i8", (rows,))] if output.has_ids else []
-        self.parts = [npy_region(path.with_name(f"{path.name}.{name}{PART}"), *array) for name, *array in arrays]
+        paths = [path.with_name(f"{path.name}.{name}{PART}") for name in ("vectors", "ids")]
+        self.parts = [npy_region(paths[0], FLOATS[output.dtype], (rows, output.dim))]
+        self.parts += [npy_region(paths[1], "<i8", (rows,))] if output.has_ids else []
 
     def finish(self) -> list[Path]:
         for region in self.parts:
