@@ -47,37 +47,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command with --json that must succeed, and return what it tells."""
-
-    def command(*arguments: object, status: int = 0) -> dict[str, Any]:
-        capsys.readouterr()
-        assert main([*map(str, arguments), "--json"]) == status, capsys.readouterr().err
-        return json.loads(capsys.readouterr().out)
-
-    return command
-
-
 Refused = Callable[..., str]
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Run a command that must fail, and return the one line that it tells."""
-
-    def command(*arguments: object) -> str:
-        capsys.readouterr()
-        assert main(list(map(str, arguments))) == FAILED
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert told.err.startswith("embedrock: error: ")
-        assert told.err.count("\n") == 1
-        return told.err
-
-    return command
 
 
 def vectors_of(rows: int = ROWS, dim: int = DIM, seed: int = 0) -> np.ndarray:

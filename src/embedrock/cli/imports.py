@@ -61,11 +61,10 @@ class Journal:
             raise FileError(f"{self.path}: expected the journal of an earlier run; got {error!r}. {RESTART}") from error
         if type(rows) is not int or rows < 0:
             fail(self.path, "a number of rows", f"{rows!r}", RESTART)
-        if job != self._job:
-            before = job if isinstance(job, dict) else {}
-            keys = [key for key in self._job if key not in before or before[key] != self._job[key]]
+        before = job if isinstance(job, dict) else {}
+        if keys := [key for key in {**self._job, **before} if before.get(key) != self._job.get(key)]:
             found = as_arguments({key: before.get(key) for key in keys}) if isinstance(job, dict) else repr(job)
-            now = as_arguments({key: self._job[key] for key in keys})
+            now = as_arguments({key: self._job.get(key) for key in keys})
             fail(self.path, f"to continue the earlier run, with {found}", now, RESTART)
         return state
 
@@ -194,8 +193,8 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
         "format": kind.name,
         "dim": source.dim,
         "into": arguments.into,
-        **({} if first is None else {"first_row": first}),
-        **({} if vocabulary is None else {"vocabulary": str(vocabulary)}),
+        "first_row": first,
+        "vocabulary": None if vocabulary is None else str(vocabulary),
     }
     journal = Journal(table.with_name(table.name + ".import.json"), described)
     return ImportJob(arguments, source, table, journal, vocabulary, first or 0)

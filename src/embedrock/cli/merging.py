@@ -30,7 +30,7 @@ MERGED = ("F32", "F16", "BF16")
 def run_merge(arguments: Namespace) -> dict[str, Any]:
     """Merge, and return a summary. The folder gets its name when it is complete."""
     path = Path(arguments.file).absolute()
-    if any((arguments.all, arguments.format, arguments.words, arguments.dtype)):
+    if arguments.all or any(one is not None for one in (arguments.format, arguments.words, arguments.dtype)):
         remedy = "Leave --all, --dtype, --format and --words out: the shards keep their form."
         fail(path, "a folder of shards, as --merge is given", "an option of files", remedy)
     if path.exists():

@@ -40,6 +40,7 @@ from embedrock.initializers.published import PARTS
 from embedrock.io.safetensors import DTYPES, header_of, read_header
 
 CODED = ("F8_E4M3", "F8_E5M2")
+SHARD = re.compile(r"\.(shards?[._]?)?\d+(\.weight)?$")
 TENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # the names of these types in safetensors
 OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
 MAPPING, MAPPING_ROWS = "mapping", 1 << 16
@@ -138,7 +139,7 @@ class Arrays(VectorSource):
             fail(vectors.path, "at least one row and column", vectors.kind, remedy, vectors.name)
         self.rows, self.dim = vectors.shape
         self.coded = FromSafetensors(str(path), vectors.name) if vectors.coded else None
-        if ids is not None and (ids.shape != (self.rows,) or ids.dtype.kind not in "iu" or ids.bfloat16):
+        if ids is not None and (ids.shape != (self.rows,) or ids.dtype.kind not in "iu" or ids.bfloat16 or ids.coded):
             expected = f"{format_count(self.rows, 'whole number')} as ids, one for each vector"
             fail(ids.path, expected, ids.kind, f"Name another array, or say --ids {ROW_NUMBERS}.", ids.name)
 
@@ -366,9 +367,11 @@ def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
             coded = kind if kind in CODED else ""
             arrays[name] = Array(path, name, start, np.dtype(DTYPES[kind]), shape, bfloat16=kind == "BF16", coded=coded)
     source = choose(path, arrays, options)
-    if scales and source.coded is not None and source.coded.table.lacks_scale:
-        remedy = "Read it in place, er.FromSafetensors(folder, name), which finds scales by their names."
-        source.fail("a scale that is called as the tensor is", f"{', '.join(sorted(scales))}", remedy)
+    coded = source.coded
+    if coded is not None and coded.table.lacks_scale and (scales or SHARD.search(coded.tensor)):
+        remedy = "Read all files in place, er.FromSafetensors(folder, name), which finds scales that shards share."
+        got = ", ".join(sorted(scales)) or "none, in a file of a shard"
+        source.fail("scales that are named as the tensor is", got, remedy, coded.tensor)
     return source
 
 
