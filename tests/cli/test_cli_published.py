@@ -175,7 +175,7 @@ def test_files_of_a_dtype_are_read_again(run: Run, refused: Refused, name: str, 
         table.commit()
     command = ["export", "t.rock", f"a.{name}", "--dtype", dtype]
     if (name, dtype) in (("npy", "bfloat16"), ("npz", "bfloat16")):
-        assert f"expected --dtype float32 or float16, which {name} can have; got bfloat16." in refused(*command)
+        assert f"expected a format that has bfloat16: raw, safetensors; got {name}." in refused(*command)
         return
     run(*command)
     assert abs(os.path.getsize(f"a.{name}") - 9 * DIM * (4 if dtype == "float32" else 2)) < 600
@@ -189,9 +189,9 @@ def test_a_dtype_that_the_target_cannot_have(refused: Refused):
     publish()
     train()
     told = refused("export", "delta.rock", "a.csv", "--dtype", "bfloat16")
-    assert (
-        "expected --dtype float32, which csv can have; got bfloat16. Leave --dtype out, or write .safetensors" in told
-    )
+    assert "expected a format that has bfloat16: raw, safetensors; got csv. Choose one of these, or leave" in told
+    told = refused("export", "delta.rock", "a.parquet", "--dtype", "float16")
+    assert "expected a format that has float16: npy, npz, raw, safetensors; got parquet." in told
     told = refused("export", "delta.rock", "a.safetensors", "--dtype", "int8")
     assert "expected the name of a table's folder, as --dtype is int8; got the name of a file." in told
     assert "or pass --dtype bfloat16 for a file of 16 bits" in told
@@ -324,12 +324,19 @@ def test_a_merge_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert contents(str(disk / "merged"))["large.bin"] == Path("model/large.bin").read_bytes()
 
 
+@pytest.mark.parametrize("option", ["--all", "--dtype=bfloat16", "--format=npy", "--words="])
+def test_a_merge_has_no_options_of_files(capsys: pytest.CaptureFixture[str], option: str):
+    with er.Table(4, 2, path="t.rock") as table:
+        table.commit()
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "t.rock", "merged", "--merge", option])
+    assert ended.value.code == 2
+    assert f"leave {option.partition('=')[0]} out" in capsys.readouterr().err
+
+
 def test_what_cannot_be_merged(refused: Refused):
     publish()
     train()
-    for option in (["--all"], ["--dtype", "bfloat16"], ["--format", "npy"], ["--words", ""]):
-        told = refused("export", "delta.rock", "merged", "--merge", *option)
-        assert "expected a folder of shards, as --merge is given; got an option of files." in told
     assert "expected a folder that is not there yet" in refused("export", "delta.rock", "model", "--merge")
     er.Table(ROWS, DIM, path="new.rock", init=base()).commit()
     told = refused("export", "new.rock", "merged", "--merge")

@@ -24,6 +24,7 @@ from embedrock.cli.formats.files import opened_text
 from embedrock.cli.imports import RESTART, Journal, words_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
+from embedrock.distributed.messages import decoded
 from embedrock.initializers import FromSafetensors, Initializer
 from embedrock.io.vfs import explained_if_full, full_disk
 from embedrock.spec.codecs import CODECS
@@ -32,7 +33,7 @@ from embedrock.system.scopes import on_failure
 
 SYNC_BYTES = 256 << 20  # of vectors, between two entries in the journal
 
-INFINITE = {"float16": 0x7C00, "bfloat16": 0x7F80}  # bits of the exponent, all of which Inf and NaN have
+HALVES = {"float16": ("npy", "npz", "raw", "safetensors"), "bfloat16": ("raw", "safetensors")}  # formats with them
 
 Rows = tuple[np.ndarray, np.ndarray]  # ids int64 (n,), vectors (n, dim)
 
@@ -41,9 +42,9 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
     """Export, and return a summary."""
     path = Path(arguments.file).absolute()
     kind = None if arguments.dtype in CODECS else format_to_write(path, arguments.format)
-    if kind is not None and arguments.dtype not in (None, *kind.dtypes):
-        remedy = "Leave --dtype out, or write .safetensors, which has any of them."
-        fail(path, f"--dtype {' or '.join(kind.dtypes)}, which {kind.name} can have", arguments.dtype, remedy)
+    if kind is not None and kind.name not in (formats := HALVES.get(arguments.dtype, NAMES)):
+        expected = f"a format that has {arguments.dtype}: {', '.join(formats)}"
+        fail(path, expected, kind.name, "Choose one of these, or leave --dtype out.")
     if path.exists():
         fail(path, "a file that is not there yet", "one that is", "Move it away, or choose another name.")
     if kind is None:
@@ -52,7 +53,7 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
         output = _output(table, kind, path, arguments)
         words = None if output.words is None else str(output.words)
         described = {
-            "table": name_of(table, arguments),
+            "table": "#".join(filter(None, (table.uuid, place_of(arguments.table).member))),
             "commit": table.last_commit,
             "format": kind.name,
             "rows": output.rows,
@@ -73,11 +74,6 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
         result = described | {"table": str(table.path), "files": [str(one) for one in made], "continued_at": start}
         order = "table", "commit", "files", "format", "rows", "continued_at", "dim", "dtype", "all", "words"
         return {key: result[key] for key in order}
-
-
-def name_of(table: er.Table, arguments: Namespace) -> str:
-    """Return a name of the exported table that no other one has."""
-    return "#".join(filter(None, (table.uuid, place_of(arguments.table).member)))
 
 
 def _export_table(path: Path, arguments: Namespace) -> dict[str, Any]:
@@ -230,8 +226,7 @@ def encoded(ids: np.ndarray, values: np.ndarray, output: Output) -> np.ndarray:
         return values
     words: np.ndarray = np.empty(values.shape, STORAGES[output.dtype])
     kernels.cpu.launch(kernels.cpu.rows.scatter, words, np.arange(len(ids)), values)
-    infinite = INFINITE[output.dtype]
-    lost = (np.bitwise_and(words, infinite) == infinite) & np.isfinite(values)
+    lost = np.isfinite(values) & ~np.isfinite(decoded(words, output.dtype))
     if lost.any():
         row, column = np.argwhere(lost)[0]
         got, where = f"{values[row, column]}", f"row with id {ids[row]}"

@@ -102,11 +102,6 @@ READ_OPTIONS = tuple(field.name for field in fields(ReadOptions))
 NEW_TABLE = ("rows", "rule", "std", "table_dtype", "seed", "vocabulary")  # options that describe a new table
 
 
-def first_row(text: str) -> int:
-    """Parse the id of a first row."""
-    return 0 if text.strip() == "0" else count(text)
-
-
 def rows_or_open(text: str) -> int | str:
     """Parse the number of rows of a table, or open ids."""
     return text if text == OPEN else count(text)

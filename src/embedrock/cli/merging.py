@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.exports import encoded, name_of
+from embedrock.cli.exports import encoded
 from embedrock.cli.formats.base import FLOATS, PART, Output, PartFile, Region, fail, part_of, publish, rows_at_once
 from embedrock.cli.imports import RESTART, Journal
 from embedrock.cli.places import opened, place_of
@@ -25,31 +24,34 @@ from embedrock.initializers import FromSafetensors
 from embedrock.io.vfs import explained_if_full, full_disk
 
 MERGED = ("F32", "F16", "BF16")
+Copies = dict[Path, Path]  # files of the published folder, and their copies
 
 
 def run_merge(arguments: Namespace) -> dict[str, Any]:
     """Merge, and return a summary. The folder gets its name when it is complete."""
-    path = Path(arguments.file).absolute()
-    if arguments.all or any(one is not None for one in (arguments.format, arguments.words, arguments.dtype)):
-        remedy = "Leave --all, --dtype, --format and --words out: the shards keep their form."
-        fail(path, "a folder of shards, as --merge is given", "an option of files", remedy)
+    path, place = Path(arguments.file).absolute(), place_of(arguments.table)
+    part = part_of(path)
     if path.exists():
         fail(path, "a folder that is not there yet", "one that is", "Move it away, or choose another name.")
     with opened(arguments.table, mode="r", at=arguments.at, memory=arguments.memory) as table:
-        base, part, rows = _base_of(table), part_of(path), int(table.stats()["rows_touched"])
+        base, rows = _base_of(table), int(table.stats()["rows_touched"])
         if not rows:
             fail(Path(arguments.table), "rows that were stepped or assigned", "none", "Train it first.")
-        job = {"table": name_of(table, arguments), "commit": table.last_commit, "base": base.describe()}
+        job = {"table": [table.uuid, place.member], "commit": table.last_commit, "base": base.describe()}
         journal = Journal(path.with_name(f"{path.name}{PART}.json"), job)
-        _begin(journal, part, arguments.restart)
-        copies = dict(_copies(Path(base.folder), part, Path(place_of(arguments.table).folder).absolute()))
+        if arguments.restart or journal.load() is None:
+            if part.exists() and not arguments.restart:
+                fail(part, "no such folder", "one that this command did not begin", RESTART)
+            shutil.rmtree(part, ignore_errors=True)
+            journal.save({"rows": 0})
+        copies = _copies(Path(base.folder), part, {part.name, os.path.basename(place.folder)})
         with explained_if_full(lambda: _full_disk(path, copies)):
             _copy(copies)
             _overwrite(table, base, copies, rows)
-        files = [str(publish(part, path))]
+        found = {"table": str(table.path), "commit": table.last_commit, "files": [str(publish(part, path))]}
         journal.path.unlink()
-        found = {"table": str(table.path), "commit": table.last_commit, "files": files, "format": "safetensors"}
-        return found | {"rows": rows, "continued_at": 0, "dim": table.dim, "dtype": base.dtype, "all": False}
+        about = {"rows": rows, "continued_at": 0, "dim": table.dim, "dtype": base.dtype, "all": False}
+        return found | {"format": "safetensors"} | about
 
 
 def _base_of(table: er.Table) -> FromSafetensors:
@@ -63,32 +65,21 @@ def _base_of(table: er.Table) -> FromSafetensors:
     return init
 
 
-def _begin(journal: Journal, part: Path, restart: bool) -> None:
-    """Remove the remains of an earlier run, unless this one continues it."""
-    if not restart and journal.load() is not None:
-        return
-    if part.exists() and not restart:
-        fail(part, "no such folder", "one that this command did not begin", RESTART)
-    shutil.rmtree(part, ignore_errors=True)
-    journal.save({"rows": 0})
-
-
-def _copies(folder: Path, target: Path, table: Path) -> Iterator[tuple[Path, Path]]:
-    """Iterate over the files of a published folder, or of one file, and their copies. Hidden ones are left out."""
+def _copies(folder: Path, target: Path, others: set[str]) -> Copies:
+    """Return the files of a published folder, or of one file, that are to be copied. Make their folders."""
+    target.mkdir(exist_ok=True)
     if folder.is_file():
-        yield folder, target / folder.name
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        own = (name for name in (*folders, *names) if not name.startswith("."))
-        paths = {name: Path(parent, name) for name in own}
-        folders[:] = [name for name in folders if paths.get(name, table) not in (table, target)]
-        yield from ((paths[name], target / paths[name].relative_to(folder)) for name in names if name in paths)
+        return {folder: target / folder.name}
+    found = list[tuple[str, str]]()
+    ignore = shutil.ignore_patterns(".*", *others)
+    shutil.copytree(folder, target, ignore=ignore, copy_function=lambda *pair: found.append(pair), dirs_exist_ok=True)
+    return {Path(source): Path(copy) for source, copy in found}
 
 
-def _copy(copies: dict[Path, Path]) -> None:
+def _copy(copies: Copies) -> None:
     """Copy files that were not yet. A copy gets its name when it is durable."""
     with progress("copy", len(copies), 0, " files") as advance:
         for source, target in copies.items():
-            target.parent.mkdir(parents=True, exist_ok=True)
             if not target.exists():
                 shutil.copyfile(source, part_of(target))
                 with closing(PartFile(part_of(target))) as copy:
@@ -97,14 +88,13 @@ def _copy(copies: dict[Path, Path]) -> None:
             advance(1)
 
 
-def _overwrite(table: er.Table, base: FromSafetensors, copies: dict[Path, Path], rows: int) -> None:
+def _overwrite(table: er.Table, base: FromSafetensors, copies: Copies, rows: int) -> None:
     """Write the rows that have records into the copies, which may have some of them from an earlier run."""
     weight, dtype = base.table.weight, base.dtype
     output = Output(Path(base.folder), rows, table.dim, True, dtype=dtype)
     with ExitStack() as files, progress("merge", rows, 0) as advance:
         regions = [Region(copies[Path(one.path)], b"", one.start, FLOATS[dtype], one.shape) for one in weight.shards]
-        for region in regions:
-            files.enter_context(closing(region))
+        files.callback(lambda: [region.close() for region in regions])
         for ids, values in table.export_batches(rows_at_once(table.dim)):
             order = np.argsort(ids)
             ids, words = ids[order], encoded(ids[order], values[order], output)
@@ -118,10 +108,9 @@ def _overwrite(table: er.Table, base: FromSafetensors, copies: dict[Path, Path],
             region.sync()
 
 
-def _full_disk(path: Path, copies: dict[Path, Path]) -> OSError:
+def _full_disk(path: Path, copies: Copies) -> OSError:
     """Return the error of a full disk. The copies stay: the next run continues with them."""
-    written = [one.stat().st_size for one in part_of(path).rglob("*") if one.is_file()]
-    lacking = sum(source.stat().st_size for source in copies) - sum(written)
+    lacking = sum(source.stat().st_size for source, target in copies.items() if not target.exists())
     what = f"{format_count(len(copies), 'file')} of a published table could not be copied"
     remedy = "Free some space and run the same command again: it continues. No folder has this name until it is whole."
     return full_disk(str(path), what, lacking, remedy)

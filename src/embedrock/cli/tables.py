@@ -103,7 +103,7 @@ def _add_import(subparsers: Any) -> None:
     ids = f"name of the array or column of ids, or a .npy file of them; {ROW_NUMBERS}; or, for text, word"
     parser.add_argument("--ids", metavar="NAME", help=ids)
     first = "id of the first row of a file without ids, as of the second shard of a table (default: 0)"
-    parser.add_argument("--first-row", type=imports.first_row, metavar="N", help=first)
+    parser.add_argument("--first-row", type=lambda text: 0 if text == "0" else count(text), metavar="N", help=first)
     parser.add_argument("--vectors", metavar="NAME", help="name of the array or column of vectors")
     parser.add_argument("--dim", type=count, metavar="N", help="numbers in a row, where the file does not say")
     parser.add_argument("--dtype", choices=FLOATS, help="of raw numbers (default: float32)")
@@ -396,6 +396,9 @@ def _reshard(arguments: Namespace) -> int:
 
 
 def _export(arguments: Namespace) -> int:
+    given = [name for name in ("all", "dtype", "format", "words") if getattr(arguments, name) not in (None, False)]
+    if arguments.merge and given:
+        arguments.parser.error(f"--merge writes shards in the form that they have: leave --{given[0]} out")
     info = merging.run_merge(arguments) if arguments.merge else exports.run_export(arguments)
     which = "all, in order" if info["all"] else "those with records"
     rows = f"{format_count(info['rows'], 'row')} ({which}), {info['dim']} dim"

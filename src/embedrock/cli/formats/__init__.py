@@ -26,7 +26,6 @@ class Format(NamedTuple):
         packed: whether compressed files can be read.
         others: further suffixes.
         kind: expected first bytes, in words for people; "": the reader checks them.
-        dtypes: those of vectors that can be written.
     """
 
     name: str
@@ -37,10 +36,6 @@ class Format(NamedTuple):
     packed: bool = False
     others: tuple[str, ...] = ()
     kind: str = ""
-    dtypes: tuple[str, ...] = ("float32",)
-
-
-HALF, ALL = ("float32", "float16"), ("float32", "float16", "bfloat16")  # NumPy has no bfloat16
 
 
 def _columns(name: str, file: Callable[[Path], columns.ColumnFile], *others: str) -> Format:
@@ -50,9 +45,9 @@ def _columns(name: str, file: Callable[[Path], columns.ColumnFile], *others: str
 
 
 FORMATS = (
-    Format("npy", ".npy", arrays.read_npy, arrays.NpySink, dtypes=HALF),
-    Format("npz", ".npz", arrays.read_npz, partial(Spool, pack=arrays.pack_npz), kind="a .npz file", dtypes=HALF),
-    Format("raw", ".raw", arrays.read_raw, partial(arrays.NpySink, is_raw=True), kind="raw numbers", dtypes=ALL),
+    Format("npy", ".npy", arrays.read_npy, arrays.NpySink),
+    Format("npz", ".npz", arrays.read_npz, partial(Spool, pack=arrays.pack_npz), kind="a .npz file"),
+    Format("raw", ".raw", arrays.read_raw, partial(arrays.NpySink, is_raw=True), kind="raw numbers"),
     *(
         Format(
             name, f".{name}", partial(Delimited, separator=sign), partial(DelimitedSink, separator=sign), packed=True
@@ -61,14 +56,7 @@ FORMATS = (
     ),
     _columns("parquet", columns.ParquetFile),
     _columns("arrow", columns.ArrowFile, ".feather", ".ipc", ".arrows"),
-    Format(
-        "safetensors",
-        ".safetensors",
-        arrays.read_safetensors,
-        arrays.SafetensorsSink,
-        kind="a safetensors file",
-        dtypes=ALL,
-    ),
+    Format("safetensors", ".safetensors", arrays.read_safetensors, arrays.SafetensorsSink, kind="a safetensors file"),
     Format("glove", ".txt", words.read_glove, words.TextSink, has_words=True, packed=True),
     Format(
         "word2vec", ".vec", words.read_word2vec, partial(words.TextSink, has_counts=True), has_words=True, packed=True
