@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -173,7 +174,9 @@ def _files(folder: str, pattern: re.Pattern[str]) -> list[str]:
             try:
                 files = json.load(file)["weight_map"].items()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise TableFileError(f"{index} must name the file of each tensor: got {error!r}. Get it again.") from error
+                raise TableFileError(
+                    f"{index} must name the file of each tensor: got {error!r}. Get it again."
+                ) from error
         named = {file for tensor, file in files if pattern.fullmatch(tensor)} or {file for _, file in files}
     else:
         named = {file for file in os.listdir(folder) if file.endswith(ENDING)}
@@ -185,7 +188,7 @@ def _parts(folder: str, name: str) -> dict[str, dict[int, StoredTensor]]:
     pattern = re.compile(rf"{re.escape(name)}{SHARD}(?:\.([^.]+))?")
     parts, others, seen = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), list[StoredTensor]()
     for path in _files(folder, pattern):
-        for tensor in read_header(path, lambda *told, **at: _damaged(path, *told, **at)).values():
+        for tensor in read_header(path, partial(_damaged, path)).values():
             found = pattern.fullmatch(tensor.name)
             kind = "" if found is None else found[2] or ""
             if found is None:
@@ -204,7 +207,7 @@ def _parts(folder: str, name: str) -> dict[str, dict[int, StoredTensor]]:
 
 def _damaged(path: str, expected: str, got: str, where: str = "") -> NoReturn:
     of = f", {where}" if where else ""
-    raise TableFileError(f"{path}{of} must have {expected}: got {got}. Check that it is the right file, or get it again.")
+    raise TableFileError(f"{path}{of} must have {expected}: got {got}. It is another file, or damaged: get it again.")
 
 
 def _no_table(where: str, name: str, seen: Sequence[StoredTensor]) -> TableFileError:

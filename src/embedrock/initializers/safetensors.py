@@ -159,8 +159,9 @@ class FromSafetensors(Given):
 
     def decode(self, raw: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
         """Write the weights of the rows in some slots of `read`'s result, 0 for slot -1, to `out`, float32 (n, dim)."""
-        cpu, positions = kernels.cpu, np.arange(len(slots), dtype=np.int32)
-        cpu.launch(cpu.rows.gather, self.table.rows_in(raw), slots, positions, np.zeros((1, out.shape[1]), np.float32), out)
+        rows, positions = kernels.cpu.rows, np.arange(len(slots), dtype=np.int32)
+        zeros = np.zeros((1, out.shape[1]), np.float32)
+        kernels.cpu.launch(rows.gather, self.table.rows_in(raw), slots, positions, zeros, out)
 
     @forks.cached_property
     def digest(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -184,7 +185,9 @@ class FromSafetensors(Given):
         try:
             made = cls(folder, tensor, description["memory"])
         except OSError as error:
-            raise TableFileError(f"first values of {where} are those of {tensor!r} in {folder}: {error} {remedy}") from error
+            raise TableFileError(
+                f"first values of {where} are those of {tensor!r} in {folder}: {error} {remedy}"
+            ) from error
         if (made.digest, list(made.shape)) != (description["digest"], description["shape"]):
             raise TableFileError(
                 f"first values of {where} are those of {tensor!r} in {folder}, whose files must have the digest "

@@ -59,8 +59,8 @@ class BaseCache:
                 slots = min(slots_in(size, init.table.row_bytes), init.table.rows)
                 if slots < 2:
                     raise ArgumentError(
-                        f"`memory` of {init} must hold two rows, of {init.table.row_bytes} bytes each, and their index: "
-                        f"got {format_bytes(size)}. Pass more, such as 1MiB."
+                        f"`memory` of {init} must hold two rows of {init.table.row_bytes} bytes, and their index: got "
+                        f"{format_bytes(size)}. Pass more, such as 1MiB."
                     )
                 made = _caches[key] = cls(init, slots)
             vars(init)["_cache"] = made

@@ -10,9 +10,7 @@ from embedrock.kernels.cpu.runtime import kernel
 AHEAD = 16
 WILL_NEED = 3  # of posix_fadvise: start to read into the page cache, and do not wait
 
-posix_fadvise = types.ExternalFunction(
-    "posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32)
-)
+posix_fadvise = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))
 
 
 @kernel()
