@@ -71,11 +71,10 @@ class Extents(NamedTuple):
     def columns(self) -> int:
         return self.nbytes // np.dtype(DTYPES[self.dtype]).itemsize
 
-    def of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of the shard, and the offset there, of the bytes of each row: int64 (n,) each."""
-        numbers = np.searchsorted(self.firsts, ids, "right") - 1
-        starts = np.array([shard.start for shard in self.shards], np.int64)
-        return numbers, starts[numbers] + (ids - self.firsts[numbers]) // self.rows_each[numbers] * self.nbytes
+    @property
+    def starts(self) -> np.ndarray:
+        """Offset of each shard in its file, int64 (shards,)."""
+        return np.array([shard.start for shard in self.shards], np.int64)
 
 
 class PublishedTable(NamedTuple):
@@ -126,6 +125,12 @@ class PublishedTable(NamedTuple):
     def dtype(self) -> str:
         """The dtype of a table that has the rows."""
         return NAMES.get(self.weight.dtype, "bfloat16")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a table of `dtype` has the weights without rounding."""
+        has_powers = self.scale is None or self.scale.dtype == "F8_E8M0"
+        return self.weight.dtype in FLOATS or (self.weight.dtype in CODES and has_powers)
 
     @property
     def parts(self) -> Iterator[tuple[Extents, int]]:
