@@ -7,6 +7,28 @@ import ctypes
 import numpy as np
 
 
+def place(
+    ids: np.ndarray,
+    firsts: np.ndarray,
+    starts: np.ndarray,
+    rows_each: np.ndarray,
+    nbytes: int,
+    numbers: np.ndarray,
+    offsets: np.ndarray,
+) -> None:
+    """Write the shard of each row to `numbers`, and the offset of its bytes in the shard's file to `offsets`.
+
+    Args:
+        ids: int64 (n,), as are `numbers` and `offsets`.
+        firsts: int64 (shards + 1,), first row of each shard, and the end.
+        starts: int64 (shards,), offset of each shard in its file.
+        rows_each: int64 (shards,), rows that share the same bytes.
+        nbytes: bytes of a row.
+    """
+    numbers[:] = np.searchsorted(firsts, ids, "right") - 1
+    offsets[:] = starts[numbers] + (ids - firsts[numbers]) // rows_each[numbers] * nbytes
+
+
 def cover(
     files: np.ndarray,
     offsets: np.ndarray,

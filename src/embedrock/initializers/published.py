@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -70,11 +71,10 @@ class Extents(NamedTuple):
     def columns(self) -> int:
         return self.nbytes // np.dtype(DTYPES[self.dtype]).itemsize
 
-    def of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of the shard, and the offset there, of the bytes of each row: int64 (n,) each."""
-        numbers = np.searchsorted(self.firsts, ids, "right") - 1
-        starts = np.array([shard.start for shard in self.shards], np.int64)
-        return numbers, starts[numbers] + (ids - self.firsts[numbers]) // self.rows_each[numbers] * self.nbytes
+    @property
+    def starts(self) -> np.ndarray:
+        """Offset of each shard in its file, int64 (shards,)."""
+        return np.array([shard.start for shard in self.shards], np.int64)
 
 
 class PublishedTable(NamedTuple):
@@ -127,6 +127,12 @@ class PublishedTable(NamedTuple):
         return NAMES.get(self.weight.dtype, "bfloat16")
 
     @property
+    def is_exact(self) -> bool:
+        """Whether a table of `dtype` has the weights without rounding."""
+        has_powers = self.scale is None or self.scale.dtype == "F8_E8M0"
+        return self.weight.dtype in FLOATS or (self.weight.dtype in CODES and has_powers)
+
+    @property
     def parts(self) -> Iterator[tuple[Extents, int]]:
         """Iterate over the extents, and where their bytes begin in a row in RAM."""
         at = 0
@@ -173,7 +179,9 @@ def _files(folder: str, pattern: re.Pattern[str]) -> list[str]:
             try:
                 files = json.load(file)["weight_map"].items()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise TableFileError(f"{index} must name the file of each tensor: got {error!r}. Get it again.") from error
+                raise TableFileError(
+                    f"{index} must name the file of each tensor: got {error!r}. Get it again."
+                ) from error
         named = {file for tensor, file in files if pattern.fullmatch(tensor)} or {file for _, file in files}
     else:
         named = {file for file in os.listdir(folder) if file.endswith(ENDING)}
@@ -185,7 +193,7 @@ def _parts(folder: str, name: str) -> dict[str, dict[int, StoredTensor]]:
     pattern = re.compile(rf"{re.escape(name)}{SHARD}(?:\.([^.]+))?")
     parts, others, seen = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), list[StoredTensor]()
     for path in _files(folder, pattern):
-        for tensor in read_header(path, lambda *told, **at: _damaged(path, *told, **at)).values():
+        for tensor in read_header(path, partial(_damaged, path)).values():
             found = pattern.fullmatch(tensor.name)
             kind = "" if found is None else found[2] or ""
             if found is None:
@@ -204,7 +212,7 @@ def _parts(folder: str, name: str) -> dict[str, dict[int, StoredTensor]]:
 
 def _damaged(path: str, expected: str, got: str, where: str = "") -> NoReturn:
     of = f", {where}" if where else ""
-    raise TableFileError(f"{path}{of} must have {expected}: got {got}. Check that it is the right file, or get it again.")
+    raise TableFileError(f"{path}{of} must have {expected}: got {got}. It is another file, or damaged: get it again.")
 
 
 def _no_table(where: str, name: str, seen: Sequence[StoredTensor]) -> TableFileError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -25,6 +26,8 @@ SMALL = 32  # bytes of a row; smaller ones lie many in a page, and are read thro
 STAGING_BYTES = 16 << 20
 GAP, LONGEST = 16 << 10, 256 << 10  # of a request, see the kernel `cover`
 
+PROBED, COLD_SECONDS = 8, 30e-6  # mapped rows, and the longest time that they take if they are in RAM
+
 _staging = ThreadMemory("reading rows of a published table")
 
 
@@ -44,41 +47,64 @@ class OpenExtents:
                 files[shard.path] = open_file(OS_SYSTEM, shard.path, direct=not is_mapped)
         self._files = [files[shard.path] for shard in extents.shards]
         self._fds = np.array([file.fd for file in self._files], np.int64)
-        self._block, self._starts = PAGE, np.zeros(len(self._files), np.int64)
+        self._begins = extents.starts
+        self._stamps = {file.fd: platform.stamp_of(file.fd) for file in files.values()}
+        self._limits = PAGE, GAP, LONGEST, max(STAGING_BYTES, extents.nbytes + 2 * PAGE)
         if is_mapped:
             for file in files.values():
                 platform.expect_any_order(file.mapped)
             self._starts = np.array([address_of(file.mapped) for file in self._files], np.int64)
         else:
-            self._block = max(platform.block_of(file.fd) for file in files.values())
-        self._stamps = {file.fd: platform.stamp_of(file.fd) for file in files.values()}
+            self._limits = max(platform.block_of(file.fd) for file in files.values()), *self._limits[1:]
 
     def read(self, ids: np.ndarray, raw: np.ndarray, column: int) -> None:
-        """Write the bytes of rows, whose ids ascend without repeats, to ``raw[:, column:]``, uint8 (n, row_bytes)."""
-        numbers, offsets = self.extents.of(ids)
-        self._check_unchanged(numbers)
-        done, nbytes, fds = 0, self.extents.nbytes, self._fds[numbers]
-        starts, rows = np.empty(len(ids), np.int64), np.arange(len(ids))
-        planned = np.empty((4, len(ids)), np.int64)
-        room = max(STAGING_BYTES, nbytes + 2 * PAGE)
-        limits, cpu = (self._block, GAP, LONGEST, room), kernels.cpu
+        """Write the bytes of rows to ``raw[:, column:]``, uint8 (n, row_bytes)."""
+        (numbers, offsets), extents = np.empty((2, len(ids)), np.int64), self.extents
+        places = extents.firsts, self._begins, extents.rows_each, extents.nbytes
+        kernels.cpu.launch(kernels.cpu.extents.place, ids, *places, numbers, offsets)
+        rows = np.arange(len(ids))
+        if self._is_mapped:
+            addresses = self._starts[numbers] + offsets
+            if platform.CAN_ASK and self._is_cold(addresses, raw, column):
+                self._ask(numbers, offsets)
+            return self._copy(addresses, raw, rows, column)
+        starts, done = np.empty(len(ids), np.int64), 0
         while done < len(ids):
-            count, requests = cpu.extents.cover(fds[done:], offsets[done:], nbytes, limits, planned, starts)
-            end = done + count
-            of_files, begins, sizes, places = (np.ascontiguousarray(part[:requests]) for part in planned)
-            if self._is_mapped:
-                if platform.CAN_ASK:
-                    cpu.extents.ask(of_files, begins, sizes)
-                addresses = self._starts[numbers[done:end]] + offsets[done:end]
-            else:
-                memory = _staging.take(room)
-                OS_SYSTEM.read_many(of_files, begins, sizes, memory, places)
-                addresses = address_of(memory) + starts[:count]
-            cpu.launch(cpu.extents.copy, addresses, nbytes, raw, rows[done:end], column)
-            done = end
+            count, (fds, begins, sizes, places) = self._cover(numbers[done:], offsets[done:], starts)
+            memory = _staging.take(self._limits[-1])
+            OS_SYSTEM.read_many(fds, begins, sizes, memory, places)
+            self._copy(address_of(memory) + starts[:count], raw, rows[done : done + count], column)
+            done += count
+
+    def _cover(self, numbers: np.ndarray, offsets: np.ndarray, starts: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        """Return how many extents a read takes, and file, offset, size and place in memory of its requests."""
+        self._check_unchanged(numbers)
+        planned, cover = np.empty((4, len(offsets)), np.int64), kernels.cpu.extents.cover
+        count, requests = cover(self._fds[numbers], offsets, self.extents.nbytes, self._limits, planned, starts)
+        return count, [np.ascontiguousarray(part[:requests]) for part in planned]
+
+    def _copy(self, addresses: np.ndarray, raw: np.ndarray, rows: np.ndarray, column: int) -> None:
+        kernels.cpu.launch(kernels.cpu.extents.copy, addresses, self.extents.nbytes, raw, rows, column)
+
+    def _is_cold(self, addresses: np.ndarray, raw: np.ndarray, column: int) -> bool:
+        """Return whether some of the mapped rows seem not to be in RAM, by the time that a few take."""
+        if len(addresses) <= 2 * PROBED:
+            return True
+        few = np.ascontiguousarray(addresses[:: len(addresses) // PROBED])
+        begun = time.perf_counter()
+        self._copy(few, raw, np.arange(len(few)), column)
+        return time.perf_counter() - begun > COLD_SECONDS
+
+    def _ask(self, numbers: np.ndarray, offsets: np.ndarray) -> None:
+        """Start to read mapped rows, many at once: a thread that meets a missing page would wait for each."""
+        starts, done = np.empty(len(offsets), np.int64), 0
+        while done < len(offsets):
+            count, (fds, begins, sizes, _) = self._cover(numbers[done:], offsets[done:], starts)
+            kernels.cpu.extents.ask(fds, begins, sizes)
+            done += count
 
     def _check_unchanged(self, numbers: np.ndarray) -> None:
-        for number in np.unique(numbers).tolist():
+        for number in numbers[np.flatnonzero(np.diff(numbers, prepend=-1))].tolist():
             file = self._files[number]
             if platform.stamp_of(file.fd) != self._stamps[file.fd]:
                 raise TableFileError(
@@ -145,7 +171,7 @@ class FromSafetensors(Given):
         return [(OpenExtents(one, is_mapped or one.nbytes < SMALL), at) for one, at in self.table.parts]
 
     def read(self, ids: np.ndarray) -> np.ndarray:
-        """Return rows, whose ids ascend without repeats, as the files have them, uint8 (n, row_bytes)."""
+        """Return rows as the files have them, uint8 (n, row_bytes). It reads least if ids ascend without repeats."""
         raw = np.zeros((len(ids), self.table.row_bytes), np.uint8)  # with gaps
         if self.table.lacks_scale:
             raw[:, -4:] = np.ones(1, np.float32).view(np.uint8)
@@ -154,13 +180,20 @@ class FromSafetensors(Given):
         return raw
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
+        if self.memory == MAP:
+            return self.decode(self.read(ids), np.arange(len(ids)), out)
         unique, inverse = np.unique(ids, return_inverse=True)
         self.decode(self.read(unique), inverse.astype(np.int64), out)
 
+    def are_all(self, dtype: str) -> bool:
+        """Return whether a table of a dtype has the rows as they are, without rounding."""
+        return dtype == "float32" or (dtype == self.dtype and self.table.is_exact)
+
     def decode(self, raw: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
         """Write the weights of the rows in some slots of `read`'s result, 0 for slot -1, to `out`, float32 (n, dim)."""
-        cpu, positions = kernels.cpu, np.arange(len(slots), dtype=np.int32)
-        cpu.launch(cpu.rows.gather, self.table.rows_in(raw), slots, positions, np.zeros((1, out.shape[1]), np.float32), out)
+        rows, positions = kernels.cpu.rows, np.arange(len(slots), dtype=np.int32)
+        zeros = np.zeros((1, out.shape[1]), np.float32)
+        kernels.cpu.launch(rows.gather, self.table.rows_in(raw), slots, positions, zeros, out)
 
     @forks.cached_property
     def digest(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -184,7 +217,9 @@ class FromSafetensors(Given):
         try:
             made = cls(folder, tensor, description["memory"])
         except OSError as error:
-            raise TableFileError(f"first values of {where} are those of {tensor!r} in {folder}: {error} {remedy}") from error
+            raise TableFileError(
+                f"first values of {where} are those of {tensor!r} in {folder}: {error} {remedy}"
+            ) from error
         if (made.digest, list(made.shape)) != (description["digest"], description["shape"]):
             raise TableFileError(
                 f"first values of {where} are those of {tensor!r} in {folder}, whose files must have the digest "

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 

@@ -70,7 +70,7 @@ def _initializer(saved: dict[str, Any], given: Initializer | None, where: str) -
 
 
 def without_place(value: Any) -> Any:
-    """Return a value of a description, of an initializer without where its rows are: other places may have them, too."""
+    """Return a value of a description, without the place of an initializer's rows: other places may have them, too."""
     is_given = isinstance(value, dict) and "digest" in value
     return {key: each for key, each in value.items() if key not in FromSafetensors.PLACE} if is_given else value
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.errors import ArgumentError, ReadOnlyTableError, UnsupportedError, counted, plural
-from embedrock.initializers import FromArray, Initializer
+from embedrock.initializers import FromArray, FromSafetensors, Given, Initializer
 from embedrock.optimizers import Rule
 from embedrock.spec.spec import OPEN_IDS, Spec, check_count
 from embedrock.storage.backend import Backend
@@ -223,7 +223,7 @@ def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject:
 
 
 def _first_values(own: Initializer, had: int, count: int | None, init: Initializer | None, subject: str) -> Initializer:
-    if not isinstance(own, FromArray):
+    if not isinstance(own, Given):
         if init is not None:
             raise ArgumentError(f"`init` of {subject} stays {own} when it grows: got {init}. Leave it out.")
         return own
@@ -231,6 +231,11 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
         first = type(init)(init.array[:had])
         if first.describe() == own.describe() and first.digest == own.digest:
             return init
+    if isinstance(own, FromSafetensors):
+        raise ArgumentError(
+            f"first values of {subject} are those of a published table, {own}, which has no further rows: got "
+            f"{'open ids' if count is None else counted(count, 'row')}. Make another table for new rows."
+        )
     rows, got = "any id" if count is None else counted(count, "row"), "no other one" if init is None else init
     raise ArgumentError(
         f"first values of {subject} come from an array of {counted(had, 'row')}: got {got} for {rows}. Pass "

@@ -579,7 +579,9 @@ def check_same(table: Table, spec: Spec, asked: Mapping[str, Any]) -> None:
 def check_alike(subject: str, has: Mapping[str, Any], asked: Mapping[str, Any], name: str | None) -> None:
     """Raise `ArgumentError` unless a member agrees with the arguments; None, except for `rows`, means its own."""
     different = [
-        key for key, value in asked.items() if key in has and without_place(value) != without_place(has[key]) and (value is not None or key == "rows")
+        key
+        for key, value in asked.items()
+        if key in has and without_place(value) != without_place(has[key]) and (value is not None or key == "rows")
     ]
     if different:
         raise _another(subject, has, asked, different, name)

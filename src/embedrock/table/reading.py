@@ -217,16 +217,19 @@ def missing_ids(tables: Tables, plan: Plan, missing: np.ndarray) -> Iterator[tup
             yield rows, plan.ids[missing[start:stop]]
 
 
-def unrecorded(rows: TableState, ids: np.ndarray, choices: Choices = OWN_CHOICES) -> np.ndarray:
-    """Return the values of rows without records, float32 (n, dim).
+def unrecorded(
+    rows: TableState, ids: np.ndarray, choices: Choices = OWN_CHOICES, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the values of rows without records, float32 (n, dim). `out`: memory for them.
 
     Raises:
         IdError: there are some, and `missing` demands that there are none.
     """
     missing = _instead(rows, choices)
+    values = np.empty((len(ids), rows.spec.dim), np.float32) if out is None else out
     if missing is None:
-        return _as_first(rows, ids)
-    absent, values = missing.absent(ids), np.empty((len(ids), rows.spec.dim), np.float32)
+        return _as_first(rows, ids, values)
+    absent = missing.absent(ids)
     if missing.choice == "raise" and absent.any():
         raise no_row(rows.subject, ids[absent])
     values[absent] = rows.row_instead(missing)
@@ -235,9 +238,13 @@ def unrecorded(rows: TableState, ids: np.ndarray, choices: Choices = OWN_CHOICES
     return values
 
 
-def _as_first(rows: TableState, ids: np.ndarray) -> np.ndarray:
+def _as_first(rows: TableState, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     row = rows.default_row()
-    return rows.first_values(ids) if row is None else np.repeat(row[None], len(ids), axis=0)
+    if row is None:
+        return rows.first_values(ids, out)
+    out = np.empty((len(ids), len(row)), np.float32) if out is None else out
+    out[:] = row
+    return out
 
 
 def _instead(rows: TableState, choices: Choices) -> Missing | None:
@@ -338,12 +345,14 @@ def look_up(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray, choices:
     cuts = missing.searchsorted(starts).tolist()
     parts = zip(ids, starts.tolist(), itertools.pairwise(cuts), strict=False)
     absent = [own[missing[lo:hi] - start] for own, start, (lo, hi) in parts]
-    values = np.empty((len(missing), out.shape[1]), np.float32)
+    values = out if len(missing) == len(out) else np.empty((len(missing), out.shape[1]), np.float32)
     if pool.evicts and not pool.finds_all:
         _look_up_all(tables, absent, values, choices)
     else:
-        np.concatenate([unrecorded(*own, choices) for own in zip(tables, absent, strict=True)], out=values)
-    out[missing] = values
+        for rows, own, (lo, hi) in zip(tables, absent, itertools.pairwise(cuts), strict=False):
+            unrecorded(rows, own, choices, values[lo:hi])
+    if values is not out:
+        out[missing] = values
 
 
 def _look_up_all(tables: Tables, ids: Sequence[np.ndarray], out: np.ndarray, choices: Choices) -> None:

@@ -15,7 +15,7 @@ from embedrock import kernels
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.batch.plan import counting
 from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError, counted
-from embedrock.initializers import Given
+from embedrock.initializers import FromSafetensors, Given
 from embedrock.optimizers import Rule, StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
@@ -506,13 +506,17 @@ class TableState:
         """Return the cache of the published table that the rows start as; None: there is none."""
         return BaseCache.of(self.spec.init)
 
-    def first_values(self, ids: np.ndarray) -> np.ndarray:
-        """Return float32 (n, dim), the weights of rows without records, not scaled by `StepHistory.first_scale`."""
-        values = np.empty((len(ids), self.spec.dim), np.float32)
+    def first_values(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Return float32 (n, dim), the weights of rows without records, not scaled by `StepHistory.first_scale`.
+
+        `out`: memory for them.
+        """
+        values = np.empty((len(ids), self.spec.dim), np.float32) if out is None else out
         if not len(ids):
             return values
         (self.base or self.spec.init).fill(ids, self.spec.key, values)
-        return rounded(values, self.spec)
+        is_exact = isinstance(self.spec.init, FromSafetensors) and self.spec.init.are_all(self.spec.value_dtype)
+        return values if is_exact else rounded(values, self.spec)
 
     # ---------------------------------------------------------------- training
 

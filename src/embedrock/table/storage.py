@@ -30,7 +30,7 @@ from embedrock.errors import (
     UnsupportedError,
     counted,
 )
-from embedrock.initializers import FromArray, Initializer, Zeros
+from embedrock.initializers import Given, Initializer, Zeros
 from embedrock.io.vfs import NO_SPACE, told
 from embedrock.optimizers import StepHistory
 from embedrock.spec.description import describe_spec, read_spec
@@ -535,7 +535,7 @@ class StorageManager(Location):
         for name, rows in stay.items():
             if name in found:
                 init = rows.spec.init  # unless another table has this name now, it is the same
-                self._wake(rows, found[name], init if isinstance(init, FromArray) else None)
+                self._wake(rows, found[name], init if isinstance(init, Given) else None)
             else:
                 rows.drop()
                 self._tell_of(name)

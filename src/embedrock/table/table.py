@@ -669,6 +669,6 @@ def reader_of(table: Table) -> str:
     if table.group is not None:
         return f'er.open({path!r}, mode="r")[{table.name!r}]'
     given = [repr(path), 'mode="r"']
-    given += ["init=er.FromArray(weights)"] * bool(table.spec.init.digest)  # the files do not have the array
+    given += ["init=er.FromArray(weights)"] * isinstance(table.spec.init, FromArray)  # the files do not have the array
     given += [] if table.name is None else [f"name={table.name!r}"]
     return f"er.open({', '.join(given)})"

@@ -16,6 +16,7 @@ from embedrock.initializers import (
     Constant,
     FromArray,
     FromBfloat16,
+    Given,
     Initializer,
     Normal,
     TruncatedNormal,
@@ -174,11 +175,8 @@ def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, 
     for name in options:
         if remedy := (REFUSED | OF_WEIGHTS).get(name):
             raise UnsupportedError(f"`{name}` of {layer}.from_pretrained: {remedy}.")
-    array = _array(weights)
-    if getattr(array, "ndim", None) != 2:
-        got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
-        raise ArgumentError(f"`weights` of {layer} must be a 2-D array or tensor (rows, dim): got {got}.")
-    native = array.dtype.name
+    init = weights if isinstance(weights, Given) else _given(layer, weights)
+    native = init.dtype
     policy = None if dtype is None else keras.dtype_policies.get(dtype)
     stored = native if policy is None else policy.variable_dtype
     if stored not in TABLE_DTYPES:
@@ -189,11 +187,24 @@ def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, 
     if policy is None and native != keras.config.dtype_policy().variable_dtype:
         policy = keras.DTypePolicy(native)
     of_table = {name: value for name, value in options.items() if name in declared(LayerOptions)}
-    init = FromBfloat16(array) if native == "bfloat16" else FromArray(array)
-    rows, dim = array.shape
+    rows, dim = init.shape
     first = InitialValuesOf(init, _drawn_seed(None))
     table = make_table(rows, dim, {**of_table, "init": init, "dtype": stored, "name": options.get("name")}, first)
     return table, {"dtype": policy, **{name: value for name, value in options.items() if name not in of_table}}
+
+
+def _given(layer: str, weights: Any) -> Given:
+    """Return the initializer that reads the rows of a tensor or array."""
+    array = _array(weights)
+    if getattr(array, "ndim", None) != 2:
+        got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
+        raise ArgumentError(f"`weights` of {layer} must be a 2-D array or tensor (rows, dim): got {got}.")
+    if array.dtype.name.startswith("float8"):
+        raise ArgumentError(
+            f"`weights` of {layer} must be floats of 16 bits or more: got {array.dtype.name}. Read them with their "
+            "scale from their file: er.FromSafetensors(folder, tensor)."
+        )
+    return FromBfloat16(array) if array.dtype.name == "bfloat16" else FromArray(array)
 
 
 def _array(weights: Any) -> Any:

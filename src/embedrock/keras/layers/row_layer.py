@@ -206,7 +206,7 @@ class KerasRowLayer(keras.layers.Layer):
 
         Args:
             weights: (rows, dim) float32, bfloat16 or float16: an array, a tensor, or a `np.memmap` of any size, which
-                stays on disk. It must not change while the layer is used.
+                stays on disk. Or `er.FromSafetensors`. They must not change while the layer is used.
             trainable: whether rows are trained, as in any layer of Keras (PyTorch's layers freeze them). The table
                 keeps trained rows; `weights` never change.
             dtype: dtype of the layer, as in Keras, and so of its table; None: that of `weights`.

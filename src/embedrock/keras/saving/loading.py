@@ -20,7 +20,7 @@ from keras.src.backend.common import global_state
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import make_table
 from embedrock.frontend.references import Relocate, is_reference, relocation
-from embedrock.initializers import FromArray
+from embedrock.initializers import Given
 from embedrock.keras import callers
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
@@ -171,7 +171,7 @@ def found_once(path: str, options: Mapping[str, Any], open_it: Callable[[str], A
 
 def open_snapshot(path: str, at: int | None, options: Mapping[str, Any]) -> Any:
     """Open a table or group for reading, as of a commit."""
-    drawn = ["init"] * isinstance(options.get("init"), FromArray)
+    drawn = ["init"] * isinstance(options.get("init"), Given)
     names = ("memory", "on_nonfinite", "policy", "device_memory", "name", "missing", *drawn)
     return open_table(path, mode="r", at=at, **{name: options[name] for name in names if name in options})
 

@@ -1,9 +1,9 @@
 """16-bit weights: decoding to float32, and encoding by nearest or stochastic rounding.
 
 The dtype of the words selects the code when a kernel is compiled. float32 is itself, uint16 holds bfloat16, int16
-float16. uint8 holds E8M0, a power of two. Only integers and exact float32 operations are used, never the machine's half precision, which some machines
-lack. No result depends on float32 subnormals. So a thread that flushes them to zero (``torch.set_flush_denormal``)
-computes the same words.
+float16. uint8 holds E8M0, a power of two. Only integers and exact float32 operations are used, never the machine's half
+precision, which some machines lack. No result depends on float32 subnormals. So a thread that flushes them to zero
+(``torch.set_flush_denormal``) computes the same words.
 """
 
 from typing import Any

@@ -10,9 +10,15 @@ from embedrock.kernels.cpu.runtime import kernel
 AHEAD = 16
 WILL_NEED = 3  # of posix_fadvise: start to read into the page cache, and do not wait
 
-posix_fadvise = types.ExternalFunction(
-    "posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32)
-)
+posix_fadvise = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))
+
+
+@kernel(over="ids", reads=("ids",))
+def place(ids, firsts, starts, rows_each, nbytes, numbers, offsets, lo, hi):
+    for i in range(lo, hi):
+        number = np.searchsorted(firsts, ids[i], "right") - 1
+        numbers[i] = number
+        offsets[i] = starts[number] + (ids[i] - firsts[number]) // rows_each[number] * nbytes
 
 
 @kernel()

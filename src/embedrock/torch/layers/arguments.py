@@ -22,7 +22,7 @@ from embedrock.distributed.owners import Shard
 from embedrock.distributed.resharding import Resharding, reshard
 from embedrock.errors import ArgumentError, UnsupportedError, check_choice, not_one_of
 from embedrock.frontend.arguments import check_wire, is_number, make_table, open_table, refuse, resolve_padding
-from embedrock.initializers import FromArray, FromBfloat16, Initializer, Normal
+from embedrock.initializers import FromArray, FromBfloat16, Given, Initializer, Normal
 from embedrock.system.log import caller_level, tell
 from embedrock.system.paths import local_path
 from embedrock.table.group import Group
@@ -241,31 +241,20 @@ def _opened(
 
 
 def pretrained_table(
-    layer: str, weights: Tensor | np.ndarray, dtype: torch.dtype | None, options: PretrainedOptions
+    layer: str, weights: Tensor | np.ndarray | Given, dtype: torch.dtype | None, options: PretrainedOptions
 ) -> Table:
     """Return a table that reads its rows from `weights` when they are needed."""
     known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | OF_LAYERS
     sharded = options.get("sharded", False)
     refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])
-    if getattr(weights, "ndim", None) != 2:
-        got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
-        raise ArgumentError(f"`embeddings` of {layer} must be a 2-D tensor or array (rows, dim): got {got}.")
-    if isinstance(weights, Tensor):
-        weights = weights.detach().cpu().resolve_neg()
-    if (name := str(weights.dtype).removeprefix("torch.")).startswith(("int", "uint", "bool", "complex")):
-        raise ArgumentError(f"`embeddings` of {layer} must be floats: got {name}. Convert them: embeddings.float().")
-    if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
-        init, native = FromBfloat16(weights.view(torch.int16).numpy()), "bfloat16"
-    else:
-        init = FromArray(weights.numpy() if isinstance(weights, Tensor) else weights)
-        native = str(init.array.dtype)
-    if dtype is None and native not in DTYPES:
+    init = weights if isinstance(weights, Given) else _given(layer, weights)
+    if dtype is None and init.dtype not in DTYPES:
         raise ArgumentError(
-            f"`embeddings` of {layer} are {native}, which a table cannot hold. Pass dtype=torch.float32 to "
+            f"`embeddings` of {layer} are {init.dtype}, which a table cannot hold. Pass dtype=torch.float32 to "
             "have rows converted when they are read."
         )
-    rows, dim = weights.shape
-    made_of = {"init": init, "dtype": native if dtype is None else _dtype_name(layer, dtype)}
+    rows, dim = init.shape
+    made_of = {"init": init, "dtype": init.dtype if dtype is None else _dtype_name(layer, dtype)}
     check_wire(layer, options.get("wire", "float32"), sharded is not False, made_of["dtype"])
     _check_commit_every(layer, sharded, options.get("commit_every"))
     of_table = {name: value for name, value in options.items() if name not in OF_LAYERS}
@@ -275,6 +264,23 @@ def pretrained_table(
         return make_table(rows, dim, {**of_table, **made_of, **own}, first)
 
     return _opened(layer, make, sharded, options.get("reshard", "error"), options)
+
+
+def _given(layer: str, weights: Tensor | np.ndarray) -> Given:
+    """Return the initializer that reads the rows of a tensor or array, which is not copied."""
+    if getattr(weights, "ndim", None) != 2:
+        got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
+        raise ArgumentError(f"`embeddings` of {layer} must be a 2-D tensor or array (rows, dim): got {got}.")
+    if isinstance(weights, Tensor):
+        weights = weights.detach().cpu().resolve_neg()
+    if (name := str(weights.dtype).removeprefix("torch.")).startswith(("int", "uint", "bool", "complex", "float8")):
+        remedy = "Convert them: embeddings.float()."
+        if name.startswith("float8"):
+            remedy = "Read them with their scale from their file: er.FromSafetensors(folder, tensor)."
+        raise ArgumentError(f"`embeddings` of {layer} must be floats of 16 bits or more: got {name}. {remedy}")
+    if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
+        return FromBfloat16(weights.view(torch.int16).numpy())
+    return FromArray(weights.numpy() if isinstance(weights, Tensor) else weights)
 
 
 # ---------------------------------------------------------------- shards on disk

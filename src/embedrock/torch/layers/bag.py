@@ -10,6 +10,7 @@ from torch import Tensor
 
 from embedrock.batch.wrong_ids import in_bags
 from embedrock.errors import ArgumentError, IdError, UnsupportedError, not_one_of
+from embedrock.initializers import FromSafetensors
 from embedrock.table.options import shows
 from embedrock.table.table import Table
 from embedrock.torch.layers.arguments import PretrainedOptions, RowOptions
@@ -82,7 +83,7 @@ class EmbeddingBag(RowLayer):
     @shows(PretrainedOptions)
     def from_pretrained(
         cls,
-        embeddings: Tensor | np.ndarray,
+        embeddings: Tensor | np.ndarray | FromSafetensors,
         freeze: bool = True,
         max_norm: float | None = None,
         norm_type: float = 2.0,

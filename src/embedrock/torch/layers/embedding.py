@@ -13,6 +13,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from embedrock.batch.wrong_ids import Place, in_array, in_jagged
 from embedrock.errors import IdError, IdTypeError, UnsupportedError
+from embedrock.initializers import FromSafetensors
 from embedrock.system.spans import span
 from embedrock.table.options import shows
 from embedrock.torch.layers.arguments import PretrainedOptions
@@ -198,7 +199,7 @@ class Embedding(RowLayer):
     @shows(PretrainedOptions)
     def from_pretrained(
         cls,
-        embeddings: Tensor | np.ndarray,
+        embeddings: Tensor | np.ndarray | FromSafetensors,
         freeze: bool = True,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -211,7 +212,8 @@ class Embedding(RowLayer):
         """Make a layer with `embeddings` as initial rows. They are never copied.
 
         Args:
-            embeddings: 2-D tensor, array or `np.memmap` (rows, dim), of any size. They must not change afterwards.
+            embeddings: 2-D tensor, array or `np.memmap` (rows, dim), of any size, or `er.FromSafetensors`. They must
+                not change afterwards.
             freeze: rows do not train.
             padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is not
                 zeroed.

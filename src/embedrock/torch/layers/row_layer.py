@@ -17,7 +17,7 @@ from embedrock.distributed.commits import is_part_of
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
-from embedrock.initializers import FromArray
+from embedrock.initializers import FromArray, Given
 from embedrock.table.missing import Missing
 from embedrock.table.options import shows
 from embedrock.table.table import Table, rows_of
@@ -105,7 +105,7 @@ class RowLayer(nn.Module):
 
     @classmethod
     def _of_weights(
-        cls, weights: Tensor | np.ndarray, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
+        cls, weights: Tensor | np.ndarray | Given, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
     ) -> Self:
         """Make a layer with `weights` as initial rows. `given` are PyTorch's arguments of the layer."""
         check_positions(cls._kind, given["scale_grad_by_freq"], options)
