@@ -656,13 +656,17 @@ def test_export_continues_only_the_same(run: Run, refused: Refused, monkeypatch:
 def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "bash", "bash"]
-    exec(blocks[0][1], {})
+    assert [kind for kind, _ in blocks] == ["python", "bash", "python", "bash", "bash"]
     np.savetxt("log.csv", np.random.default_rng(0).zipf(1.1, 10_000) % 10**6, "%d")  # as the page's, but small
-    lines = (line for _, block in blocks[1:] for line in block.splitlines() if line.startswith("embedrock"))
-    for line in lines:
-        words = shlex.split(line.split(" && ")[0], comments=True)
-        assert main(words[1:]) == 0, capsys.readouterr().err
+    names = dict[str, Any]()
+    for kind, block in blocks:
+        if kind == "python":
+            exec(block, names)
+            continue
+        for line in block.splitlines():
+            if line.startswith("embedrock"):
+                words = shlex.split(line.split(" && ")[0], comments=True)
+                assert main(words[1:]) == 0, capsys.readouterr().err
     assert np.load("matrix.npy").shape == (3000, 8)
 
 
