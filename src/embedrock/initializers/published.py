@@ -176,8 +176,8 @@ def _files(folder: str, pattern: re.Pattern[str]) -> list[str]:
         return [folder]
     if not os.path.isdir(folder):
         raise TableFileError(
-            f"there is no folder {folder}, which must hold {ENDING} files. Pass the folder of a checkpoint, such as the "
-            "result of huggingface_hub.snapshot_download(name)."
+            f"there is no folder {folder}, which must hold {ENDING} files. Pass that of a checkpoint, such as the result "
+            "of huggingface_hub.snapshot_download(name)."
         )
     names = sorted(os.listdir(folder))
     indexes = [name for name in names if name.endswith(INDEX)]
