@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from embedrock.kernels.packed import PackedRows
 
 ENDING = ".safetensors"
 INDEX = f"{ENDING}.index.json"  # end of the name of the file that names the file of each tensor
+CONFIG = "config.json"
 NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d{1,6})\.safetensors")
 SHARD = r"(?:\.(?:shards?[._]?)?(\d+))?"  # between the name of a table and that of its tensor
 PARTS = {"weight": "weight", "": "weight", "biases": "offset"}
@@ -111,6 +112,8 @@ class PublishedTable(NamedTuple):
         parts = _parts(folder, name)
         where = f"table {name!r} in {folder}"
         weight = _sharded(parts["weight"], where)
+        if weight.dtype == "U32" and (bits := _bits(folder, name)) != 4:
+            raise _unread(where, f"codes of {bits} bits, as {CONFIG} says")
         return cls(weight, *_form(weight, parts, where))
 
     @property
@@ -176,8 +179,8 @@ def _files(folder: str, pattern: re.Pattern[str]) -> list[str]:
         return [folder]
     if not os.path.isdir(folder):
         raise TableFileError(
-            f"there is no folder {folder}, which must hold {ENDING} files. Pass that of a checkpoint, such as the result "
-            "of huggingface_hub.snapshot_download(name)."
+            f"there is no folder {folder}, which must hold {ENDING} files. Pass the folder of a checkpoint, as "
+            "huggingface_hub.snapshot_download(name) returns it."
         )
     names = sorted(os.listdir(folder))
     indexes = [name for name in names if name.endswith(INDEX)]
@@ -199,6 +202,17 @@ def _weight_map(index: str) -> dict[str, str]:
         except (ValueError, KeyError, TypeError) as error:
             text = f"{index} must name the file of each tensor: got {error!r}. Get it again."
             raise TableFileError(text) from error
+
+
+def _bits(folder: str, name: str) -> Any:
+    """Return the bits of packed codes of a table, as the folder's configuration says, or else 4."""
+    try:
+        with open(os.path.join(folder, CONFIG), "rb") as file:
+            general = json.load(file)["quantization"]
+        own = general.get(name, general)
+        return own.get("bits", 4)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 4
 
 
 def _check_complete(folder: str, names: set[str]) -> None:
