@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from embedrock.io.safetensors import DTYPES, StoredTensor, read_header
 from embedrock.kernels.packed import PackedRows
 
 ENDING = ".safetensors"
-INDEX = f"model{ENDING}.index.json"  # names the file of each tensor
+INDEX = f"{ENDING}.index.json"  # end of the name of the file that names the file of each tensor
+CONFIG = "config.json"
+NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d{1,6})\.safetensors")
 SHARD = r"(?:\.(?:shards?[._]?)?(\d+))?"  # between the name of a table and that of its tensor
 PARTS = {"weight": "weight", "": "weight", "biases": "offset"}
 PARTS |= dict.fromkeys(("weight_scale", "weight_scale_inv", "scale", "scales"), "scale")
@@ -110,6 +112,8 @@ class PublishedTable(NamedTuple):
         parts = _parts(folder, name)
         where = f"table {name!r} in {folder}"
         weight = _sharded(parts["weight"], where)
+        if weight.dtype == "U32" and (bits := _bits(folder, name)) != 4:
+            raise _unread(where, f"codes of {bits} bits, as {CONFIG} says")
         return cls(weight, *_form(weight, parts, where))
 
     @property
@@ -170,22 +174,54 @@ class PublishedTable(NamedTuple):
 
 
 def _files(folder: str, pattern: re.Pattern[str]) -> list[str]:
-    """Return the files to look into, in order."""
+    """Return the files to look into, in order: those that an index of the folder names, or all."""
     if os.path.isfile(folder):
         return [folder]
-    index = os.path.join(folder, INDEX)
-    if os.path.exists(index):
-        with open(index, "rb") as file:
-            try:
-                files = json.load(file)["weight_map"].items()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise TableFileError(
-                    f"{index} must name the file of each tensor: got {error!r}. Get it again."
-                ) from error
-        named = {file for tensor, file in files if pattern.fullmatch(tensor)} or {file for _, file in files}
+    if not os.path.isdir(folder):
+        raise TableFileError(
+            f"there is no folder {folder}, which must hold {ENDING} files. Pass the folder of a checkpoint, as "
+            "huggingface_hub.snapshot_download(name) returns it."
+        )
+    names = sorted(os.listdir(folder))
+    indexes = [name for name in names if name.endswith(INDEX)]
+    if len(indexes) == 1:
+        files = _weight_map(os.path.join(folder, indexes[0]))
+        named = {file for tensor, file in files.items() if pattern.fullmatch(tensor)} or {*files.values()}
     else:
-        named = {file for file in os.listdir(folder) if file.endswith(ENDING)}
+        named = {name for name in names if name.endswith(ENDING)}
+        _check_complete(folder, named)
     return [os.path.join(folder, file) for file in sorted(named)]
+
+
+def _weight_map(index: str) -> dict[str, str]:
+    """Return the file of each tensor, as an index names them."""
+    with open(index, "rb") as file:
+        try:
+            files = json.load(file)["weight_map"]
+            return {str(tensor): os.path.basename(files[tensor]) for tensor in files}
+        except (ValueError, KeyError, TypeError) as error:
+            text = f"{index} must name the file of each tensor: got {error!r}. Get it again."
+            raise TableFileError(text) from error
+
+
+def _bits(folder: str, name: str) -> Any:
+    """Return the bits of packed codes of a table, as the folder's configuration says, or else 4."""
+    try:
+        with open(os.path.join(folder, CONFIG), "rb") as file:
+            general = json.load(file)["quantization"]
+        own = general.get(name, general)
+        return own.get("bits", 4)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 4
+
+
+def _check_complete(folder: str, names: set[str]) -> None:
+    """Raise `TableFileError` if files are missing, of those that count themselves: ``model-00001-of-00008``."""
+    for begin, number, count in {(part[1], len(part[2]), part[3]) for part in map(NUMBERED.match, names) if part}:
+        for k in range(1, int(count) + 1):
+            name = f"{begin}{k:0{number}}-of-{count}{ENDING}"
+            if name not in names:
+                raise TableFileError(f"{folder} must have all its {int(count)} files: {name} is missing. Get it again.")
 
 
 def _parts(folder: str, name: str) -> dict[str, dict[int, StoredTensor]]:
@@ -227,11 +263,10 @@ def _unread(where: str, got: str) -> UnsupportedError:
 
 def _sharded(tensors: dict[int, StoredTensor], where: str) -> Extents:
     """Return the extents of a tensor's shards."""
-    first, shards = min(tensors), [tensors[number] for number in sorted(tensors)]
-    missing = sorted(set(range(first, first + len(shards))) - tensors.keys())
-    if missing or first > 1:
-        number = missing[0] if missing else 0
-        raise TableFileError(f"all shards of {where} must be there: {number} is missing. Get the files again.")
+    shards = [tensors[number] for number in sorted(tensors)]
+    missing = sorted(set(range(len(shards))) - tensors.keys())
+    if missing:
+        raise TableFileError(f"all shards of {where} must be there: {missing[0]} is missing. Get the files again.")
     for shard in shards:
         if shard.dtype not in DTYPES or len(shard.shape) != 2 or 0 in shard.shape:
             raise _unread(where, f"{shard.name!r}, {shard.dtype} {shard.shape}")
