@@ -51,7 +51,9 @@ def floats(dtype: str, rows: int, dim: int, seed: int = 0) -> Published:
     return Published({f"{NAME}.weight": weight}, weight.float().numpy())
 
 
-def codes(dtype: str, rows: int, dim: int, scales: tuple[int, ...] | None, scale: str = "F32", block: int = 0) -> Published:
+def codes(
+    dtype: str, rows: int, dim: int, scales: tuple[int, ...] | None, scale: str = "F32", block: int = 0
+) -> Published:
     """Return a table of 8-bit codes. `scales`: shape of the scales; `block`: rows and columns of one, if not equal."""
     draw = np.random.default_rng(rows * dim)
     stored = torch.from_numpy(draw.integers(0, 256, (rows, dim), np.uint8)).view(CODES[dtype])

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -17,7 +18,8 @@ from embedrock.kernels.packed import PackedRows
 
 ENDING = ".safetensors"
 INDEX = f"model{ENDING}.index.json"  # names the file of each tensor
-SHARD = r"(?:\.(?:shards?[._]?)?(\d+))?"  # between the name of a table and that of its tensor
+CONFIG = "config.json"  # of the model
+SHARD = r"(?:\.(?:shards?[._]?)?([0-9]+))?"  # between the name of a table and that of its tensor
 PARTS = {"weight": "weight", "": "weight", "biases": "offset"}
 PARTS |= dict.fromkeys(("weight_scale", "weight_scale_inv", "scale", "scales"), "scale")
 # What a tensor beside the weights is called if it belongs to a form of weights that is not read here.
@@ -27,6 +29,7 @@ ALIGNMENT = 4  # bytes of a row's parts in RAM
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.int16), "BF16": np.dtype(np.uint16)}  # as `codec.decode`
 NAMES = {"F32": "float32", "F16": "float16"}  # dtypes of a table; all others are bfloat16
 SCALES = {**FLOATS, "F8_E8M0": np.dtype(np.uint8)}
+GROUPS = 32, 64, 128  # columns of 4 bits that share a scale; the same tensors of 3 or 6 bits would have others
 FORMS = "F32, F16 and BF16; F8_E4M3, F8_E5M2 and I8 with a scale or none; U32 of 4 bits with scales and biases"
 
 
@@ -107,15 +110,17 @@ class PublishedTable(NamedTuple):
             UnsupportedError: its form is none that is read here.
         """
         name = name.removesuffix(".weight")
-        parts = _parts(folder, name)
         where = f"table {name!r} in {folder}"
+        parts = _parts(folder, name, where)
         weight = _sharded(parts["weight"], where)
+        if weight.dtype == "U32" and (bits := _bits_of(folder, name)) != 4:
+            raise _unread(where, f"{bits} bits, by {CONFIG}")
         return cls(weight, *_form(weight, parts, where))
 
     @property
-    def stamps(self) -> tuple[int, ...]:
-        """Times of the last changes of its files, in nanoseconds."""
-        return tuple(os.stat(shard.path).st_mtime_ns for extents, _ in self.parts for shard in extents.shards)
+    def stamps(self) -> tuple[tuple[int, int], ...]:
+        """Sizes of its files, and times of their last changes, when their headers were read."""
+        return tuple(shard.stamp for extents, _ in self.parts for shard in extents.shards)
 
     @property
     def rows(self) -> int:
@@ -169,44 +174,61 @@ class PublishedTable(NamedTuple):
         return f"{self.rows} rows of {self.dim}, {self.weight.dtype}{scale}, in {shards}"
 
 
-def _files(folder: str, pattern: re.Pattern[str]) -> list[str]:
-    """Return the files to look into, in order."""
+def _files(folder: str, pattern: re.Pattern[str], where: str) -> tuple[list[str], set[str]]:
+    """Return the files to look into, in order, and the tensors that they must have."""
     if os.path.isfile(folder):
-        return [folder]
-    index = os.path.join(folder, INDEX)
+        return [folder], set()
+    if not os.path.isdir(folder):
+        raise TableFileError(
+            f"{where} must lie in a folder of safetensors files, or in one file: {folder} is neither. Download it "
+            "first, and pass its path: the name of a repository is none."
+        )
+    index, tensors = os.path.join(folder, INDEX), set[str]()
     if os.path.exists(index):
         with open(index, "rb") as file:
             try:
-                files = json.load(file)["weight_map"].items()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                files = {tensor: str(name) for tensor, name in json.load(file)["weight_map"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise TableFileError(
                     f"{index} must name the file of each tensor: got {error!r}. Get it again."
                 ) from error
-        named = {file for tensor, file in files if pattern.fullmatch(tensor)} or {file for _, file in files}
+        tensors = {tensor for tensor in files if pattern.fullmatch(tensor)}
+        named = {files[tensor] for tensor in tensors or files}
     else:
         named = {file for file in os.listdir(folder) if file.endswith(ENDING)}
-    return [os.path.join(folder, file) for file in sorted(named)]
+    paths = [os.path.join(folder, file) for file in sorted(named)]
+    if missing := [path for path in paths if not os.path.isfile(path)]:
+        raise TableFileError(f"{where} must have all files that {INDEX} names: {missing[0]} is missing. Get it.")
+    return paths, tensors
 
 
-def _parts(folder: str, name: str) -> dict[str, dict[int, StoredTensor]]:
+def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTensor]]:
     """Return the tensors of a table by part and number of the shard."""
     pattern = re.compile(rf"{re.escape(name)}{SHARD}(?:\.([^.]+))?")
-    parts, others, seen = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), list[StoredTensor]()
-    for path in _files(folder, pattern):
+    parts, seen, strays = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), dict[str, StoredTensor]()
+    paths, missing = _files(folder, pattern, where)
+    for path in paths:
         for tensor in read_header(path, partial(_damaged, path)).values():
+            missing.discard(tensor.name)
             found = pattern.fullmatch(tensor.name)
             kind = "" if found is None else found[2] or ""
             if found is None:
                 seen.append(tensor)
-            elif kind in PARTS:
-                parts.setdefault(PARTS[kind], {})[int(found[1] or 0)] = tensor
-            elif OTHER_FORMS.search(kind):
-                others.append(tensor)
-    where = f"table {name!r} in {folder}"
-    if "weight" not in parts or others:
-        if not others:
-            raise _no_table(where, name, seen)
-        raise _unread(where, f"a tensor {others[0].name!r}, {others[0].dtype} {others[0].shape}")
+            elif kind not in PARTS:
+                strays[kind] = tensor
+            elif (other := parts.setdefault(PARTS[kind], {}).setdefault(int(found[1] or 0), tensor)) is not tensor:
+                raise TableFileError(
+                    f"{where} must have each part once: got {other.name!r} in {other.path} and {tensor.name!r} in "
+                    f"{path}. If one of the files is a copy, move it away, or pass the other one."
+                )
+    if missing:
+        raise TableFileError(f"{where} must have {min(missing)!r}, which {INDEX} names: it is missing. Get it.")
+    is_coded = any(tensor.dtype not in FLOATS for tensor in parts.get("weight", {}).values())
+    for kind, tensor in strays.items():
+        if is_coded or OTHER_FORMS.search(kind):
+            raise _unread(where, f"a tensor {tensor.name!r}, {tensor.dtype} {tensor.shape}")
+    if "weight" not in parts:
+        raise _no_table(where, name, seen)
     return parts
 
 
@@ -227,11 +249,9 @@ def _unread(where: str, got: str) -> UnsupportedError:
 
 def _sharded(tensors: dict[int, StoredTensor], where: str) -> Extents:
     """Return the extents of a tensor's shards."""
-    first, shards = min(tensors), [tensors[number] for number in sorted(tensors)]
-    missing = sorted(set(range(first, first + len(shards))) - tensors.keys())
-    if missing or first > 1:
-        number = missing[0] if missing else 0
-        raise TableFileError(f"all shards of {where} must be there: {number} is missing. Get the files again.")
+    shards = [tensors[number] for number in sorted(tensors)]
+    if missing := set(range(len(shards))) - tensors.keys():
+        raise TableFileError(f"all shards of {where} must be there: {min(missing)} is missing. Get the files again.")
     for shard in shards:
         if shard.dtype not in DTYPES or len(shard.shape) != 2 or 0 in shard.shape:
             raise _unread(where, f"{shard.name!r}, {shard.dtype} {shard.shape}")
@@ -261,7 +281,9 @@ def _form(
     made = [_beside(weight, parts[part], dim, where) for part in ("scale", "offset") if part in parts]
     if len({each.columns for each in made}) > 1:
         raise _unread(where, got)
-    group = _block(dim, made[0].columns, f"columns of {where}")
+    group = _block(dim, made[0].columns, "columns", where)
+    if is_packed and group not in GROUPS:
+        raise _unread(where, f"groups of {group} columns, which 4 bits do not have")
     return made[0], made[1] if is_packed else None, dim, group
 
 
@@ -269,13 +291,15 @@ def _beside(weight: Extents, tensors: dict[int, StoredTensor], dim: int, where: 
     """Return the extents of scales, which may be one for all rows, for each shard, for blocks of rows or for a row."""
     shards = [tensors[number] for number in sorted(tensors)]
     firsts = weight.firsts if len(shards) == len(weight.shards) else weight.firsts[[0, -1]]
-    if len(firsts) != len(shards) + 1:
+    if len(firsts) != len(shards) + 1 or tensors.keys() != set(range(len(shards))):
         raise _unread(where, f"{counted(len(shards), 'shard')} of {shards[0].name!r}")
-    counts, widths = ([*zip(*(_matrix(each) for each in shards), strict=True)][k] for k in range(2))
-    if len(set(widths)) > 1 or widths[0] > dim:
-        raise _unread(where, f"{shards[0].name!r}, {shards[0].dtype} {shards[0].shape}")
-    each = [_block(int(n), count, f"rows of {where}") for n, count in zip(np.diff(firsts), counts, strict=True)]
-    nbytes = widths[0] * np.dtype(DTYPES[shards[0].dtype]).itemsize
+    lengths = np.diff(firsts).tolist()
+    for rows, tensor in zip(lengths, shards, strict=True):
+        is_matrix = len(tensor.shape) == 2 or (prod(tensor.shape) in (1, rows) and len(tensor.shape) < 2)
+        if not is_matrix or _matrix(tensor)[1] != _matrix(shards[0])[1] or _matrix(tensor)[1] > dim:
+            raise _unread(where, f"{tensor.name!r}, {tensor.dtype} {tensor.shape}")
+    each = [_block(rows, _matrix(tensor)[0], "rows", where) for rows, tensor in zip(lengths, shards, strict=True)]
+    nbytes = _matrix(shards[0])[1] * np.dtype(DTYPES[shards[0].dtype]).itemsize
     return Extents(shards, firsts, np.array(each, np.int64), nbytes)
 
 
@@ -284,10 +308,22 @@ def _matrix(tensor: StoredTensor) -> tuple[int, int]:
     return rows, columns
 
 
-def _block(count: int, blocks: int, where: str) -> int:
+def _block(count: int, blocks: int, what: str, where: str) -> int:
     """Return how many of `count` items share one of `blocks` scales: a divisor, or a power of two."""
     found = {count // blocks} if blocks and count % blocks == 0 else set[int]()
     found |= {size for k in range(63) if blocks and -(-count // (size := 1 << k)) == blocks and blocks > 1}
     if len(found) != 1:
-        raise _unread(where, f"{counted(blocks, 'scale')} for {count}, so that blocks may have {sorted(found)}")
+        raise _unread(where, f"{counted(blocks, 'scale')} for {count} {what}, so that blocks may have {sorted(found)}")
     return found.pop()
+
+
+def _bits_of(folder: str, name: str) -> int:
+    """Return the bits of a table's codes in words of 32 bits, as the model's configuration says; else 4."""
+    beside = os.path.dirname(folder) if os.path.isfile(folder) else folder
+    try:
+        with open(os.path.join(beside, CONFIG), "rb") as file:
+            said = json.load(file)["quantization"]
+        own = said.get(name)
+        return (own if isinstance(own, dict) else said).get("bits", 4)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 4
