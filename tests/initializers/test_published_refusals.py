@@ -20,36 +20,60 @@ WORDS = torch.ones(64, 8, dtype=torch.uint32)  # 64 columns of 4 bits
 GROUPS = torch.ones(64, 2)
 INDEX = "model.safetensors.index.json"
 UNREAD = {
-    "a second scale, as in NVFP4": ({"weight": CODES, "weight_scale": F8, "weight_scale_2": torch.ones(1)}, "'X.weight_scale_2', F32 (1,)"),
+    "a second scale, as in NVFP4": (
+        {"weight": CODES, "weight_scale": F8, "weight_scale_2": torch.ones(1)},
+        "'X.weight_scale_2', F32 (1,)",
+    ),
     "scales in F8": ({"weight": F8, "weight_scale": F8}, "F8_E4M3 with 'X.weight_scale', F8_E4M3"),
     "GPTQ": ({"qweight": WORDS.view(torch.int32), "scales": GROUPS}, "a tensor 'X.qweight', I32 (64, 8)"),
     "an order of columns": ({"weight": INT8, "scales": GROUPS, "g_idx": torch.ones(3)}, "a tensor 'X.g_idx', F32 (3,)"),
     "LLM.int8": ({"weight": INT8, "SCB": torch.ones(64)}, "a tensor 'X.SCB', F32 (64,)"),
     "zero points": ({"weight": INT8, "scale": torch.ones(1), "zero_point": torch.ones(1)}, "'X.zero_point', F32 (1,)"),
     "a bias": ({"weight": WEIGHT, "bias": torch.ones(32)}, "a tensor 'X.bias', F32 (32,)"),
-    "codes with offsets": ({"weight": INT8, "scales": GROUPS, "biases": GROUPS}, "I8 with 'X.scales', F32 with 'X.biases', F32"),
+    "codes with offsets": (
+        {"weight": INT8, "scales": GROUPS, "biases": GROUPS},
+        "I8 with 'X.scales', F32 with 'X.biases', F32",
+    ),
     "floats with a scale": ({"weight": WEIGHT, "scale": torch.ones(1)}, "F32 with 'X.scale', F32"),
     "F64": ({"weight": WEIGHT.double()}, "F64."),
     "U8": ({"weight": CODES}, "U8."),
     "4 bits without offsets": ({"weight": WORDS, "scales": GROUPS}, "U32 with 'X.scales', F32"),
     "offsets of another dtype": ({"weight": WORDS, "scales": GROUPS, "biases": GROUPS.half()}, "'X.biases', F16"),
     "offsets of other groups": ({"weight": WORDS, "scales": GROUPS, "biases": torch.ones(64, 1)}, "'X.biases', F32"),
-    "groups of 3 bits": ({"weight": torch.ones(64, 12, dtype=torch.uint32), "scales": torch.ones(64, 4), "biases": torch.ones(64, 4)}, "groups of 24 columns"),
+    "groups of 3 bits": (
+        {"weight": torch.ones(64, 12, dtype=torch.uint32), "scales": torch.ones(64, 4), "biases": torch.ones(64, 4)},
+        "groups of 24 columns",
+    ),
     "one dimension": ({"weight": torch.ones(3)}, "'X.weight', F32 (3,)"),
     "three dimensions": ({"weight": torch.ones(3, 4, 5)}, "'X.weight', F32 (3, 4, 5)"),
     "no rows": ({"weight": torch.ones(0, 5)}, "'X.weight', F32 (0, 5)"),
-    "shards that differ": ({"0.weight": WEIGHT, "1.weight": WEIGHT.half()}, "'X.0.weight', F32 (64, 32) and 'X.1.weight', F16 (64, 32)"),
+    "shards that differ": (
+        {"0.weight": WEIGHT, "1.weight": WEIGHT.half()},
+        "'X.0.weight', F32 (64, 32) and 'X.1.weight', F16 (64, 32)",
+    ),
     "shards of other widths": ({"0.weight": WEIGHT, "1.weight": torch.ones(5, 31)}, "shards that differ"),
     "whole numbers as scales": ({"weight": INT8, "scale": torch.ones(1).int()}, "'X.scale', I32"),
     "scales of columns": ({"weight": INT8, "scale": torch.ones(32)}, "'X.scale', F32 (32,)"),
     "scales of three dimensions": ({"weight": INT8, "scale": torch.ones(64, 2, 3)}, "'X.scale', F32 (64, 2, 3)"),
     "no scales": ({"weight": INT8, "scale": torch.ones(0)}, "'X.scale', F32 (0,)"),
     "more scales than columns": ({"weight": INT8, "scale": torch.ones(64, 33)}, "'X.scale', F32 (64, 33)"),
-    "blocks of columns that have two sizes": ({"weight": torch.ones(4, 160).char(), "scale": torch.ones(4, 2)}, "2 scales for 160 columns, so that blocks may have [80, 128]"),
-    "blocks of rows that have no size": ({"weight": INT8, "scale": torch.ones(63, 1)}, "63 scales for 64 rows, so that blocks may have []"),
-    "scales of other shards": ({"0.weight": INT8, "1.weight": INT8, "2.weight": INT8, "0.scale": torch.ones(1), "1.scale": torch.ones(1)}, "2 shards of 'X.0.scale'"),
-    "a scale of a shard that is not there": ({"0.weight": INT8, "1.weight": INT8, "0.scale": torch.ones(1), "2.scale": torch.ones(1)}, "2 shards of 'X.0.scale'"),
-}  # fmt: skip
+    "blocks of columns that have two sizes": (
+        {"weight": torch.ones(4, 160).char(), "scale": torch.ones(4, 2)},
+        "2 scales for 160 columns, so that blocks may have [80, 128]",
+    ),
+    "blocks of rows that have no size": (
+        {"weight": INT8, "scale": torch.ones(63, 1)},
+        "63 scales for 64 rows, so that blocks may have []",
+    ),
+    "scales of other shards": (
+        {"0.weight": INT8, "1.weight": INT8, "2.weight": INT8, "0.scale": torch.ones(1), "1.scale": torch.ones(1)},
+        "2 shards of 'X.0.scale'",
+    ),
+    "a scale of a shard that is not there": (
+        {"0.weight": INT8, "1.weight": INT8, "0.scale": torch.ones(1), "2.scale": torch.ones(1)},
+        "2 shards of 'X.0.scale'",
+    ),
+}
 TWICE = {
     "with and without a suffix": ["weight", ""],
     "sharded and not": ["weight", "shard_0.weight"],
@@ -90,8 +114,8 @@ def test_words_of_other_than_4_bits_by_the_configuration(said: dict[str, Any], t
     write(tmp_path, {"weight": WORDS, "scales": GROUPS, "biases": GROUPS})
     (tmp_path / "config.json").write_text(json.dumps({"quantization": said}))
     for place in (tmp_path, tmp_path / "a.safetensors"):
-        assert "got 8 bits, by config.json." in refused(place, kind=er.UnsupportedError)
-    for other in ({"bits": 4, "Y": {"bits": 8}, "X": False}, {}, [], None):
+        assert "got codes of 8 bits, as config.json says." in refused(place, kind=er.UnsupportedError)
+    for other in ({"bits": 4, "Y": {"bits": 8}, "X": {}}, {}, [], None):
         (tmp_path / "config.json").write_text(json.dumps({"quantization": other}))
         assert er.FromSafetensors(tmp_path, "X").shape == (64, 64)
 
@@ -124,9 +148,11 @@ def test_a_last_shard_that_only_the_index_knows(tmp_path: Path):
     write(tmp_path, {"0.weight": WEIGHT})
     named = {"X.0.weight": "a.safetensors", "X.1.weight": "a.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": named}))
-    assert f"must have 'X.1.weight', which {INDEX} names: it is missing. Get it." in refused(tmp_path)
+    assert "must have 'X.1.weight', which the index names: it is missing. Get its file." in refused(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**named, "X.1.weight": "b.safetensors"}}))
-    assert f"must have all files that {INDEX} names: {tmp_path}/b.safetensors is missing. Get it." in refused(tmp_path)
+    assert f"must have all files that its index names: {tmp_path}/b.safetensors is missing. Get it." in refused(
+        tmp_path
+    )
     write(tmp_path, {"1.weight": WEIGHT}, "b.safetensors")
     assert er.FromSafetensors(tmp_path, "X").shape == (128, 32)
 
@@ -137,7 +163,7 @@ def test_a_last_shard_that_only_the_index_knows(tmp_path: Path):
 def test_a_damaged_index(text: str | bytes, tmp_path: Path):
     write(tmp_path, {"weight": WEIGHT})
     (tmp_path / INDEX).write_bytes(text.encode() if isinstance(text, str) else text)
-    assert re.search(rf"{INDEX} must name the file of each tensor: got |{INDEX} names: ", refused(tmp_path))
+    assert re.search(rf"{INDEX} must name the file of each tensor: got |its index names: ", refused(tmp_path))
 
 
 def test_a_name_that_is_not_there(tmp_path: Path):
@@ -158,7 +184,14 @@ def _made(folder: Path) -> Path:
 
 def test_a_folder_that_is_not_there():
     text = refused(Path("deepseek-ai/DeepSeek-V4.1"))
-    assert text.endswith("is neither. Download it first, and pass its path: the name of a repository is none.")
+    assert text.startswith("there is no folder /")
+    assert "Pass the folder of a checkpoint, as huggingface_hub.snapshot_download(name) returns it." in text
+
+
+def test_a_file_that_the_others_count(tmp_path: Path):
+    write(tmp_path, {"weight": WEIGHT}, "model-00001-of-00002.safetensors")
+    expected = f"{tmp_path} must have all its 2 files: model-00002-of-00002.safetensors is missing. Get it again."
+    assert refused(tmp_path) == expected
 
 
 @pytest.mark.parametrize("tensor", [5, None, b"X"])
@@ -170,7 +203,7 @@ def test_names_that_are_no_text(tensor: Any, tmp_path: Path):
 @pytest.mark.parametrize("memory", [0, "lots", "auto", None, -1, True, "101%"])
 def test_sizes_that_are_none(memory: Any, tmp_path: Path):
     write(tmp_path, {"weight": WEIGHT})
-    with pytest.raises(er.ArgumentError, match="^`memory"):
+    with pytest.raises(er.ArgumentError, match=r"^`memory"):
         er.FromSafetensors(tmp_path, "X", memory)
 
 

@@ -64,13 +64,13 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_entries(name: str, tmp_path: Path):
-    with pytest.raises(Refused, match="^tensor 'bad': "):
+    with pytest.raises(Refused, match=r"^tensor 'bad': "):
         read(write(tmp_path / "a", {"good": GOOD, "bad": BAD[name]}))
 
 
 @pytest.mark.parametrize("text", [b"[]", b"50", b"{ ", b"[" * 100_000, b"\xff\xfe", b'"a"', b"null", b"{}}"])
 def test_headers_that_name_no_tensors(text: bytes, tmp_path: Path):
-    with pytest.raises(Refused, match="^: a header"):
+    with pytest.raises(Refused, match=r"^: a header"):
         read(write(tmp_path / "a", text))
 
 
@@ -83,7 +83,11 @@ def test_lengths_that_the_file_does_not_have(length: int, tmp_path: Path):
 
 
 def test_what_the_package_writes(tmp_path: Path):
-    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.ones(3, 7).to(torch.float8_e4m3fn)}  # fmt: skip
+    tensors = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.ones(5, dtype=torch.bfloat16),
+        "c": torch.ones(3, 7).to(torch.float8_e4m3fn),
+    }
     save_file(tensors, tmp_path / "a", metadata={"format": "pt"})
     found, data = read(tmp_path / "a"), (tmp_path / "a").read_bytes()
     assert found.keys() == tensors.keys()  # not the metadata
@@ -100,7 +104,9 @@ def test_a_dtype_of_tomorrow_is_named_and_not_checked(tmp_path: Path):
 @settings(max_examples=examples(300))
 @given(cut=st.integers(0, 300), at=st.integers(0, 299), byte=st.integers(0, 255))
 def test_damaged_files_are_refused_or_lie_in_their_file(cut: int, at: int, byte: int, tmp_path_factory: Any):
-    path = write(tmp_path_factory.getbasetemp() / "damaged", {"a": GOOD, "b": GOOD | {"dtype": "F16", "data_offsets": [0, 32]}})  # fmt: skip
+    path = write(
+        tmp_path_factory.getbasetemp() / "damaged", {"a": GOOD, "b": GOOD | {"dtype": "F16", "data_offsets": [0, 32]}}
+    )
     data = bytearray(path.read_bytes())
     data[at % len(data)] = byte
     path.write_bytes(data[: len(data) - cut % len(data)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +33,7 @@ class Published(NamedTuple):
             if tensor.dim() != 2 or len(tensor) != len(self.rows):
                 made[name] = tensor
                 continue
-            for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            for number, (start, end) in enumerate(itertools.pairwise(bounds)):
                 made[f"{NAME}.{form.format(number)}{kind}"] = tensor[start:end].clone()
         return Published(made, self.rows)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from embedrock.io.safetensors import DTYPES, StoredTensor, read_header
 from embedrock.kernels.packed import PackedRows
 
 ENDING = ".safetensors"
-INDEX = f"model{ENDING}.index.json"  # names the file of each tensor
-CONFIG = "config.json"  # of the model
+INDEX = f"{ENDING}.index.json"  # end of the name of the file that names the file of each tensor
+CONFIG = "config.json"
+NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d{1,6})\.safetensors")
 SHARD = r"(?:\.(?:shards?[._]?)?([0-9]+))?"  # between the name of a table and that of its tensor
 PARTS = {"weight": "weight", "": "weight", "biases": "offset"}
 PARTS |= dict.fromkeys(("weight_scale", "weight_scale_inv", "scale", "scales"), "scale")
@@ -113,8 +114,8 @@ class PublishedTable(NamedTuple):
         where = f"table {name!r} in {folder}"
         parts = _parts(folder, name, where)
         weight = _sharded(parts["weight"], where)
-        if weight.dtype == "U32" and (bits := _bits_of(folder, name)) != 4:
-            raise _unread(where, f"{bits} bits, by {CONFIG}")
+        if weight.dtype == "U32" and (bits := _bits(folder, name)) != 4:
+            raise _unread(where, f"codes of {bits} bits, as {CONFIG} says")
         return cls(weight, *_form(weight, parts, where))
 
     @property
@@ -174,39 +175,69 @@ class PublishedTable(NamedTuple):
         return f"{self.rows} rows of {self.dim}, {self.weight.dtype}{scale}, in {shards}"
 
 
-def _files(folder: str, pattern: re.Pattern[str], where: str) -> tuple[list[str], set[str]]:
-    """Return the files to look into, in order, and the tensors that they must have."""
+def _files(folder: str, pattern: re.Pattern[str]) -> tuple[list[str], set[str]]:
+    """Return the files to look into, in order, those that an index of the folder names, or all; and their tensors.
+
+    Of the table's tensors, all that the index names.
+    """
     if os.path.isfile(folder):
         return [folder], set()
     if not os.path.isdir(folder):
         raise TableFileError(
-            f"{where} must lie in a folder of safetensors files, or in one file: {folder} is neither. Download it "
-            "first, and pass its path: the name of a repository is none."
+            f"there is no folder {folder}, which must hold {ENDING} files. Pass the folder of a checkpoint, as "
+            "huggingface_hub.snapshot_download(name) returns it."
         )
-    index, tensors = os.path.join(folder, INDEX), set[str]()
-    if os.path.exists(index):
-        with open(index, "rb") as file:
-            try:
-                files = {tensor: str(name) for tensor, name in json.load(file)["weight_map"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise TableFileError(
-                    f"{index} must name the file of each tensor: got {error!r}. Get it again."
-                ) from error
+    names = sorted(os.listdir(folder))
+    indexes, tensors = [name for name in names if name.endswith(INDEX)], set[str]()
+    if len(indexes) == 1:
+        files = _weight_map(os.path.join(folder, indexes[0]))
         tensors = {tensor for tensor in files if pattern.fullmatch(tensor)}
         named = {files[tensor] for tensor in tensors or files}
     else:
-        named = {file for file in os.listdir(folder) if file.endswith(ENDING)}
+        named = {name for name in names if name.endswith(ENDING)}
+        _check_complete(folder, named)
     paths = [os.path.join(folder, file) for file in sorted(named)]
     if missing := [path for path in paths if not os.path.isfile(path)]:
-        raise TableFileError(f"{where} must have all files that {INDEX} names: {missing[0]} is missing. Get it.")
+        raise TableFileError(f"{folder} must have all files that its index names: {missing[0]} is missing. Get it.")
     return paths, tensors
+
+
+def _weight_map(index: str) -> dict[str, str]:
+    """Return the file of each tensor, as an index names them."""
+    with open(index, "rb") as file:
+        try:
+            files = json.load(file)["weight_map"]
+            return {str(tensor): os.path.basename(files[tensor]) for tensor in files}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            text = f"{index} must name the file of each tensor: got {error!r}. Get it again."
+            raise TableFileError(text) from error
+
+
+def _bits(folder: str, name: str) -> Any:
+    """Return the bits of packed codes of a table, as the folder's configuration says, or else 4."""
+    try:
+        with open(os.path.join(folder if os.path.isdir(folder) else os.path.dirname(folder), CONFIG), "rb") as file:
+            general = json.load(file)["quantization"]
+        own = general.get(name, general)
+        return own.get("bits", 4)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 4
+
+
+def _check_complete(folder: str, names: set[str]) -> None:
+    """Raise `TableFileError` if files are missing, of those that count themselves: ``model-00001-of-00008``."""
+    for begin, number, count in {(part[1], len(part[2]), part[3]) for part in map(NUMBERED.match, names) if part}:
+        for k in range(1, int(count) + 1):
+            name = f"{begin}{k:0{number}}-of-{count}{ENDING}"
+            if name not in names:
+                raise TableFileError(f"{folder} must have all its {int(count)} files: {name} is missing. Get it again.")
 
 
 def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTensor]]:
     """Return the tensors of a table by part and number of the shard."""
     pattern = re.compile(rf"{re.escape(name)}{SHARD}(?:\.([^.]+))?")
     parts, seen, strays = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), dict[str, StoredTensor]()
-    paths, missing = _files(folder, pattern, where)
+    paths, missing = _files(folder, pattern)
     for path in paths:
         for tensor in read_header(path, partial(_damaged, path)).values():
             missing.discard(tensor.name)
@@ -222,7 +253,7 @@ def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTens
                     f"{path}. If one of the files is a copy, move it away, or pass the other one."
                 )
     if missing:
-        raise TableFileError(f"{where} must have {min(missing)!r}, which {INDEX} names: it is missing. Get it.")
+        raise TableFileError(f"{where} must have {min(missing)!r}, which the index names: it is missing. Get its file.")
     is_coded = any(tensor.dtype not in FLOATS for tensor in parts.get("weight", {}).values())
     for kind, tensor in strays.items():
         if is_coded or OTHER_FORMS.search(kind):
@@ -315,15 +346,3 @@ def _block(count: int, blocks: int, what: str, where: str) -> int:
     if len(found) != 1:
         raise _unread(where, f"{counted(blocks, 'scale')} for {count} {what}, so that blocks may have {sorted(found)}")
     return found.pop()
-
-
-def _bits_of(folder: str, name: str) -> int:
-    """Return the bits of a table's codes in words of 32 bits, as the model's configuration says; else 4."""
-    beside = os.path.dirname(folder) if os.path.isfile(folder) else folder
-    try:
-        with open(os.path.join(beside, CONFIG), "rb") as file:
-            said = json.load(file)["quantization"]
-        own = said.get(name)
-        return (own if isinstance(own, dict) else said).get("bits", 4)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ class BaseCache:
 
     def __init__(self, init: FromSafetensors, slots: int) -> None:
         self.init, self.hits, self.misses = init, 0, 0
-        self._slots, self._lock = SlotCache(slots), forks.lock(forks.LockRank.SECTION)
+        self.lock = forks.lock(forks.LockRank.SECTION)
+        self._slots = SlotCache(slots)
         width = init.table.row_bytes
         self._raw = reserve(slots * width, "rows of a published table").reshape(slots, width)
 
@@ -67,6 +69,10 @@ class BaseCache:
             vars(init)["_cache"] = made
         return made
 
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._slots = SlotCache(self._slots.capacity)
+
     @property
     def bytes_used(self) -> int:
         """RAM of the rows and their index."""
@@ -78,7 +84,7 @@ class BaseCache:
             self._fill(ids[start : start + MOST_AT_ONCE], out[start : start + MOST_AT_ONCE])
 
     def _fill(self, ids: np.ndarray, out: np.ndarray) -> None:
-        with self._lock:
+        with self.lock:
             slots = self._slots.find(ids)
             is_here = slots >= 0
             is_whole = is_here.all()
@@ -93,13 +99,13 @@ class BaseCache:
             self.init.decode(raw, slots, values)
             if values is not out:
                 out[~is_here] = values
-            with self._lock:
+            with self.lock:
                 self._keep(unique, raw)
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Read rows, which may repeat, and hold as many as fit until the pin is released."""
         ids = np.unique(ids)
-        with self._lock:
+        with self.lock:
             slots = self._slots.find(ids)
             held = slots[slots >= 0]
             self._slots.pin(held)
@@ -107,7 +113,7 @@ class BaseCache:
         missing = ids[slots < 0]
         if len(missing):
             raw = self.init.read(missing)
-            with self._lock:
+            with self.lock:
                 pin.held.append(kept := self._keep(missing, raw))
                 self._slots.pin(kept)
         return pin
@@ -130,8 +136,15 @@ class BaseCache:
         return {"base_hits": self.hits, "base_misses": self.misses, "base_bytes_used": self.bytes_used}
 
     def unpin(self, slots: np.ndarray) -> None:
-        with self._lock:
+        with self.lock:
             self._slots.unpin(slots)
+
+
+@forks.in_child
+def _begin_child(missed: Set[forks.Lock]) -> None:
+    """Empty the caches that another thread may have been changing when this child was forked."""
+    for cache in [each for each in _caches.values() if each.lock in missed]:
+        cache.clear()
 
 
 class _BasePin(Pin):
