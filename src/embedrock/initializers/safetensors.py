@@ -229,8 +229,11 @@ class FromSafetensors(Given):
             )
         return made
 
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), (self.folder, self.tensor, self.memory)
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.found, (self.describe(), f"a copy of {self}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FromSafetensors:
+        return self
 
     def __repr__(self) -> str:
         return f"FromSafetensors({self.tensor!r}, <{self.table.weight.dtype} {self.shape}>)"
