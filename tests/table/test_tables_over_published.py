@@ -168,8 +168,8 @@ def test_a_base_that_changes_while_it_is_open(how: str, before: bool, memory: st
     for ids in (np.arange(200, 800), [500]):
         with pytest.raises(er.TableFileError) as caught:
             table.lookup(ids)
-        expected = "must stay as it is while a table reads it: it has changed. Write a new file instead, and make the table anew."
-        assert str(caught.value) == f"{path} {expected}"
+        expected = f"{path} must stay as it is while a table reads it: it has changed. Write a new file instead, and "
+        assert str(caught.value) == f"{expected}make the table anew."
     if before and memory != "map":
         np.testing.assert_array_equal(table.lookup(np.arange(100)), published.rows[:100])
 
