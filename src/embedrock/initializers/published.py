@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,7 +20,7 @@ ENDING = ".safetensors"
 INDEX = f"{ENDING}.index.json"  # end of the name of the file that names the file of each tensor
 CONFIG = "config.json"
 NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d{1,6})\.safetensors")
-SHARD = r"(?:\.(?:shards?[._]?)?(\d+))?"  # between the name of a table and that of its tensor
+SHARD = r"(?:\.(?:shards?[._]?)?([0-9]+))?"  # between the name of a table and that of its tensor
 PARTS = {"weight": "weight", "": "weight", "biases": "offset"}
 PARTS |= dict.fromkeys(("weight_scale", "weight_scale_inv", "scale", "scales"), "scale")
 # What a tensor beside the weights is called if it belongs to a form of weights that is not read here.
@@ -29,6 +30,7 @@ ALIGNMENT = 4  # bytes of a row's parts in RAM
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.int16), "BF16": np.dtype(np.uint16)}  # as `codec.decode`
 NAMES = {"F32": "float32", "F16": "float16"}  # dtypes of a table; all others are bfloat16
 SCALES = {**FLOATS, "F8_E8M0": np.dtype(np.uint8)}
+GROUPS = 32, 64, 128  # columns of 4 bits that share a scale; the same tensors of 3 or 6 bits would have others
 FORMS = "F32, F16 and BF16; F8_E4M3, F8_E5M2 and I8 with a scale or none; U32 of 4 bits with scales and biases"
 
 
@@ -109,17 +111,17 @@ class PublishedTable(NamedTuple):
             UnsupportedError: its form is none that is read here.
         """
         name = name.removesuffix(".weight")
-        parts = _parts(folder, name)
         where = f"table {name!r} in {folder}"
+        parts = _parts(folder, name, where)
         weight = _sharded(parts["weight"], where)
         if weight.dtype == "U32" and (bits := _bits(folder, name)) != 4:
             raise _unread(where, f"codes of {bits} bits, as {CONFIG} says")
         return cls(weight, *_form(weight, parts, where))
 
     @property
-    def stamps(self) -> tuple[int, ...]:
-        """Times of the last changes of its files, in nanoseconds."""
-        return tuple(os.stat(shard.path).st_mtime_ns for extents, _ in self.parts for shard in extents.shards)
+    def stamps(self) -> tuple[tuple[int, int], ...]:
+        """Sizes of its files, and times of their last changes, when their headers were read."""
+        return tuple(shard.stamp for extents, _ in self.parts for shard in extents.shards)
 
     @property
     def rows(self) -> int:
@@ -173,24 +175,31 @@ class PublishedTable(NamedTuple):
         return f"{self.rows} rows of {self.dim}, {self.weight.dtype}{scale}, in {shards}"
 
 
-def _files(folder: str, pattern: re.Pattern[str]) -> list[str]:
-    """Return the files to look into, in order: those that an index of the folder names, or all."""
+def _files(folder: str, pattern: re.Pattern[str]) -> tuple[list[str], set[str]]:
+    """Return the files to look into, in order, those that an index of the folder names, or all; and their tensors.
+
+    Of the table's tensors, all that the index names.
+    """
     if os.path.isfile(folder):
-        return [folder]
+        return [folder], set()
     if not os.path.isdir(folder):
         raise TableFileError(
             f"there is no folder {folder}, which must hold {ENDING} files. Pass the folder of a checkpoint, as "
             "huggingface_hub.snapshot_download(name) returns it."
         )
     names = sorted(os.listdir(folder))
-    indexes = [name for name in names if name.endswith(INDEX)]
+    indexes, tensors = [name for name in names if name.endswith(INDEX)], set[str]()
     if len(indexes) == 1:
         files = _weight_map(os.path.join(folder, indexes[0]))
-        named = {file for tensor, file in files.items() if pattern.fullmatch(tensor)} or {*files.values()}
+        tensors = {tensor for tensor in files if pattern.fullmatch(tensor)}
+        named = {files[tensor] for tensor in tensors or files}
     else:
         named = {name for name in names if name.endswith(ENDING)}
         _check_complete(folder, named)
-    return [os.path.join(folder, file) for file in sorted(named)]
+    paths = [os.path.join(folder, file) for file in sorted(named)]
+    if missing := [path for path in paths if not os.path.isfile(path)]:
+        raise TableFileError(f"{folder} must have all files that its index names: {missing[0]} is missing. Get it.")
+    return paths, tensors
 
 
 def _weight_map(index: str) -> dict[str, str]:
@@ -199,7 +208,7 @@ def _weight_map(index: str) -> dict[str, str]:
         try:
             files = json.load(file)["weight_map"]
             return {str(tensor): os.path.basename(files[tensor]) for tensor in files}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             text = f"{index} must name the file of each tensor: got {error!r}. Get it again."
             raise TableFileError(text) from error
 
@@ -207,7 +216,7 @@ def _weight_map(index: str) -> dict[str, str]:
 def _bits(folder: str, name: str) -> Any:
     """Return the bits of packed codes of a table, as the folder's configuration says, or else 4."""
     try:
-        with open(os.path.join(folder, CONFIG), "rb") as file:
+        with open(os.path.join(folder if os.path.isdir(folder) else os.path.dirname(folder), CONFIG), "rb") as file:
             general = json.load(file)["quantization"]
         own = general.get(name, general)
         return own.get("bits", 4)
@@ -224,25 +233,33 @@ def _check_complete(folder: str, names: set[str]) -> None:
                 raise TableFileError(f"{folder} must have all its {int(count)} files: {name} is missing. Get it again.")
 
 
-def _parts(folder: str, name: str) -> dict[str, dict[int, StoredTensor]]:
+def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTensor]]:
     """Return the tensors of a table by part and number of the shard."""
     pattern = re.compile(rf"{re.escape(name)}{SHARD}(?:\.([^.]+))?")
-    parts, others, seen = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), list[StoredTensor]()
-    for path in _files(folder, pattern):
+    parts, seen, strays = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), dict[str, StoredTensor]()
+    paths, missing = _files(folder, pattern)
+    for path in paths:
         for tensor in read_header(path, partial(_damaged, path)).values():
+            missing.discard(tensor.name)
             found = pattern.fullmatch(tensor.name)
             kind = "" if found is None else found[2] or ""
             if found is None:
                 seen.append(tensor)
-            elif kind in PARTS:
-                parts.setdefault(PARTS[kind], {})[int(found[1] or 0)] = tensor
-            elif OTHER_FORMS.search(kind):
-                others.append(tensor)
-    where = f"table {name!r} in {folder}"
-    if "weight" not in parts or others:
-        if not others:
-            raise _no_table(where, name, seen)
-        raise _unread(where, f"a tensor {others[0].name!r}, {others[0].dtype} {others[0].shape}")
+            elif kind not in PARTS:
+                strays[kind] = tensor
+            elif (other := parts.setdefault(PARTS[kind], {}).setdefault(int(found[1] or 0), tensor)) is not tensor:
+                raise TableFileError(
+                    f"{where} must have each part once: got {other.name!r} in {other.path} and {tensor.name!r} in "
+                    f"{path}. If one of the files is a copy, move it away, or pass the other one."
+                )
+    if missing:
+        raise TableFileError(f"{where} must have {min(missing)!r}, which the index names: it is missing. Get its file.")
+    is_coded = any(tensor.dtype not in FLOATS for tensor in parts.get("weight", {}).values())
+    for kind, tensor in strays.items():
+        if is_coded or OTHER_FORMS.search(kind):
+            raise _unread(where, f"a tensor {tensor.name!r}, {tensor.dtype} {tensor.shape}")
+    if "weight" not in parts:
+        raise _no_table(where, name, seen)
     return parts
 
 
@@ -264,9 +281,8 @@ def _unread(where: str, got: str) -> UnsupportedError:
 def _sharded(tensors: dict[int, StoredTensor], where: str) -> Extents:
     """Return the extents of a tensor's shards."""
     shards = [tensors[number] for number in sorted(tensors)]
-    missing = sorted(set(range(len(shards))) - tensors.keys())
-    if missing:
-        raise TableFileError(f"all shards of {where} must be there: {missing[0]} is missing. Get the files again.")
+    if missing := set(range(len(shards))) - tensors.keys():
+        raise TableFileError(f"all shards of {where} must be there: {min(missing)} is missing. Get the files again.")
     for shard in shards:
         if shard.dtype not in DTYPES or len(shard.shape) != 2 or 0 in shard.shape:
             raise _unread(where, f"{shard.name!r}, {shard.dtype} {shard.shape}")
@@ -296,7 +312,9 @@ def _form(
     made = [_beside(weight, parts[part], dim, where) for part in ("scale", "offset") if part in parts]
     if len({each.columns for each in made}) > 1:
         raise _unread(where, got)
-    group = _block(dim, made[0].columns, f"columns of {where}")
+    group = _block(dim, made[0].columns, "columns", where)
+    if is_packed and group not in GROUPS:
+        raise _unread(where, f"groups of {group} columns, which 4 bits do not have")
     return made[0], made[1] if is_packed else None, dim, group
 
 
@@ -304,13 +322,15 @@ def _beside(weight: Extents, tensors: dict[int, StoredTensor], dim: int, where: 
     """Return the extents of scales, which may be one for all rows, for each shard, for blocks of rows or for a row."""
     shards = [tensors[number] for number in sorted(tensors)]
     firsts = weight.firsts if len(shards) == len(weight.shards) else weight.firsts[[0, -1]]
-    if len(firsts) != len(shards) + 1:
+    if len(firsts) != len(shards) + 1 or tensors.keys() != set(range(len(shards))):
         raise _unread(where, f"{counted(len(shards), 'shard')} of {shards[0].name!r}")
-    counts, widths = ([*zip(*(_matrix(each) for each in shards), strict=True)][k] for k in range(2))
-    if len(set(widths)) > 1 or widths[0] > dim:
-        raise _unread(where, f"{shards[0].name!r}, {shards[0].dtype} {shards[0].shape}")
-    each = [_block(int(n), count, f"rows of {where}") for n, count in zip(np.diff(firsts), counts, strict=True)]
-    nbytes = widths[0] * np.dtype(DTYPES[shards[0].dtype]).itemsize
+    lengths = np.diff(firsts).tolist()
+    for rows, tensor in zip(lengths, shards, strict=True):
+        is_matrix = len(tensor.shape) == 2 or (prod(tensor.shape) in (1, rows) and len(tensor.shape) < 2)
+        if not is_matrix or _matrix(tensor)[1] != _matrix(shards[0])[1] or _matrix(tensor)[1] > dim:
+            raise _unread(where, f"{tensor.name!r}, {tensor.dtype} {tensor.shape}")
+    each = [_block(rows, _matrix(tensor)[0], "rows", where) for rows, tensor in zip(lengths, shards, strict=True)]
+    nbytes = _matrix(shards[0])[1] * np.dtype(DTYPES[shards[0].dtype]).itemsize
     return Extents(shards, firsts, np.array(each, np.int64), nbytes)
 
 
@@ -319,10 +339,10 @@ def _matrix(tensor: StoredTensor) -> tuple[int, int]:
     return rows, columns
 
 
-def _block(count: int, blocks: int, where: str) -> int:
+def _block(count: int, blocks: int, what: str, where: str) -> int:
     """Return how many of `count` items share one of `blocks` scales: a divisor, or a power of two."""
     found = {count // blocks} if blocks and count % blocks == 0 else set[int]()
     found |= {size for k in range(63) if blocks and -(-count // (size := 1 << k)) == blocks and blocks > 1}
     if len(found) != 1:
-        raise _unread(where, f"{counted(blocks, 'scale')} for {count}, so that blocks may have {sorted(found)}")
+        raise _unread(where, f"{counted(blocks, 'scale')} for {count} {what}, so that blocks may have {sorted(found)}")
     return found.pop()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from embedrock import kernels
-from embedrock.errors import TableFileError
+from embedrock.errors import ArgumentError, TableFileError
 from embedrock.initializers._initializer import Given
 from embedrock.initializers.published import Extents, PublishedTable
 from embedrock.io.vfs import OS_SYSTEM, File, open_file
@@ -48,7 +48,6 @@ class OpenExtents:
         self._files = [files[shard.path] for shard in extents.shards]
         self._fds = np.array([file.fd for file in self._files], np.int64)
         self._begins = extents.starts
-        self._stamps = {file.fd: platform.stamp_of(file.fd) for file in files.values()}
         self._limits = PAGE, GAP, LONGEST, max(STAGING_BYTES, extents.nbytes + 2 * PAGE)
         if is_mapped:
             for file in files.values():
@@ -62,6 +61,7 @@ class OpenExtents:
         (numbers, offsets), extents = np.empty((2, len(ids)), np.int64), self.extents
         places = extents.firsts, self._begins, extents.rows_each, extents.nbytes
         kernels.cpu.launch(kernels.cpu.extents.place, ids, *places, numbers, offsets)
+        self._check_unchanged(numbers)
         rows = np.arange(len(ids))
         if self._is_mapped:
             addresses = self._starts[numbers] + offsets
@@ -78,7 +78,6 @@ class OpenExtents:
 
     def _cover(self, numbers: np.ndarray, offsets: np.ndarray, starts: np.ndarray) -> tuple[int, list[np.ndarray]]:
         """Return how many extents a read takes, and file, offset, size and place in memory of its requests."""
-        self._check_unchanged(numbers)
         planned, cover = np.empty((4, len(offsets)), np.int64), kernels.cpu.extents.cover
         count, requests = cover(self._fds[numbers], offsets, self.extents.nbytes, self._limits, planned, starts)
         return count, [np.ascontiguousarray(part[:requests]) for part in planned]
@@ -104,9 +103,9 @@ class OpenExtents:
             done += count
 
     def _check_unchanged(self, numbers: np.ndarray) -> None:
-        for number in numbers[np.flatnonzero(np.diff(numbers, prepend=-1))].tolist():
+        for number in np.flatnonzero(np.bincount(numbers)).tolist():
             file = self._files[number]
-            if platform.stamp_of(file.fd) != self._stamps[file.fd]:
+            if platform.stamp_of(file.fd) != self.extents.shards[number].stamp:
                 raise TableFileError(
                     f"{file.path} must stay as it is while a table reads it: it has changed. Write a new file instead, "
                     "and make the table anew."
@@ -149,6 +148,8 @@ class FromSafetensors(Given):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", os.path.abspath(os.fspath(self.folder)))
+        if not isinstance(self.tensor, str):
+            raise ArgumentError(f"`tensor` of FromSafetensors must be a name: got {self.tensor!r}.")
         if self.memory != MAP:
             parse_bytes(self.memory)
         object.__setattr__(self, "table", PublishedTable.find(self.folder, self.tensor))
@@ -228,8 +229,11 @@ class FromSafetensors(Given):
             )
         return made
 
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), (self.folder, self.tensor, self.memory)
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.found, (self.describe(), f"a copy of {self}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FromSafetensors:
+        return self
 
     def __repr__(self) -> str:
         return f"FromSafetensors({self.tensor!r}, <{self.table.weight.dtype} {self.shape}>)"

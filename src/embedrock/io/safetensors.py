@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,6 +10,8 @@ from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+
+from embedrock.system import platform
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"}
 DTYPES |= {"U8": "|u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "|b1"}
@@ -32,6 +33,7 @@ class StoredTensor(NamedTuple):
         dtype: its name in the format, perhaps one that `DTYPES` lacks.
         shape: of the tensor.
         start: offset of its first byte in the file.
+        stamp: of the file as its header was read, see `platform.stamp_of`.
     """
 
     path: str
@@ -39,6 +41,7 @@ class StoredTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     start: int
+    stamp: tuple[int, int]
 
     @property
     def row_bytes(self) -> int:
@@ -48,8 +51,8 @@ class StoredTensor(NamedTuple):
 
 def read_header(path: str, fail: Fail) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name. Those of a known dtype lie in the file. `fail` raises the errors."""
-    size = os.path.getsize(path)
     with open(path, "rb") as file:
+        size, _ = stamp = platform.stamp_of(file.fileno())
         length = LENGTH.unpack(file.read(LENGTH.size).ljust(LENGTH.size, b"\0"))[0]
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH.size):
             fail("a safetensors file", f"a header of {length} bytes in a file of {size}")
@@ -62,11 +65,11 @@ def read_header(path: str, fail: Fail) -> dict[str, StoredTensor]:
         fail("a header that names tensors", f"{type(header).__name__}")
     header.pop(METADATA, None)
     start = LENGTH.size + length
-    return {name: _tensor(path, name, entry, (start, size), fail) for name, entry in header.items()}
+    return {name: _tensor(path, name, entry, (start, stamp), fail) for name, entry in header.items()}
 
 
-def _tensor(path: str, name: str, entry: Any, data: tuple[int, int], fail: Fail) -> StoredTensor:
-    refuse, (start, size) = partial(fail, where=f"tensor {name!r}"), data
+def _tensor(path: str, name: str, entry: Any, data: tuple[int, tuple[int, int]], fail: Fail) -> StoredTensor:
+    refuse, (start, stamp) = partial(fail, where=f"tensor {name!r}"), data
     try:
         (begin, end), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
     except (TypeError, KeyError, ValueError):
@@ -77,9 +80,9 @@ def _tensor(path: str, name: str, entry: Any, data: tuple[int, int], fail: Fail)
         refuse("whole numbers as shape and offsets", f"{str(entry)[:200]}")
     if dtype in DTYPES:
         nbytes = np.dtype(DTYPES[dtype]).itemsize * prod(shape)
-        if end - begin != nbytes or start + end > size:
-            refuse(f"{nbytes} bytes for {dtype} {shape}", f"bytes {begin} to {end} of {size - start}")
-    return StoredTensor(path, name, dtype, shape, start + begin)
+        if end - begin != nbytes or start + end > stamp[0]:
+            refuse(f"{nbytes} bytes for {dtype} {shape}", f"bytes {begin} to {end} of {stamp[0] - start}")
+    return StoredTensor(path, name, dtype, shape, start + begin, stamp)
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str] | None = None) -> bytes:

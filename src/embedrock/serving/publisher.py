@@ -18,7 +18,7 @@ import numpy as np
 from embedrock.distributed.commits import is_part_of, layout_of, with_last_commit
 from embedrock.distributed.reader import OpenShards
 from embedrock.errors import ArgumentError
-from embedrock.initializers import FromArray, Initializer
+from embedrock.initializers import Given, Initializer
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.kernels.keys import PART_BITS
 from embedrock.serving import dense as dense_files
@@ -175,9 +175,9 @@ def _opened(system: System, folder: str) -> Iterator[PublishedFolder]:
 
 
 def arrays_of(*sources: Table | Group) -> dict[str, Initializer]:
-    """Return the initial values from arrays of tables, and of open members of groups, by their published names."""
+    """Return the given initial values of tables, and of open members of groups, by their published names."""
     tables = [table for one in sources for table in ([one] if isinstance(one, Table) else one.open_tables())]
-    return {published_name(table): init for table in tables if isinstance(init := table.spec.init, FromArray)}
+    return {published_name(table): init for table in tables if isinstance(init := table.spec.init, Given)}
 
 
 def member_name(table: Table) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from embedrock.distributed.owners import Shard
 from embedrock.distributed.resharding import merged
 from embedrock.errors import ArgumentError, CorruptTableError, HistoryDroppedError, UnsupportedError
-from embedrock.initializers import FromArray, Initializer, Zeros
+from embedrock.initializers import FromArray, Given, Initializer, Zeros
 from embedrock.io.vfs import System
 from embedrock.spec.description import read_spec
 from embedrock.spec.spec import Spec
@@ -177,7 +177,7 @@ class SourceTable(NamedTuple):
         """Iterate over rows as a lookup shows them: all, or those with a record if others have their initial values."""
         folder, name, admission = part.table_folder, part.member.name, self.trained.admission
         is_shared = admission is not None and admission.default == "shared"
-        init = self.trained.init if isinstance(self.trained.init, FromArray) and not name else None
+        init = self.trained.init if isinstance(self.trained.init, Given) and not name else None
         options: dict[str, Any] = {"memory": MEMORY, "system": folder.system, "init": init}
         with open_table(folder.folder, "r", folder.manifest.commit, **options) as opened:
             table = opened if isinstance(opened, Table) else opened._opened(name, NO_OPTIONS, self.trained.init)

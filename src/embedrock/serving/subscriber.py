@@ -20,10 +20,11 @@ from embedrock.errors import (
     NewerFormatError,
     TableFileError,
 )
+from embedrock.initializers import Initializer
 from embedrock.io.vfs import OS_SYSTEM, System, open_file
 from embedrock.serving import dense as dense_files
-from embedrock.spec.description import read_spec
-from embedrock.store.manifest import PUBLISHED, Manifest
+from embedrock.spec.description import read_spec, without_place
+from embedrock.store.manifest import PUBLISHED, Manifest, TableEntry
 from embedrock.store.publishing import age_of, sha_of
 from embedrock.store.segments import REMEDY
 from embedrock.store.table_folder import TableFolder
@@ -31,7 +32,7 @@ from embedrock.store.verify import check_seals
 from embedrock.system.log import tell
 from embedrock.system.scopes import ClosedAtEnd, on_failure
 from embedrock.system.sizes import Size, to_seconds
-from embedrock.table.group import Group, asked, group_of
+from embedrock.table.group import NO_OPTIONS, Group, asked, group_of
 from embedrock.table.table import Table
 
 SHA_LINE = 66  # bytes at the end of a manifest
@@ -106,7 +107,8 @@ class Subscriber(ClosedAtEnd):
         memory: "map": rows are read from the page cache, of which all processes share one copy. Else RAM for a cache of
             rows, as of `er.Table`, which is empty after each step.
         patience: time that a step may wait for its files, before `refresh` raises an error.
-        options: further options of `er.open`, such as `missing`.
+        options: further options of `er.open`, such as `missing`. `init` is the `er.FromSafetensors` that tables were
+            trained over, if it is in another folder here.
 
     Attributes:
         waiting: a newer step that is not whole yet. None: there is none.
@@ -266,8 +268,9 @@ class Subscriber(ClosedAtEnd):
         Raises:
             CorruptTableError: a file is missing, short or damaged.
         """
+        inits = {member.name: self._base_of(member) for member in manifest.members}
         for member in manifest.members:  # before files are opened
-            read_spec(member.spec, None, PUBLISHED.path_of(self._folder, manifest.commit))
+            read_spec(member.spec, inits[member.name], PUBLISHED.path_of(self._folder, manifest.commit))
         before = None if self._shown is None else self._shown.table_folder
         opened = TableFolder(self._system, self._folder, manifest, None, before)
         with on_failure(lambda: opened.close(before)):
@@ -278,7 +281,16 @@ class Subscriber(ClosedAtEnd):
             for segment in (one for store in opened.stores for one in store.runs.values()):
                 if id(segment.file) not in known:
                     check_seals(segment)
-        return ServedStep(group_of(opened, self._opening, self._given), manifest, dense)
+        group = group_of(opened, self._opening, self._given)
+        for name in [each for each, init in inits.items() if init is not None]:
+            group._opened(name, NO_OPTIONS, inits[name])
+        return ServedStep(group, manifest, dense)
+
+    def _base_of(self, member: TableEntry) -> Initializer | None:
+        """Return the published table that the caller gave, if the rows of a member start as those."""
+        init = self._given["init"]
+        is_same = init is not None and without_place(init.describe()) == without_place(member.spec.get("init"))
+        return init if is_same else None
 
     def _show(self, made: ServedStep) -> None:
         before = self._shown

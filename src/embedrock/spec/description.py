@@ -59,7 +59,8 @@ def read_spec(description: dict[str, Any], init: Initializer | None, where: str)
 
 def _initializer(saved: dict[str, Any], given: Initializer | None, where: str) -> Initializer:
     if given is not None and without_place(given.describe()) != without_place(saved):
-        raise TableFileError(f"`init` of {where} must be that of the table, {saved}: got {given}. Leave it out.")
+        got = given.describe() if isinstance(given, FromSafetensors) else given
+        raise TableFileError(f"`init` of {where} must be that of the table, {saved}: got {got}. Leave it out.")
     if given is None and saved.get("name") == FromArray.__name__:
         again = "FromBfloat16(bits)" if saved.get("dtype") == "bfloat16" else "FromArray(array)"
         raise TableFileError(

@@ -15,6 +15,7 @@ from embedrock.storage.cache import SlotCache
 from embedrock.storage.ram_layout import slots_in
 from embedrock.system import forks
 from embedrock.system.arena import reserve
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, format_bytes, parse_bytes
 
 MOST_AT_ONCE = 1 << 15  # rows at a time: a row counts its uses by the batch in 16 bits
@@ -109,10 +110,10 @@ class BaseCache:
             slots = self._slots.find(ids)
             held = slots[slots >= 0]
             self._slots.pin(held)
-        pin = _BasePin(self, [held])
-        missing = ids[slots < 0]
+        pin, missing = _BasePin(self, [held]), ids[slots < 0]
         if len(missing):
-            raw = self.init.read(missing)
+            with on_failure(pin.release):
+                raw = self.init.read(missing)
             with self.lock:
                 pin.held.append(kept := self._keep(missing, raw))
                 self._slots.pin(kept)

@@ -183,7 +183,7 @@ def check_header(header: dict[str, Any], rows: TableState) -> None:
     if digest != expected[DIGEST]:
         raise ArgumentError(
             f"a state for {rows.subject} must have first values {expected['init']} of digest {expected[DIGEST]}: got "
-            f"those of digest {digest}, another array. Make the table with the array it was saved with."
+            f"those of digest {digest}, other rows. Make the table with the rows it was saved with."
         )
 
 
