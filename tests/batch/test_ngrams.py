@@ -323,6 +323,7 @@ def test_a_table_of_open_ids_grows_with_the_text():
         ({"mix": "XOR"}, r"`mix` must be one of sum, xor: got 'XOR'\. Did you mean 'xor'\?"),
         ({"multipliers": [1, 2]}, r"`multipliers` of Ngrams must be numbers of shape \(3,\) or numbers of shape "
                                   r"\(4, 3\), whole and from 0 to .*: got shape \(2,\)"),
+        ({"multipliers": [[1, 2], [1, 2, 3]]}, r"`multipliers` of Ngrams must be .*: got \[\[1, 2\], \[1, 2, 3\]\]"),
         ({"multipliers": [1, 2, -3]}, r"`multipliers` of Ngrams must be .*: got \[1, 2, -3\]"),
         ({"multipliers": [1, 2, 2**62]}, r"`multipliers` of Ngrams must keep the sum of products below 2\*\*63, with "
                                          r"tokens up to 49: got \(1, 2, 4611686018427387904\)\. Pass smaller ones"),

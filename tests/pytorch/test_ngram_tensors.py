@@ -26,6 +26,7 @@ VALUES = {
     "open": er.Ngrams(None, 50, orders=(1, 2, 4), boundary=3),
     "xor, folded": er.Ngrams(None, 50, heads=2, boundary=3, pad=7, mix="xor", token_map=[k // 3 for k in range(50)]),
     "shared rows": er.Ngrams(None, 50, heads=2, multipliers=np.arange(1, 13).reshape(4, 3) * 10**9 + 7, moduli=9973),
+    "no multiplier": er.Ngrams(50, 50, orders=(2,), heads=1, multipliers=[0, 0], moduli=5),
     "tokens alone": er.Ngrams(1000, 50, orders=(1,), boundary=3),
 }
 EVERY = pytest.mark.parametrize("grams", VALUES.values(), ids=VALUES)

@@ -101,7 +101,8 @@ class Ngrams:
             primes = filter(_is_prime, range((self.rows or 0) // heads, 1, -1))
             self.__dict__["moduli"] = tuple(itertools.islice(primes, heads))
         self._check("moduli", 1, LIMIT - 1, (), (heads,))
-        used = sum(self.moduli) if isinstance(self.moduli, tuple) else int(self.moduli)
+        moduli: Any = self.moduli
+        used = sum(moduli) if isinstance(moduli, tuple) else moduli
         self.__dict__["rows"] = used if self.rows is None else self.rows
         self._check("rows", used, LIMIT - 1)
 
@@ -171,9 +172,9 @@ class Ngrams:
     def ids(self, tokens: Any, history: Any = None) -> Any:
         """Return the ids of the n-grams that end at each token, int64 ``(..., positions, ids_per_token)``.
 
-        Tensors of PyTorch and TensorFlow give tensors on their device, also in graphs. Nobody waits for them, so an
-        n-gram with a token outside the vocabulary is no error there. **Its id is -1**: layers with a number of rows
-        refuse it. A table of open ids takes it as an id of its own.
+        Tensors of PyTorch and TensorFlow give tensors on their device, also in graphs. Nobody waits for them to check
+        them. A token outside the vocabulary, or with one among those before it that n-grams have, **gets ids of -1**.
+        Layers with a number of rows refuse them. A table of open ids takes -1 as an id like others.
 
         Args:
             tokens: integers ``(..., positions)``: an array, a list or a tensor.
@@ -219,10 +220,7 @@ class Ngrams:
         return ids.reshape(*tokens.shape, self.ids_per_token)
 
     def _checked(self, name: str, given: Any) -> np.ndarray:
-        try:
-            array = np.asarray(given)
-        except ValueError:  # lists of several lengths
-            array = np.asarray(None)
+        array = _array(given)
         if array.size:  # an empty list has no integers to infer a type from
             _check_integers(name, array)
             if int(array.min()) < 0 or int(array.max()) >= self.vocabulary:
@@ -254,11 +252,20 @@ class Ngrams:
             is_right = is_right & ((position <= lag) | (past >= 0))
             terms.append(where(is_inside, library.roll(mapped, lag, -1), self._pad))
         mixes = {
-            row: functools.reduce(MIXES[self.mix], [terms[lag] * row[lag] for lag in range(reach + 1) if row[lag]])
+            row: functools.reduce(
+                MIXES[self.mix], [terms[lag] * row[lag] for lag in range(reach + 1) if row[lag] or not lag]
+            )
             for row in self.multipliers
         }
         ids = library.stack([mixes[row] % modulus + offset for row, modulus, offset in self._heads], -1)
         return where(is_right[..., None], ids, -1)[..., skipped:, :]
+
+
+def _array(values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of several lengths
+        return np.asarray(None)
 
 
 def _check_integers(name: str, tokens: Any) -> None:
@@ -266,18 +273,15 @@ def _check_integers(name: str, tokens: Any) -> None:
     if "int" not in dtype or not len(tokens.shape):
         raise IdTypeError(
             f"`{name}` of Ngrams.ids must be integers of shape (..., positions): got {dtype} of shape "
-            f"{tuple(tokens.shape)}. Pass the numbers that a tokenizer gives, in sequences of one length."
+            f"{tuple(tokens.shape)}. Pass the numbers that a tokenizer gives, of one length each; in a Keras model, in a layer."
         )
 
 
 def _numbers(name: str, values: Any, least: int, most: int, *shapes: tuple[int, ...]) -> Any:
     """Return whole numbers as an int, a tuple or a tuple of tuples; without `shapes`, one."""
-    array, allowed = np.asarray(values), shapes or ((),)
-    if (
-        (is_shaped := array.shape in allowed)
-        and array.dtype.kind in "iu"
-        and least <= array.min() <= array.max() <= most
-    ):
+    array, allowed = _array(values), shapes or ((),)
+    is_shaped = array.shape in allowed and array.dtype.kind in "iu"
+    if is_shaped and least <= array.min() <= array.max() <= most:
         numbers = array.tolist()
         return tuple(map(tuple, numbers)) if array.ndim > 1 else tuple(numbers) if array.ndim else numbers
     kinds = " or ".join(f"numbers of shape {shape}" if shape else "a number" for shape in allowed)
