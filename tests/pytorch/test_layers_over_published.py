@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import embedrock as er
 import embedrock.torch as ert
-from support.published_files import NAME, base_of, codes, floats, table_of, written
+from published_files import NAME, base_of, codes, floats, table_of, written
 
 ROWS, DIM = 900, 16
 BASE = floats("BF16", ROWS, DIM).split(300)

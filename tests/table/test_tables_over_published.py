@@ -16,8 +16,8 @@ import pytest
 import embedrock as er
 from embedrock.storage.base_cache import BaseCache
 from embedrock.table.prefetch import prefetch
-from support.forked import in_child
-from support.published_files import NAME, Published, base_of, codes, floats, table_of, written
+from forked import in_child
+from published_files import NAME, Published, base_of, codes, floats, table_of, written
 
 ROWS, DIM = 900, 24
 RULES = {
