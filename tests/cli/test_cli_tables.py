@@ -47,37 +47,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command with --json that must succeed, and return what it tells."""
-
-    def command(*arguments: object, status: int = 0) -> dict[str, Any]:
-        capsys.readouterr()
-        assert main([*map(str, arguments), "--json"]) == status, capsys.readouterr().err
-        return json.loads(capsys.readouterr().out)
-
-    return command
-
-
 Refused = Callable[..., str]
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Run a command that must fail, and return the one line that it tells."""
-
-    def command(*arguments: object) -> str:
-        capsys.readouterr()
-        assert main(list(map(str, arguments))) == FAILED
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert told.err.startswith("embedrock: error: ")
-        assert told.err.count("\n") == 1
-        return told.err
-
-    return command
 
 
 def vectors_of(rows: int = ROWS, dim: int = DIM, seed: int = 0) -> np.ndarray:
@@ -686,13 +656,17 @@ def test_export_continues_only_the_same(run: Run, refused: Refused, monkeypatch:
 def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "bash", "bash"]
-    exec(blocks[0][1], {})
+    assert [kind for kind, _ in blocks] == ["python", "bash", "python", "bash", "bash"]
     np.savetxt("log.csv", np.random.default_rng(0).zipf(1.1, 10_000) % 10**6, "%d")  # as the page's, but small
-    lines = (line for _, block in blocks[1:] for line in block.splitlines() if line.startswith("embedrock"))
-    for line in lines:
-        words = shlex.split(line.split(" && ")[0], comments=True)
-        assert main(words[1:]) == 0, capsys.readouterr().err
+    names = dict[str, Any]()
+    for kind, block in blocks:
+        if kind == "python":
+            exec(block, names)
+            continue
+        for line in block.splitlines():
+            if line.startswith("embedrock"):
+                words = shlex.split(line.split(" && ")[0], comments=True)
+                assert main(words[1:]) == 0, capsys.readouterr().err
     assert np.load("matrix.npy").shape == (3000, 8)
 
 

@@ -1,4 +1,4 @@
-"""``embedrock export``: writes rows of a table to a file, or to a table of int8 or int4.
+"""``embedrock export``: writes rows of a table to a file, of float32 or 16 bits, or to a table of int8 or int4.
 
 The same command continues an interrupted export to a file.
 """
@@ -17,24 +17,34 @@ from typing import Any
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.formats import Format, format_to_write
-from embedrock.cli.formats.base import CHECKED_ROWS, PART, Output, Sink, fail, part_of, publish, rows_at_once
+from embedrock import kernels
+from embedrock.cli.formats import NAMES, Format, format_to_write
+from embedrock.cli.formats.base import CHECKED_ROWS, FLOATS, PART, Output, Sink, fail, part_of, publish, rows_at_once
 from embedrock.cli.formats.files import opened_text
 from embedrock.cli.imports import RESTART, Journal, words_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
+from embedrock.distributed.messages import decoded
+from embedrock.initializers import FromSafetensors, Initializer
 from embedrock.io.vfs import explained_if_full, full_disk
+from embedrock.spec.codecs import CODECS
+from embedrock.spec.spec import STORAGES
 from embedrock.system.scopes import on_failure
 
 SYNC_BYTES = 256 << 20  # of vectors, between two entries in the journal
 
-Rows = tuple[np.ndarray, np.ndarray]  # ids int64 (n,), vectors float32 (n, dim)
+HALVES = {"float16": ("npy", "npz", "raw", "safetensors"), "bfloat16": ("raw", "safetensors")}  # formats with them
+
+Rows = tuple[np.ndarray, np.ndarray]  # ids int64 (n,), vectors (n, dim)
 
 
 def run_export(arguments: Namespace) -> dict[str, Any]:
     """Export, and return a summary."""
     path = Path(arguments.file).absolute()
-    kind = None if arguments.dtype else format_to_write(path, arguments.format)
+    kind = None if arguments.dtype in CODECS else format_to_write(path, arguments.format)
+    if kind is not None and kind.name not in (formats := HALVES.get(arguments.dtype, NAMES)):
+        expected = f"a format that has {arguments.dtype}: {', '.join(formats)}"
+        fail(path, expected, kind.name, "Choose one of these, or leave --dtype out.")
     if path.exists():
         fail(path, "a file that is not there yet", "one that is", "Move it away, or choose another name.")
     if kind is None:
@@ -48,6 +58,7 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
             "format": kind.name,
             "rows": output.rows,
             "dim": table.dim,
+            "dtype": output.dtype,
             "all": not output.has_ids,
             "words": words,
         }
@@ -61,7 +72,7 @@ def run_export(arguments: Namespace) -> dict[str, Any]:
             made = _write(table, sink, journal)
         journal.path.unlink()
         result = described | {"table": str(table.path), "files": [str(one) for one in made], "continued_at": start}
-        order = "table", "commit", "files", "format", "rows", "continued_at", "dim", "all", "words"
+        order = "table", "commit", "files", "format", "rows", "continued_at", "dim", "dtype", "all", "words"
         return {key: result[key] for key in order}
 
 
@@ -70,6 +81,9 @@ def _export_table(path: Path, arguments: Namespace) -> dict[str, Any]:
     if arguments.all or arguments.format or arguments.words:
         remedy = "Leave --all, --format and --words out: the rows without a record keep their first values."
         fail(path, "a table, as --dtype is given", "an option of files", remedy)
+    if path.suffix in [one.suffix for one in NAMES.values()]:
+        remedy = "Call it otherwise, as NAME.rock; or pass --dtype bfloat16 for a file of 16 bits."
+        fail(path, f"the name of a table's folder, as --dtype is {arguments.dtype}", "the name of a file", remedy)
     part = part_of(path)
     if part.exists() and not arguments.restart:
         fail(part, "no such folder", "one, perhaps of an export that was cut off", RESTART)
@@ -95,7 +109,16 @@ def _output(table: er.Table, kind: Format, path: Path, arguments: Namespace) -> 
     if not rows:
         remedy = "Pass --all to write first values too." if table.rows is not None else "Train it first."
         fail(Path(arguments.table), "rows that were stepped or assigned", "none", remedy)
-    return Output(path, rows, table.dim, not whole, _words(Path(arguments.table), kind, arguments.words))
+    words = _words(Path(arguments.table), kind, arguments.words)
+    return Output(path, rows, table.dim, not whole, words, arguments.dtype or "float32", _about(table.spec.init))
+
+
+def _about(init: Initializer) -> dict[str, str]:
+    """Return what a file says of the published table that its rows belong to."""
+    if not isinstance(init, FromSafetensors):
+        return {}
+    rows, dim = init.shape
+    return {"base": init.tensor, "base_digest": init.digest, "base_rows": f"{rows}", "base_dim": f"{dim}"}
 
 
 def _words(table: Path, kind: Format, given: str | None) -> Path | None:
@@ -151,7 +174,8 @@ def _full_disk(table: er.Table, sink: Sink) -> OSError:
     output, done = sink.output, sink.done
     parts = output.path.parent.glob(f"{glob.escape(output.path.name)}*{PART}")
     written = sum(part.stat().st_size for part in parts)
-    row_bytes = max(4 * output.dim + 8 * output.has_ids, written / done if done else 0)  # text takes more
+    least = np.dtype(FLOATS[output.dtype]).itemsize * output.dim + 8 * output.has_ids
+    row_bytes = max(least, written / done if done else 0)  # text takes more
     what = f"{format_count(output.rows, 'row')} of table {str(table.path)!r} could not be exported"
     remedy = "Free some space and run the same command again: it continues. No file has this name until it is whole."
     return full_disk(str(output.path), what, max(0, int(row_bytes * output.rows) - written), remedy)
@@ -162,7 +186,8 @@ def _rest(table: er.Table, sink: Sink) -> Iterator[Rows]:
     start = sink.done
     first = max(0, start - CHECKED_ROWS)
     before: list[Rows] = []
-    for ids, vectors in _rows_from(table, sink.output, first):
+    for ids, numbers in _rows_from(table, sink.output, first):
+        vectors = encoded(ids, numbers, sink.output)
         known = max(0, min(len(ids), start - first))
         first += len(ids)
         if known:
@@ -189,3 +214,21 @@ def _rows_from(table: er.Table, output: Output, first: int) -> Iterator[Rows]:
         first -= skipped
         if skipped < len(ids):
             yield ids[skipped:], vectors[skipped:]
+
+
+def encoded(ids: np.ndarray, values: np.ndarray, output: Output) -> np.ndarray:
+    """Return float32 values in the output's dtype, rounded to nearest as in a table. bfloat16 is uint16, its bits.
+
+    Raises:
+        FileError: a finite number is too large for it.
+    """
+    if output.dtype == "float32":
+        return values
+    words: np.ndarray = np.empty(values.shape, STORAGES[output.dtype])
+    kernels.cpu.launch(kernels.cpu.rows.scatter, words, np.arange(len(ids)), values)
+    lost = np.isfinite(values) & ~np.isfinite(decoded(words, output.dtype))
+    if lost.any():
+        row, column = np.argwhere(lost)[0]
+        got, where = f"{values[row, column]}", f"row with id {ids[row]}"
+        fail(output.path, f"numbers that {output.dtype} can have", got, "Write them with --dtype float32.", where)
+    return words.view(FLOATS[output.dtype])

@@ -61,11 +61,10 @@ class Journal:
             raise FileError(f"{self.path}: expected the journal of an earlier run; got {error!r}. {RESTART}") from error
         if type(rows) is not int or rows < 0:
             fail(self.path, "a number of rows", f"{rows!r}", RESTART)
-        if job != self._job:
-            before = job if isinstance(job, dict) else {}
-            keys = [key for key in self._job if key not in before or before[key] != self._job[key]]
+        before = job if isinstance(job, dict) else {}
+        if keys := [key for key in {**self._job, **before} if before.get(key) != self._job.get(key)]:
             found = as_arguments({key: before.get(key) for key in keys}) if isinstance(job, dict) else repr(job)
-            now = as_arguments({key: self._job[key] for key in keys})
+            now = as_arguments({key: self._job.get(key) for key in keys})
             fail(self.path, f"to continue the earlier run, with {found}", now, RESTART)
         return state
 
@@ -118,6 +117,7 @@ class ImportJob:
         table: path of the table.
         journal: progress so far.
         vocabulary: vocabulary of the words to make, which gives rows their ids; None: rows are numbered.
+        first: id of the first row, if rows are numbered.
     """
 
     arguments: Namespace
@@ -125,6 +125,7 @@ class ImportJob:
     table: Path
     journal: Journal
     vocabulary: Path | None
+    first: int = 0
 
     @property
     def words(self) -> Path:
@@ -175,6 +176,10 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
     vocabulary = Path(arguments.vocabulary).absolute() if arguments.vocabulary else None
     if vocabulary is not None and not source.has_words:
         fail(path, "rows with words", f"{kind.name}, with ids or none", "Leave --vocabulary out.")
+    first = arguments.first_row
+    if first is not None and (source.has_ids or source.has_words):
+        got = "ids" if source.has_ids else "words, whose ids are the numbers of their lines"
+        fail(path, "rows without ids, as --first-row is given", got, "Leave --first-row out.")
     status = path.stat()
     described = asdict(options) | {
         "source": str(path),
@@ -183,10 +188,11 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
         "format": kind.name,
         "dim": source.dim,
         "into": arguments.into,
-        **({} if vocabulary is None else {"vocabulary": str(vocabulary)}),
+        "first_row": first,
+        "vocabulary": None if vocabulary is None else str(vocabulary),
     }
     journal = Journal(table.with_name(table.name + ".import.json"), described)
-    return ImportJob(arguments, source, table, journal, vocabulary)
+    return ImportJob(arguments, source, table, journal, vocabulary, first or 0)
 
 
 def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
@@ -265,7 +271,7 @@ def _unmake(job: ImportJob) -> None:
 
 def _made(job: ImportJob, arguments: Namespace) -> er.Table:
     """Return the table of this import, new or from an earlier run."""
-    rows = arguments.rows or (OPEN if job.source.has_ids else job.source.rows)
+    rows = arguments.rows or (OPEN if job.source.has_ids else job.first + job.source.rows)
     std = arguments.std or 0.0
     return er.Table(
         None if rows == OPEN else rows,
@@ -291,9 +297,10 @@ def _check_fit(job: ImportJob, table: er.Table) -> None:
     if source.dim != table.dim:
         remedy = f"Choose another table than {job.table}."
         fail(source.path, f"vectors of {format_count(table.dim, 'number')}, as the table has", f"{source.dim}", remedy)
-    if rows is not None and not source.has_ids and source.rows > rows:
+    if rows is not None and not source.has_ids and job.first + source.rows > rows:
         remedy = f"Choose a larger --rows, or another table than {job.table}."
-        fail(source.path, f"at most {format_count(rows, 'row')}, as the table has", f"{source.rows}", remedy)
+        got = f"{source.rows}" + (f" from row {job.first} on" if job.first else "")
+        fail(source.path, f"at most {format_count(rows, 'row')}, as the table has", got, remedy)
 
 
 def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
@@ -377,6 +384,8 @@ def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated:
 def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch, done: int) -> int:
     if isinstance(words, er.Vocabulary):
         batch = batch._replace(ids=words.add(batch.words))
+    if job.first:
+        batch = batch._replace(ids=batch.ids + job.first)
     ids, vectors = batch.ids, batch.vectors
     if job.source.has_ids or job.vocabulary is not None:
         ids, last = np.unique(batch.ids[::-1], return_index=True)

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import embedrock as er
-from embedrock.cli import exports, imports
+from embedrock.cli import exports, imports, merging
 from embedrock.cli.forgetting import run_forget
 from embedrock.cli.formats import FORMATS, NAMES
-from embedrock.cli.formats.arrays import FLOATS
-from embedrock.cli.formats.base import ROW_NUMBERS
+from embedrock.cli.formats.base import FLOATS, ROW_NUMBERS
 from embedrock.cli.places import check_there, folders_of, opened, place_of, whole_folder
 from embedrock.cli.terminal.arguments import add_command, count, file, number, place, print_result
 from embedrock.cli.terminal.tables import Field, format_count, format_facts, format_lines, format_number, format_whole
@@ -86,7 +85,10 @@ def _add_export(subparsers: Any) -> None:
     parser = _add(subparsers, "export", _export, "write the rows of a table to a file")
     parser.add_argument("file", type=file, metavar="FILE", help="to write; what it is called says its format")
     parser.add_argument("--at", type=_commit, metavar="COMMIT", help="as of this commit (default: the last one)")
-    parser.add_argument("--dtype", choices=CODECS, help="write a table of this dtype, only to be read, as folder FILE")
+    text = "of the numbers in the file (default: float32); int8, int4: write a table, only to be read, as folder FILE"
+    parser.add_argument("--dtype", choices=(*STORAGES, *CODECS), help=text)
+    text = "write the published table that TABLE was trained over, with its trained rows, as folder FILE of shards"
+    parser.add_argument("--merge", action="store_true", help=text)
     parser.add_argument("--all", action="store_true", help="rows without a record too, with their first values")
     parser.add_argument("--words", metavar="FILE", help="a word per row, for text; '': ids (default: TABLE.words.txt)")
     _add_format(parser, [one.name for one in FORMATS if one.sink is not None])
@@ -100,6 +102,8 @@ def _add_import(subparsers: Any) -> None:
     parser.add_argument("--into", action="store_true", help="overwrite rows of a table that is there")
     ids = f"name of the array or column of ids, or a .npy file of them; {ROW_NUMBERS}; or, for text, word"
     parser.add_argument("--ids", metavar="NAME", help=ids)
+    first = "id of the first row of a file without ids, as of the second shard of a table (default: 0)"
+    parser.add_argument("--first-row", type=lambda text: 0 if text == "0" else count(text), metavar="N", help=first)
     parser.add_argument("--vectors", metavar="NAME", help="name of the array or column of vectors")
     parser.add_argument("--dim", type=count, metavar="N", help="numbers in a row, where the file does not say")
     parser.add_argument("--dtype", choices=FLOATS, help="of raw numbers (default: float32)")
@@ -392,7 +396,10 @@ def _reshard(arguments: Namespace) -> int:
 
 
 def _export(arguments: Namespace) -> int:
-    info = exports.run_export(arguments)
+    given = [name for name in ("all", "dtype", "format", "words") if getattr(arguments, name) not in (None, False)]
+    if arguments.merge and given:
+        arguments.parser.error(f"--merge writes shards in the form that they have: leave --{given[0]} out")
+    info = merging.run_merge(arguments) if arguments.merge else exports.run_export(arguments)
     which = "all, in order" if info["all"] else "those with records"
     rows = f"{format_count(info['rows'], 'row')} ({which}), {info['dim']} dim"
     text = f"{rows}, of commit {info['commit']}: {', '.join(info['files'])}"

@@ -187,7 +187,7 @@ def _files(folder: str, pattern: re.Pattern[str]) -> tuple[list[str], set[str]]:
             f"there is no folder {folder}, which must hold {ENDING} files. Pass the folder of a checkpoint, as "
             "huggingface_hub.snapshot_download(name) returns it."
         )
-    names = sorted(os.listdir(folder))
+    names = [name for name in os.listdir(folder) if not name.startswith(".")]
     indexes, tensors = [name for name in names if name.endswith(INDEX)], set[str]()
     if len(indexes) == 1:
         files = _weight_map(os.path.join(folder, indexes[0]))
@@ -255,6 +255,8 @@ def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTens
     if missing:
         raise TableFileError(f"{where} must have {min(missing)!r}, which the index names: it is missing. Get its file.")
     is_coded = any(tensor.dtype not in FLOATS for tensor in parts.get("weight", {}).values())
+    beside = tuple(f"{tensor.name}_" for tensor in parts.get("weight", {}).values() if is_coded)
+    strays |= {tensor.name: tensor for tensor in seen if tensor.name.startswith(beside)}
     for kind, tensor in strays.items():
         if is_coded or OTHER_FORMS.search(kind):
             raise _unread(where, f"a tensor {tensor.name!r}, {tensor.dtype} {tensor.shape}")

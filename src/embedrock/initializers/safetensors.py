@@ -141,7 +141,7 @@ class FromSafetensors(Given):
     """
 
     PLACE: ClassVar[frozenset[str]] = frozenset({"folder", "tensor", "memory"})  # in a description, not of the rows
-    folder: str
+    folder: Any
     tensor: str
     memory: Size = "256MiB"
     table: PublishedTable = field(init=False)
@@ -219,7 +219,7 @@ class FromSafetensors(Given):
             made = cls(folder, tensor, description["memory"])
         except OSError as error:
             raise TableFileError(
-                f"first values of {where} are those of {tensor!r} in {folder}: {error} {remedy}"
+                f"first values of {where} are those of {tensor!r} in {folder}: {str(error).rstrip(chr(46))}. {remedy}"
             ) from error
         if (made.digest, list(made.shape)) != (description["digest"], description["shape"]):
             raise TableFileError(

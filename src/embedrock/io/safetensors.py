@@ -85,9 +85,9 @@ def _tensor(path: str, name: str, entry: Any, data: tuple[int, tuple[int, int]],
     return StoredTensor(path, name, dtype, shape, start + begin, stamp)
 
 
-def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return the bytes of a file before those of its arrays, which have these types and shapes."""
-    header, end = dict[str, Any](), 0
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str] | None = None) -> bytes:
+    """Return the bytes of a file before those of its arrays, which have these types and shapes; `about` the file."""
+    header, end = dict[str, Any]({METADATA: about} if about else {}), 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + np.dtype(DTYPES[dtype]).itemsize * prod(shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}

@@ -19,6 +19,7 @@ import numpy as np
 
 from embedrock.batch.wrong_ids import OF_STRINGS
 from embedrock.cli.formats.base import (
+    FLOATS,
     ROW_NUMBERS,
     Output,
     ReadOptions,
@@ -34,10 +35,13 @@ from embedrock.cli.formats.base import (
 from embedrock.cli.formats.files import check_kind
 from embedrock.cli.terminal.tables import format_count
 from embedrock.errors import did_you_mean
+from embedrock.initializers import FromSafetensors
+from embedrock.initializers.published import PARTS
 from embedrock.io.safetensors import DTYPES, header_of, read_header
 
-# Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
-FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
+CODED = ("F8_E4M3", "F8_E5M2")
+SHARD = re.compile(r"\.(shards?[._]?)?\d+(\.weight)?$")
+TENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # the names of these types in safetensors
 OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
 MAPPING, MAPPING_ROWS = "mapping", 1 << 16
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
@@ -64,6 +68,7 @@ class Array:
         shape: of the array.
         fortran: whether columns lie one after the other.
         bfloat16: whether the elements, uint16, are bits of bfloat16.
+        coded: name in safetensors of a type of 8-bit floats, of which the elements are bits. "": none.
         member: of an archive; None: the file itself.
     """
 
@@ -74,6 +79,7 @@ class Array:
     shape: tuple[int, ...]
     fortran: bool = False
     bfloat16: bool = False
+    coded: str = ""
     member: str | None = None
 
     @property
@@ -84,12 +90,12 @@ class Array:
     @property
     def is_vectors(self) -> bool:
         """True if it can be a table's vectors."""
-        return len(self.shape) == 2 and (self.dtype.kind == "f" or self.bfloat16)
+        return len(self.shape) == 2 and (self.dtype.kind == "f" or self.bfloat16 or self.coded != "")
 
     @property
     def kind(self) -> str:
         """Type and shape, for people."""
-        return f"{'bfloat16' if self.bfloat16 else self.dtype} {self.shape}"
+        return f"{'bfloat16' if self.bfloat16 else self.coded or self.dtype} {self.shape}"
 
     def check_size(self, nbytes: int, remedy: str) -> None:
         """Raise unless a file, or member of an archive, of `nbytes` bytes ends with the array."""
@@ -132,17 +138,28 @@ class Arrays(VectorSource):
             remedy = "Check that it is the right file."
             fail(vectors.path, "at least one row and column", vectors.kind, remedy, vectors.name)
         self.rows, self.dim = vectors.shape
-        if ids is not None and (ids.shape != (self.rows,) or ids.dtype.kind not in "iu" or ids.bfloat16):
+        self.coded = FromSafetensors(str(path), vectors.name) if vectors.coded else None
+        if ids is not None and (ids.shape != (self.rows,) or ids.dtype.kind not in "iu" or ids.bfloat16 or ids.coded):
             expected = f"{format_count(self.rows, 'whole number')} as ids, one for each vector"
             fail(ids.path, expected, ids.kind, f"Name another array, or say --ids {ROW_NUMBERS}.", ids.name)
 
     def _batches(self, start: int, batch_rows: int) -> Iterator[RowBatch]:
         ids = repeat(None) if self._ids is None else self._ids.parts(start, batch_rows)
-        for part, own in zip(self._vectors.parts(start, batch_rows), ids, strict=False):
+        vectors = self._vectors.parts(start, batch_rows) if self.coded is None else self._decoded(start, batch_rows)
+        for part, own in zip(vectors, ids, strict=False):
             with np.errstate(over="ignore"):  # a float64 that is too large becomes Inf, which is refused
                 vectors = np.ascontiguousarray(part, np.float32)
             yield RowBatch(np.arange(start, start + len(part)) if own is None else as_ids(own, self, start), vectors)
             start += len(part)
+
+    def _decoded(self, start: int, batch_rows: int) -> Iterator[np.ndarray]:
+        """Iterate over 8-bit floats times their scales, if there are some beside them in the file."""
+        assert self.coded is not None
+        for first in range(start, self.rows, batch_rows):
+            ids = np.arange(first, min(first + batch_rows, self.rows))
+            part = np.empty((len(ids), self.dim), np.float32)
+            self.coded.fill(ids, np.uint64(0), part)
+            yield part
 
 
 def as_ids(ids: np.ndarray, source: VectorSource, start: int) -> np.ndarray:
@@ -190,6 +207,8 @@ def choose(path: Path, arrays: dict[str, Array], options: ReadOptions) -> Arrays
         fail(path, f"an array {name!r} of vectors", listed, f"Name one of these: --vectors NAME.{hint}")
     _check_mapping(path, arrays, options)
     ids = options.ids or ("ids" if "ids" in arrays else ROW_NUMBERS)
+    if ids not in arrays and ids.endswith(".npy"):
+        return Arrays(path, arrays[name], npy_array(Path(ids)))
     if ids != ROW_NUMBERS and ids not in arrays:
         remedy = f"Name one of these, or say --ids {ROW_NUMBERS}.{did_you_mean(ids, arrays)}"
         fail(path, f"an array {ids!r} of ids", listed, remedy)
@@ -257,7 +276,7 @@ def parse_header(file: IO[bytes], path: Path, name: str = "") -> Array:
 
 
 class NpySink(Regions):
-    """A sink for a .npy file, or for raw float32 numbers. Unless rows are numbered from 0, ids are in a .npy beside."""
+    """A sink for a .npy file, or for raw numbers. Unless rows are numbered from 0, ids are in a .npy beside."""
 
     def __init__(self, output: Output, done: int, is_raw: bool = False) -> None:
         super().__init__(output, done)
@@ -267,7 +286,8 @@ class NpySink(Regions):
         # An earlier run may already have renamed the ids.
         ids = path if path.exists() else part_of(path)
         vectors, shape = part_of(output.path), (output.rows, output.dim)
-        self.parts = [Region(vectors, b"", 0, "<f4", shape) if is_raw else npy_region(vectors, "<f4", shape)]
+        dtype = FLOATS[output.dtype]
+        self.parts = [Region(vectors, b"", 0, dtype, shape) if is_raw else npy_region(vectors, dtype, shape)]
         self.parts += [npy_region(ids, "<i8", (output.rows,))] if output.has_ids else []
 
     def finish(self) -> list[Path]:
@@ -339,23 +359,32 @@ def pack_npz(path: Path, *arrays: Any) -> None:
 
 def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
     """Open a .safetensors file."""
-    arrays, read = {}, DTYPES.keys() - {"BOOL"}
-    for tensor in read_header(str(path), partial(fail, path, remedy=GET_AGAIN)).values():
-        if tensor.dtype in read:
-            name, dtype = tensor.name, np.dtype(DTYPES[tensor.dtype])
-            arrays[name] = Array(path, name, tensor.start, dtype, tensor.shape, bfloat16=tensor.dtype == "BF16")
-    return choose(path, arrays, options)
+    tensors = read_header(str(path), partial(fail, path, remedy=GET_AGAIN))
+    has_codes, arrays = any(tensor.dtype in CODED for tensor in tensors.values()), dict[str, Array]()
+    scales = {name for name in tensors if has_codes and PARTS.get(name.rpartition(".")[2]) == "scale"}
+    for name, (_, _, kind, shape, start) in tensors.items():
+        if kind in DTYPES.keys() - {"BOOL", "F8_E8M0"} and name not in scales:
+            coded = kind if kind in CODED else ""
+            arrays[name] = Array(path, name, start, np.dtype(DTYPES[kind]), shape, bfloat16=kind == "BF16", coded=coded)
+    source = choose(path, arrays, options)
+    coded = source.coded
+    if coded is not None and coded.table.lacks_scale and (scales or SHARD.search(coded.tensor)):
+        remedy = "Read all files in place, er.FromSafetensors(folder, name), which finds scales that shards share."
+        got = ", ".join(sorted(scales)) or "none, in a file of a shard"
+        source.fail("scales that are named as the tensor is", got, remedy, coded.tensor)
+    return source
 
 
 class SafetensorsSink(Regions):
-    """A sink for tensors "vectors" and, unless rows are numbered from 0, "ids"."""
+    """A sink for tensors "weights" and, unless rows are numbered from 0, "ids"."""
 
     def __init__(self, output: Output, done: int) -> None:
         super().__init__(output, done)
         part, rows, dim = part_of(output.path), output.rows, output.dim
         end_of_ids = 8 * rows if output.has_ids else 0
-        header = header_of(({"ids": ("I64", (rows,))} if output.has_ids else {}) | {"vectors": ("F32", (rows, dim))})
-        self.parts = [Region(part, header, len(header) + end_of_ids, "<f4", (rows, dim))]
+        tensors = {"ids": ("I64", (rows,))} if output.has_ids else {}
+        header = header_of(tensors | {"weights": (TENSORS[output.dtype], (rows, dim))}, output.about)
+        self.parts = [Region(part, header, len(header) + end_of_ids, FLOATS[output.dtype], (rows, dim))]
         self.parts += [Region(part, header, len(header), "<i8", (rows,))] if output.has_ids else []
 
     def finish(self) -> list[Path]:

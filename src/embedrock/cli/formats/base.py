@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ PART = ".part"
 CHECKED_ROWS = 64  # last rows of a part, compared with the table before the part is continued
 PIECE_NUMBERS = 1 << 16  # numbers to format at a time: Python's own floats take 32 bytes each
 BLOCK_BYTES = 1 << 20  # to read at a time
+# Types of vectors by name. NumPy has no bfloat16, which is the upper half of a float32.
+FLOATS = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
 
 class FileError(EmbedrockError, ValueError):
@@ -135,6 +137,8 @@ class Output(NamedTuple):
         rows, dim: of the vectors.
         has_ids: whether ids differ from the numbers of the rows, from 0.
         words: file with a word per line, that of id 0 first; None: ids are the words.
+        dtype: of the vectors: "float32", "float16" or "bfloat16".
+        about: names and values that describe the rows, if the format has a place for them.
     """
 
     path: Path
@@ -142,6 +146,8 @@ class Output(NamedTuple):
     dim: int
     has_ids: bool
     words: Path | None = None
+    dtype: str = "float32"
+    about: Mapping[str, str] = {}
 
 
 class PartFile:
@@ -361,8 +367,9 @@ class Spool(Regions):
     def __init__(self, output: Output, done: int, pack: Callable[..., None]) -> None:
         super().__init__(output, done)
         path, rows, self._pack = output.path, output.rows, pack
-        arrays = [("vectors", "<f4", (rows, output.dim)), *([("ids", "<i8", (rows,))] if output.has_ids else [])]
-        self.parts = [npy_region(path.with_name(f"{path.name}.{name}{PART}"), *array) for name, *array in arrays]
+        paths = [path.with_name(f"{path.name}.{name}{PART}") for name in ("vectors", "ids")]
+        self.parts = [npy_region(paths[0], FLOATS[output.dtype], (rows, output.dim))]
+        self.parts += [npy_region(paths[1], "<i8", (rows,))] if output.has_ids else []
 
     def finish(self) -> list[Path]:
         for region in self.parts:
