@@ -21,10 +21,10 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
 @settings(max_examples=examples(100))
-@given(rows=SIZES, each=st.integers(1, 5), nbytes=st.sampled_from([1, 2, 31, 320, 4099]), seed=st.integers(0, 9))
-def test_place(rows: list[int], each: int, nbytes: int, seed: int):
+@given(rows=SIZES, shared=st.integers(1, 5), nbytes=st.sampled_from([1, 2, 31, 320, 4099]), seed=st.integers(0, 9))
+def test_place(rows: list[int], shared: int, nbytes: int, seed: int):
     draw, firsts = np.random.default_rng(seed), np.cumsum([0, *rows])
-    starts, rows_each = draw.integers(0, 2**40, len(rows)), draw.integers(1, each + 1, len(rows))
+    starts, rows_each = draw.integers(0, 2**40, len(rows)), draw.integers(1, shared + 1, len(rows))
     ids = np.concatenate([draw.integers(0, firsts[-1], 50), firsts[:-1], firsts[1:] - 1])  # ends of shards
     expected, got = np.empty((2, len(ids)), np.int64), [Guarded((len(ids),), np.int64) for _ in range(2)]
     reference.extents.place(ids, firsts, starts, rows_each, nbytes, *expected)
@@ -54,7 +54,7 @@ PLACES = st.lists(st.tuples(st.integers(3, 5), st.integers(0, 60_000)), min_size
 
 @settings(max_examples=examples(300))
 @given(places=PLACES, nbytes=st.sampled_from([1, 64, 320, 512, 5000]), limits=LIMITS, is_sorted=st.booleans())
-def test_cover(places: list[tuple[int, int]], nbytes: int, limits: tuple[int, ...], is_sorted: bool):
+def test_cover(places: list[tuple[int, int]], nbytes: int, limits: tuple[int, int, int, int], is_sorted: bool):
     files, offsets = np.array(sorted(places) if is_sorted else places).T.copy()
     block, _, longest, room = limits
     expected, starts = np.zeros((4, len(files)), np.int64), np.zeros(len(files), np.int64)

@@ -36,12 +36,11 @@ def ids_of(step: int, rank: int) -> torch.Tensor:
 def trained(rank: int, folder: str, memory: str, options: dict[str, Any]) -> np.ndarray:
     """Train on a rank, and return all rows."""
     base = base_of(folder, memory)
-    model = torch.nn.Sequential(
-        ert.Embedding.from_pretrained(base, freeze=False, dtype=torch.float32, sharded=True, seed=1, **options)
-    )
+    layer = ert.Embedding.from_pretrained(base, freeze=False, dtype=torch.float32, sharded=True, seed=1, **options)
+    model = torch.nn.Sequential(layer)
     parallel, optimizer = DistributedDataParallel(model), ert.Adam(model.parameters(), lr=0.1)
     batches = [ids_of(step, rank) for step in range(STEPS)]
-    for ids in ert.prefetch(batches, {model[0]: lambda ids: ids}):
+    for ids in ert.prefetch(batches, {layer: lambda ids: ids}):
         parallel(ids).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -49,9 +48,9 @@ def trained(rank: int, folder: str, memory: str, options: dict[str, Any]) -> np.
         ert.save(model, f"{options['path']}-saved", STEPS, optimizer)
     with torch.no_grad():
         rows = parallel(torch.arange(ROWS)).numpy()
-    touched = model[0].table.stats()["rows_touched"]
+    touched = layer.table.stats()["rows_touched"]
     assert 0 < touched < ROWS // 2  # those of this rank
-    model[0].table.close()
+    layer.table.close()
     return rows
 
 
@@ -59,7 +58,8 @@ def alone() -> np.ndarray:
     layer = ert.Embedding.from_pretrained(torch.from_numpy(BASE.rows), freeze=False, seed=1)
     optimizer = ert.Adam(layer.parameters(), lr=0.1)
     for step in range(STEPS):
-        sum(layer(ids_of(step, rank)).square().sum() / 2 for rank in range(2)).backward()
+        both = [layer(ids_of(step, rank)).square().sum() / 2 for rank in range(2)]
+        (both[0] + both[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
     return layer(torch.arange(ROWS)).detach().numpy()
