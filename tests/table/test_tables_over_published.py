@@ -21,6 +21,7 @@ from embedrock.storage.base_cache import BaseCache
 from embedrock.table.prefetch import prefetch
 from forked import in_child
 from published_files import NAME, Published, base_of, codes, floats, table_of, written
+from slow import slow
 
 ROWS, DIM = 900, 24
 RULES = {
@@ -280,6 +281,28 @@ def test_growing_is_refused(published: Published, tmp_path: Path):
 # ---------------------------------------------------------------- the cache
 
 
+@pytest.mark.parametrize("path", [None, "delta"])
+def test_too_little_memory_is_an_error_before_anything_is_made(path: str | None, published: Published, tmp_path: Path):
+    init, where = written(published, tmp_path / "base", 10), {} if path is None else {"path": tmp_path / path}
+    with pytest.raises(er.ArgumentError) as caught:
+        table_of(init, **where)
+    assert str(caught.value) == (
+        f"`memory` of {init} must hold two rows of 28 bytes, and their index: got 10 B. Pass more, such as 1MiB."
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["base"]
+
+
+def test_admission_and_eviction(published: Published, tmp_path: Path):
+    base = written(published, tmp_path)
+    zeros = table_of(base, admission=er.Admission(min_count=2, default="zeros"), rule=er.SGD(lr=1.0))
+    assert not zeros.lookup(np.arange(9)).any()
+    table = table_of(base, eviction=er.Eviction(max_rows=2), rule=er.SGD(lr=1.0))
+    for k in range(5):
+        table.update([k], np.ones((1, DIM), np.float32))
+    other = (all_rows(table) != published.rows).any(1)  # evicted rows are those of the base
+    assert other.sum() == table.stats()["rows_touched"] == 2
+
+
 def test_tables_over_the_same_files_share_a_cache(published: Published, tmp_path: Path):
     published.write(tmp_path)
     tables = [table_of(base_of(tmp_path)) for _ in range(26)]
@@ -377,7 +400,7 @@ print(ram() - before, table.stats().get("base_bytes_used", 0))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the RAM of a process is in /proc")
-@pytest.mark.parametrize(("memory", "least", "most"), [("16MiB", 8, 22), ("map", 0, 6)])
+@pytest.mark.parametrize(("memory", "least", "most"), [("16MiB", 8, 22), *slow(("map", 0, 6))])
 def test_the_cache_takes_the_ram_that_it_is_given(memory: str, least: int, most: int, tmp_path: Path):
     """100 MB of rows are read, each in another page."""
     header = json.dumps(
