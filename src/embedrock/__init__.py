@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 from embedrock.batch.gradients import RowGradients
+from embedrock.batch.ngrams import Ngrams
 from embedrock.batch.plan import Plan
 from embedrock.batch.pooling import jagged
 from embedrock.batch.strings import hash_ids
@@ -99,6 +100,7 @@ __all__ = [
     "MemoryBudgetError",
     "Momentum",
     "NewerFormatError",
+    "Ngrams",
     "NoPlanError",
     "NonFiniteGradientError",
     "Normal",

@@ -10,6 +10,7 @@ from embedrock.kernels.cpu import directory as directory
 from embedrock.kernels.cpu import extents as extents
 from embedrock.kernels.cpu import generator as generator
 from embedrock.kernels.cpu import mapped as mapped
+from embedrock.kernels.cpu import ngrams as ngrams
 from embedrock.kernels.cpu import plan as plan
 from embedrock.kernels.cpu import pooling as pooling
 from embedrock.kernels.cpu import pread as pread
