@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import embedrock as er
-from support.published_files import (
+from published_files import (
     CODES,
     FLOATS,
     NAME,

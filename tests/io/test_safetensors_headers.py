@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from embedrock.io.safetensors import StoredTensor, read_header
-from support.slow import examples
+from slow import examples
 
 
 class Refused(Exception):

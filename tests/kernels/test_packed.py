@@ -6,12 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import reference
 from embedrock.initializers import Zeros
+from embedrock.initializers.published import CODES
 from embedrock.kernels import cpu
 from embedrock.kernels.packed import PackedRows
 from embedrock.spec.codecs import CODECS
@@ -124,3 +126,42 @@ def test_a_form_is_decoded_by_hand():
 )
 def test_bytes_of_a_record(dtype: str, dim: int, nbytes: int):
     assert Spec(None, dim, dtype, None, Zeros(), 0).record_bytes == nbytes
+
+
+# ---------------------------------------------------------------- forms of published tables
+
+
+@pytest.mark.parametrize("scale_words", [np.float32, np.uint16, np.int16, np.uint8])
+@pytest.mark.parametrize("group", [1, 5, 32, 128])
+def test_listed_values_and_powers_of_two(group: int, scale_words: type):
+    rng, dim, count = np.random.default_rng(group), 70, 9
+    codes = rng.integers(0, 256, (count, 77)).astype(np.uint8)
+    values = rng.standard_normal(256).astype(np.float32)
+    words = rng.integers(0, 256, (count, 160)).astype(np.uint8)
+    if scale_words is not np.uint8:
+        words = reference.codec.encode_nearest(rng.standard_normal((count, 160)).astype(np.float32), scale_words)
+    for listed, start in ((values, -1), (values, 80), (None, -1)):
+        own = codes if listed is not None else codes.view(np.int8)
+        rows = PackedRows(own, words, words, 3, start, group, listed)
+        with np.errstate(over="ignore"):
+            expected = reference.packed.unpack(rows, np.arange(count), dim)
+        np.testing.assert_array_equal(unpacked(rows, count, dim), expected)
+
+
+def test_powers_of_two_are_those_of_the_format():
+    powers = np.arange(256, dtype=np.uint8)[:, None]
+    expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float().numpy()[:, None]
+    np.testing.assert_array_equal(reference.codec.decode(powers), expected)
+    rows = PackedRows(np.ones((256, 1), np.int8), powers, powers, 0, -1, 1)
+    np.testing.assert_array_equal(unpacked(rows, 256, 1), expected)
+    assert np.isnan(expected[255])
+    assert expected[[0, 127, 254], 0].tolist() == [2.0**-127, 1.0, 2.0**127]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_values_of_8_bit_floats_are_those_of_torch(dtype: str):
+    values = CODES["F8_E4M3" if "e4m3" in dtype else "F8_E5M2"]
+    expected = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).float().numpy()
+    assert values is not None
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(np.signbit(values[expected == 0]), np.signbit(expected[expected == 0]))

@@ -11,7 +11,7 @@ import pytest
 
 import embedrock as er
 from embedrock.cli.main import main
-from support.published_files import NAME, base_of, floats, table_of, written
+from published_files import NAME, base_of, floats, table_of, written
 
 ROWS, DIM = 900, 16
 BASE = floats("BF16", ROWS, DIM)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ import pytest
 import embedrock as er
 from embedrock.storage.base_cache import BaseCache
 from embedrock.table.prefetch import prefetch
-from support.forked import in_child
-from support.published_files import NAME, Published, base_of, codes, floats, table_of, written
+from forked import in_child
+from published_files import NAME, Published, base_of, codes, floats, table_of, written
+from slow import slow
 
 ROWS, DIM = 900, 24
 RULES = {
@@ -246,7 +250,7 @@ def test_forks_while_another_thread_reads(published: Published, tmp_path: Path):
 
 
 def test_members_of_a_group(published: Published, tmp_path: Path):
-    init, rule = written(published, tmp_path / "base"), er.SGD(lr=1.0)
+    init, rule, expected = written(published, tmp_path / "base"), er.SGD(lr=1.0), published.rows
     for path in (None, tmp_path / "group"):
         with er.Group(path=path) as group:
             group.table("one", ROWS, DIM, init=init, rule=rule)
@@ -257,9 +261,9 @@ def test_members_of_a_group(published: Published, tmp_path: Path):
                 group.update({"one": ids, "two": ids}, {"one": gradients, "two": gradients})
             found = group.lookup({"one": np.arange(ROWS), "two": np.arange(ROWS)})
             np.testing.assert_array_equal(found["one"], found["two"])
+            expected = found["one"]
             if path is not None:
                 group.commit()
-                expected = found["one"]
     with er.open(tmp_path / "group", mode="r") as group:
         np.testing.assert_array_equal(all_rows(group["one"]), expected)
 
@@ -275,6 +279,28 @@ def test_growing_is_refused(published: Published, tmp_path: Path):
 
 
 # ---------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("path", [None, "delta"])
+def test_too_little_memory_is_an_error_before_anything_is_made(path: str | None, published: Published, tmp_path: Path):
+    init, where = written(published, tmp_path / "base", 10), {} if path is None else {"path": tmp_path / path}
+    with pytest.raises(er.ArgumentError) as caught:
+        table_of(init, **where)
+    assert str(caught.value) == (
+        f"`memory` of {init} must hold two rows of 28 bytes, and their index: got 10 B. Pass more, such as 1MiB."
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["base"]
+
+
+def test_admission_and_eviction(published: Published, tmp_path: Path):
+    base = written(published, tmp_path)
+    zeros = table_of(base, admission=er.Admission(min_count=2, default="zeros"), rule=er.SGD(lr=1.0))
+    assert not zeros.lookup(np.arange(9)).any()
+    table = table_of(base, eviction=er.Eviction(max_rows=2), rule=er.SGD(lr=1.0))
+    for k in range(5):
+        table.update([k], np.ones((1, DIM), np.float32))
+    other = (all_rows(table) != published.rows).any(1)  # evicted rows are those of the base
+    assert other.sum() == table.stats()["rows_touched"] == 2
 
 
 def test_tables_over_the_same_files_share_a_cache(published: Published, tmp_path: Path):
@@ -351,3 +377,40 @@ def test_a_failed_read_leaves_no_row_pinned(tmp_path: Path):
     cache = BaseCache.of(init)
     assert cache is not None
     assert not cache._slots._pins[: cache._slots.used_slots].any()
+
+
+RAM = """
+import numpy as np
+import embedrock as er
+
+def ram():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+init = er.FromSafetensors({folder!r}, {name!r}, {memory!r})
+table = er.Table(*init.shape, init=init, dtype="bfloat16")
+draw = np.random.default_rng(0)
+for _ in range(2):
+    table.lookup(draw.integers(0, 120_000, 1500))  # compiled code, and buffers of a batch and of reads
+before = ram()
+for _ in range(60):
+    table.lookup(draw.integers(0, 120_000, 1500))
+print(ram() - before, table.stats().get("base_bytes_used", 0))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the RAM of a process is in /proc")
+@pytest.mark.parametrize(("memory", "least", "most"), [("16MiB", 8, 22), *slow(("map", 0, 6))])
+def test_the_cache_takes_the_ram_that_it_is_given(memory: str, least: int, most: int, tmp_path: Path):
+    """100 MB of rows are read, each in another page."""
+    header = json.dumps(
+        {f"{NAME}.weight": {"dtype": "BF16", "shape": [120_000, 512], "data_offsets": [0, 122_880_000]}}
+    )
+    with open(tmp_path / "a.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + 122_880_000)
+    program = RAM.format(folder=str(tmp_path), name=NAME, memory=memory)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    grown, used = map(float, done.stdout.split())
+    assert least << 20 <= grown <= most << 20
+    assert memory == "map" or 15 << 20 <= used <= 16 << 20

@@ -207,14 +207,14 @@ class FromSafetensors(Given):
         return {**super().describe(), **own, "digest": self.digest}
 
     @classmethod
-    def found(cls, description: Mapping[str, Any], where: str) -> FromSafetensors:
-        """Return the initializer of a result of `describe`, for the table at `where`.
+    def found(cls, description: Mapping[str, Any], where: str, remedy: str = "") -> FromSafetensors:
+        """Return the initializer of a result of `describe`, for the table at `where`. `remedy` is for another folder.
 
         Raises:
             TableFileError: its files are gone, or are others.
         """
         folder, tensor = description["folder"], description["tensor"]
-        remedy = f"If they are in another folder, pass it: init=er.FromSafetensors(folder, {tensor!r})."
+        remedy = remedy or f"If they are in another folder, pass it: init=er.FromSafetensors(folder, {tensor!r})."
         try:
             made = cls(folder, tensor, description["memory"])
         except OSError as error:

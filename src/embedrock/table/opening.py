@@ -15,6 +15,7 @@ from embedrock.spec.admission import Admission
 from embedrock.spec.description import POLICIES, check_same, describe_spec
 from embedrock.spec.eviction import Eviction
 from embedrock.spec.spec import Spec
+from embedrock.storage.base_cache import BaseCache
 from embedrock.storage.ram_backend import DIRECTORIES
 from embedrock.storage.record_pools import RamOfTable
 from embedrock.storage.table_lock import TableLock
@@ -74,6 +75,7 @@ def new_spec(
     drawn = {**options, **{name: getattr(first, name) for name in left_out}}
     policies = check_policies(options)
     spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]), **policies)
+    BaseCache.of(spec.init)  # too little `memory` is an error before anything is made
     return spec, describe_spec(spec) | left_out
 
 

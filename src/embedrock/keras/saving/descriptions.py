@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.initializers import FromArray, FromBfloat16, Initializer
+from embedrock.initializers import FromArray, FromBfloat16, FromSafetensors, Initializer
 from embedrock.keras.saving import loading
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.workers.shards import check_whole
@@ -109,6 +109,10 @@ def describe_initializer(init: Any, label: str) -> dict[str, Any]:
 
 def read_initializer_of(description: Mapping[str, Any]) -> Any:
     """Return the initializer that `describe_initializer` described."""
+    if description["name"] == FromSafetensors.__name__:
+        folder, remedy = description["folder"], "erk.load_model(file, relocate={old folder: new folder})."
+        now = {**description, "folder": loading.path_now(folder)}
+        return FromSafetensors.found(now, "a layer", f"If they are in another folder, load the model by {remedy}")
     if description["name"] != FromArray.__name__:
         return read_initializer(dict(description), "a layer")
     file, dtype, shape = description["file"], description["dtype"], tuple(description["shape"])

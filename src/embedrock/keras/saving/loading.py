@@ -20,7 +20,7 @@ from keras.src.backend.common import global_state
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import make_table
 from embedrock.frontend.references import Relocate, is_reference, relocation
-from embedrock.initializers import Given
+from embedrock.initializers import FromSafetensors, Given
 from embedrock.keras import callers
 from embedrock.keras.saving.references import GO_BACK
 from embedrock.keras.saving.state import KEY
@@ -75,7 +75,8 @@ def load_model(
         filepath, custom_objects, more: as of Keras'.
         mode: "r" opens snapshots of the tables on disk, as of the file's commits. The model reads while others train,
             in this process or another, and cannot be trained.
-        relocate: new paths of tables on disk: {old path: new path}, or a function of the old path.
+        relocate: new paths of tables on disk, and of folders of published tables: {old path: new path}, or a function
+            of the old path.
 
     Raises:
         ArgumentError: `relocate` has a path that the file does not refer to, or a commit is gone.
@@ -85,7 +86,7 @@ def load_model(
         raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')
     filepath = local_path(filepath, "`filepath` of erk.load_model", "file")
     found = {state["path"]: state["commit"] for state in _references_in(filepath)}
-    loading = _Loading(mode, relocation("erk.load_model", relocate, list(found)), found)
+    loading = _Loading(mode, relocation("erk.load_model", relocate, [*found, *_bases_in(filepath)]), found)
     with set_within(_loading, loading):
         return keras.models.load_model(filepath, custom_objects, **more)
 
@@ -104,6 +105,19 @@ def _references_in(file: str) -> list[dict[str, Any]]:
         if file.endswith(".keras"):
             content = stack.enter_context(stack.enter_context(zipfile.ZipFile(file)).open("model.weights.h5"))
         stack.enter_context(h5py.File(content, "r")).visititems(visit)
+    return found
+
+
+def _bases_in(file: str) -> list[str]:
+    """Return the folders of the published tables that rows start as, in a ``.keras``."""
+    found: list[str] = []
+
+    def note(part: dict[str, Any]) -> None:
+        found.extend([part["folder"]] if part.get("name") == FromSafetensors.__name__ else [])
+
+    if file.endswith(".keras"):
+        with zipfile.ZipFile(file) as archive:
+            json.loads(archive.read("config.json"), object_hook=lambda part: note(part) or part)
     return found
 
 
