@@ -188,6 +188,14 @@ def test_a_folder_that_is_not_there():
     assert "Pass the folder of a checkpoint, as huggingface_hub.snapshot_download(name) returns it." in text
 
 
+@pytest.mark.parametrize("names", ["{}-of-12", "{:02}-of-12", "{:05}-of-00012", "model-{:05}-of-00012"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_all_files_by_all_numbers(names: str, first: int, tmp_path: Path):
+    for k in range(12):
+        write(tmp_path, {f"{k}.weight": WEIGHT}, f"{names.format(k + first)}.safetensors")
+    assert er.FromSafetensors(tmp_path, "X").shape == (12 * 64, 32)
+
+
 def test_a_file_that_the_others_count(tmp_path: Path):
     write(tmp_path, {"weight": WEIGHT}, "model-00001-of-00002.safetensors")
     expected = f"{tmp_path} must have all its 2 files: model-00002-of-00002.safetensors is missing. Get it again."

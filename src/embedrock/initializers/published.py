@@ -226,11 +226,13 @@ def _bits(folder: str, name: str) -> Any:
 
 def _check_complete(folder: str, names: set[str]) -> None:
     """Raise `TableFileError` if files are missing, of those that count themselves: ``model-00001-of-00008``."""
-    for begin, number, count in {(part[1], len(part[2]), part[3]) for part in map(NUMBERED.match, names) if part}:
-        for k in range(1, int(count) + 1):
-            name = f"{begin}{k:0{number}}-of-{count}{ENDING}"
-            if name not in names:
-                raise TableFileError(f"{folder} must have all its {int(count)} files: {name} is missing. Get it again.")
+    numbers = dict[tuple[str, str], set[int]]()
+    for part in filter(None, map(NUMBERED.fullmatch, names)):
+        numbers.setdefault((part[1], part[3]), set()).add(int(part[2]))
+    for (begin, count), found in numbers.items():
+        if len(found) < int(count):
+            name = f"{begin}{min({*range(1, int(count) + 1)} - found):0{len(count)}}-of-{count}{ENDING}"
+            raise TableFileError(f"{folder} must have all its {int(count)} files: {name} is missing. Get it again.")
 
 
 def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTensor]]:

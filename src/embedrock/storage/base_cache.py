@@ -53,10 +53,10 @@ class BaseCache:
         """
         if not isinstance(init, FromSafetensors) or init.memory == MAP:
             return None
+        if (made := vars(init).get("_cache")) is not None:
+            return made
         size = parse_bytes(init.memory)
         with _making:
-            if (made := vars(init).get("_cache")) is not None:
-                return made
             key = init.folder, init.tensor, size, init.table.stamps
             made = _caches.get(key)
             if made is None:
