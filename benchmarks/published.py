@@ -202,7 +202,7 @@ class Ours(Contender):
     def decode(self, folder: Path, seed: int) -> dict[str, float]:
         """Look up the rows of tokens; return the milliseconds that a token waits for them."""
         table, found = self.opened(folder), dict[str, float]()
-        ahead, alone = np.random.default_rng(seed).integers(0, table.rows, (2, TOKENS, FEW))
+        ahead, alone = np.random.default_rng((seed, TOKENS)).integers(0, table.rows, (2, TOKENS, FEW))  # as no other
         for name, tokens, depth in (("wait_ms", ahead, 1), ("without_prefetch_ms", alone, 0), ("in_ram_ms", alone, 0)):
             waits, start = list[float](), time.perf_counter()
             for ids in table.prefetch(tokens, depth):
@@ -263,15 +263,16 @@ def _line(name: str, turns: Lines) -> dict[str, Any]:
 def cold(folder: Path, form: str, children: Mapping[str, Child], rounds: int) -> Lines:
     """Read rows of which no page is in RAM: an untimed turn of each contender, and then `rounds`."""
     files, lines = sorted(folder.iterdir()), Lines()
+    seeds = iter(range(1 << 30))  # what one has read may stay in a cache below the system's
     for many in COUNTS:
         say(f"{form}: {many:,} cold rows")
         turns: dict[str, Lines] = {side: [] for side, (*_, counts) in CONTENDERS.items() if many in counts}
-        for seed in range(rounds + 1):
+        for number in range(rounds + 1):
             for side, own in turns.items():
                 forget_pages(files)
                 resident = resident_bytes(files)
-                found = children[side].call("cold", folder, many, seed)
-                own += [{**found, "resident_bytes": resident}] if seed else []
+                found = children[side].call("cold", folder, many, next(seeds))
+                own += [{**found, "resident_bytes": resident}] if number else []
         for side, own in turns.items():
             line = _line(f"{form}, {many:,} rows, {side}", own)
             lines.append({**line, "rows_per_s": 1e6 / line["us"], "best_rows_per_s": 1e6 / line["least_us"]})
