@@ -16,6 +16,7 @@ from benchmarks.disk import DISK
 from benchmarks.gpu_run import GPU
 from benchmarks.keras_fit import KERAS
 from benchmarks.processes import ChildError
+from benchmarks.published import PUBLISHED
 from benchmarks.report import Report, machine_facts, write_json
 from benchmarks.serving import SERVING
 from benchmarks.shards import SHARDS
@@ -46,6 +47,7 @@ BENCHMARKS = (
     DISK,
     COMMIT,
     SERVING,
+    PUBLISHED,
     STREAM,
     KERAS,
     GPU,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from mmap import PAGESIZE
 from operator import call
 from pathlib import Path
 from statistics import mean
@@ -36,6 +37,7 @@ from embedrock.cli.terminal.tables import Field, format_whole, say
 from embedrock.errors import EmbedrockError
 from embedrock.io.probe import BlockReader
 from embedrock.io.vfs import OS_SYSTEM
+from embedrock.system.platform import resident_pages
 from embedrock.system.sizes import format_bytes
 
 WORKLOAD = Workload(rows=20_000_000)
@@ -282,6 +284,12 @@ def forget_pages(paths: Sequence[Path]) -> None:
             OS_SYSTEM.drop(fd)
         finally:
             OS_SYSTEM.close(fd)
+
+
+def resident_bytes(paths: Sequence[Path]) -> int:
+    """Return the bytes of files that are in the page cache."""
+    maps = [np.memmap(path, np.uint8, "r") for path in paths]
+    return PAGESIZE * sum(int(np.sum(resident_pages(one.ctypes.data, one.nbytes))) for one in maps)
 
 
 # ---------------------------------------------------------------- the benchmark
