@@ -34,7 +34,7 @@ PADDING = 3  # keys beyond count, which no kernel may look at
 NOWHERE = 2**50  # a slot whose address crashes
 NAMES = {words: name for name, words in STORAGES.items()}
 ALL_RULES = [*DEFAULTS, *FORMS]
-ROUNDED = arguments.RowwiseAdagradStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
+ROUNDED = arguments.RowwiseStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
 
 
 class OnDevice:

@@ -15,7 +15,19 @@ from embedrock.batch.plan import NO_DIRECT
 from embedrock.initializers import Zeros
 from embedrock.kernels.arguments import SGDStep
 from embedrock.kernels.keys import PART_BITS
-from embedrock.optimizers import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
+from embedrock.optimizers import (
+    LAST_STEP,
+    RULES,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Momentum,
+    RMSprop,
+    RowwiseAdagrad,
+    RowwiseRMSprop,
+    Rule,
+)
 from embedrock.spec.codecs import CODECS
 from embedrock.spec.spec import STORAGES, RecordLayout, Spec
 from embedrock.system.arena import reserve
@@ -209,6 +221,12 @@ class KernelSuite:
         self.call(self.backend.rows.row_squares, 37, values, got.inside)
         np.testing.assert_allclose(got.inside, squares, rtol=1e-14)
         got.check()
+
+    @pytest.mark.parametrize("dim", DIMS)
+    @pytest.mark.parametrize("kind", [RowwiseAdagrad, RowwiseRMSprop])
+    def test_step_of_groups(self, kind: Any, dim: int) -> None:
+        for groups in (n for n in (3, 4, 8, 17, 64) if dim % n == 0):
+            self.test_step(kind(lr=0.1, weight_decay=0.5, groups=groups), dim)
 
     @pytest.mark.parametrize("dim", DIMS)
     @pytest.mark.parametrize("rule", [*DEFAULTS, *FORMS], ids=repr)
