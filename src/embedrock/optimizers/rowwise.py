@@ -87,9 +87,7 @@ class RowwiseRMSprop(_RowwiseFamily):
         lr: learning rate.
         alpha: share of ``h`` that is kept, in [0, 1).
         eps: keeps the quotient finite.
-        weight_decay: first, ``w = w * (1 - lr * weight_decay)``, for the rows touched.
-        groups: equal parts of a row, neighbouring columns each, with a mean and an ``h`` of their own: 4 bytes each.
-            The row's dimension must be a multiple. For a row that holds the vectors of several layers, for example.
+        weight_decay, groups: as of `RowwiseAdagrad`.
 
     Source: the row-wise form of `RMSprop`, as nanochat steps its table of hashed n-grams
     (https://github.com/karpathy/nanochat/pull/854). Its ``decay`` is ``lr * weight_decay``.
