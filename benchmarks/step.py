@@ -28,12 +28,12 @@ def _training_step(table: Any, optimizer: Any, workload: Workload) -> Step:
     return training_step(table, batches, optimizer, workload.gradient())
 
 
-def our_step(workload: Workload, optimizer: str, **options: Any) -> Step:
+def our_step(workload: Workload, optimizer: str, dtype: str = "float32", **options: Any) -> Step:
     """Train `embedrock.torch.Embedding`."""
-    import_torch()
+    torch = import_torch()
     import embedrock.torch as ert
 
-    table = ert.Embedding(workload.rows, workload.dim)
+    table = ert.Embedding(workload.rows, workload.dim, dtype=getattr(torch, dtype))
     return _training_step(table, getattr(ert, optimizer)(table, lr=LEARNING_RATE, **options), workload)
 
 
@@ -75,6 +75,7 @@ STEP = Benchmark(
         _ours("ours-adam", "Adam", 3, optimizer="Adam"),
         _ours("ours-adam-dense", "Adam(dense=True)", 3.1, optimizer="Adam", dense=True),
         _ours("ours-rowwise-adagrad", "RowwiseAdagrad", 1.1, optimizer="RowwiseAdagrad"),
+        _ours("ours-bfloat16", "RowwiseAdagrad, bfloat16", 1.1, optimizer="RowwiseAdagrad", dtype="bfloat16"),
         _ours("ours-sgd", "SGD", 1, optimizer="SGD"),
         _nn("torch-sparse-adam", "sparse=True, SparseAdam", 3, optimizer="SparseAdam", sparse=True),
         _nn("torch-sparse-sgd", "sparse=True, SGD", 1, optimizer="SGD", sparse=True),

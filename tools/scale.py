@@ -62,7 +62,7 @@ from embedrock.cli.columns import IDS, TextColumn
 from embedrock.distributed.owners import owners
 from embedrock.planner.demand import SCATTER, bounded_zipf, cut, exchanged_bytes, expected_misses, most_rows, zipf_cdf
 
-NAMES = "SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "RMSprop", "Adam", "AdamW", "Ftrl"
+NAMES = "SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "RMSprop", "Adam", "AdamW", "Ftrl", "RowwiseRMSprop"
 RULES: dict[str, Any] = {name.lower(): getattr(er, name) for name in NAMES}
 RANKS = (8, 64, 256, 1024, 4096)
 # Seconds of a core: of a step, of each id and of a byte of its row, of each different id and of a byte of its record.

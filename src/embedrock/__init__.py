@@ -54,7 +54,18 @@ from embedrock.initializers import (
     Zeros,
 )
 from embedrock.kernels import get_threads, set_threads
-from embedrock.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
+from embedrock.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Momentum,
+    RMSprop,
+    RowwiseAdagrad,
+    RowwiseRMSprop,
+    Rule,
+)
 from embedrock.planner.proposal import NoPlanError, plan
 from embedrock.serving.dense import Bfloat16
 from embedrock.serving.publisher import Published, publish
@@ -112,6 +123,7 @@ __all__ = [
     "RowChanges",
     "RowGradients",
     "RowwiseAdagrad",
+    "RowwiseRMSprop",
     "Rule",
     "ServedStep",
     "Spec",

@@ -15,6 +15,7 @@ import reference
 from embedrock import kernels
 from embedrock.batch.plan import counting, make_plan, plan_tables, sources_of
 from embedrock.batch.pooling import NO_BAGS, ONES, places_of
+from embedrock.spec.spec import STORAGES
 from slow import examples
 from suites.kernels import GUARD, AsLaunched, Guarded, poison
 
@@ -29,14 +30,14 @@ DIMS = [1, 3, 8, 16, 17, 64, 83, 100]
 class Strided:
     """Poisoned memory of the rows of several features, each with rows that lie apart; `arrays` are what is in use."""
 
-    def __init__(self, bounds: np.ndarray, dim: int) -> None:
-        self._whole = [poison((stop - start + 2 * GUARD, dim + GUARD), np.float32) for start, stop in pairs(bounds)]
+    def __init__(self, bounds: np.ndarray, dim: int, dtype: Any = np.float32) -> None:
+        self._whole = [poison((stop - start + 2 * GUARD, dim + GUARD), dtype) for start, stop in pairs(bounds)]
         self.arrays = [whole[GUARD:-GUARD, 1 : 1 + dim] for whole in self._whole]
         self.places = places_of(self.arrays)
 
     @staticmethod
     def of(rows: np.ndarray, bounds: np.ndarray) -> Strided:
-        made = Strided(bounds, rows.shape[1])
+        made = Strided(bounds, rows.shape[1], rows.dtype)
         for array, (start, stop) in zip(made.arrays, pairs(bounds), strict=True):
             array[:] = rows[start:stop]
         return made
@@ -45,7 +46,7 @@ class Strided:
         """Return all rows, and fail where other memory was written to."""
         found = np.concatenate(self.arrays)
         for whole, array in zip(self._whole, self.arrays, strict=True):
-            array[:] = poison(array.shape, np.float32)
+            array[:] = poison(array.shape, array.dtype)
             assert (whole.view(np.uint8) == 0xFF).all(), "a kernel wrote outside its output"
         return found
 
@@ -121,7 +122,7 @@ def check_forward(b: Batch, cuts: list[int]) -> None:
         out, scale = np.empty((bags, dim), np.float32), np.empty(size, np.float32)
         reference.pooling.pool_sum(*b.source, b.offsets, b.places, b.weights, NO_PADDING, mean, out, scale)
         got, got_scale = Strided(b.bounds, dim), Guarded((size,), np.float32)
-        where = got.places, b.bounds, dim, got_scale.inside
+        where = got.places.at, b.bounds, dim, got_scale.inside
         for lo, hi in parts_of(bags, cuts):
             cpu.pool_sum(*b.source, begins, ends, b.weights, mean, *where, lo, hi)
         check(got.joined(), out)
@@ -131,16 +132,18 @@ def check_forward(b: Batch, cuts: list[int]) -> None:
     reference.pooling.pool_max(*b.source, b.offsets, b.places, NO_PADDING, out, argmax)
     got, got_argmax = Strided(b.bounds, dim), Guarded((bags, dim), np.int32)
     for lo, hi in parts_of(bags, cuts):
-        cpu.pool_max(*b.source, begins, ends, got.places, b.bounds, got_argmax.inside, lo, hi)
+        cpu.pool_max(*b.source, begins, ends, got.places.at, b.bounds, got_argmax.inside, lo, hi)
     check(got.joined(), out)
     check(got_argmax.inside, argmax)
     got_argmax.check()
 
 
-def check_backward(b: Batch, cuts: list[int]) -> None:
+def check_backward(b: Batch, cuts: list[int], dtype: Any = np.float32) -> None:
     """Compare the backward kernels with their reference."""
-    cpu, given, (unique, dim) = CPU, Strided.of(b.grads, b.bounds), b.rows.shape
-    segments = given.places, b.bounds, b.own, b.of_tables, b.bags, b.starts, b.order
+    words = reference.codec.encode_nearest(b.grads, dtype)
+    b.grads[:] = reference.codec.decode(words)
+    cpu, given, (unique, dim) = CPU, Strided.of(words, b.bounds), b.rows.shape
+    segments = *given.places, b.bounds, b.own, b.of_tables, b.bags, b.starts, b.order
     scale, argmax = np.linspace(0.1, 1, len(b.grads), dtype=np.float32), np.empty(b.grads.shape, np.int32)
     reference.pooling.pool_max(*b.source, b.offsets, b.places, NO_PADDING, np.empty_like(b.grads), argmax)
 
@@ -163,32 +166,34 @@ def check_backward(b: Batch, cuts: list[int]) -> None:
     out, got = np.empty(len(b.inverse), np.float32), Guarded((len(b.inverse),), np.float32)
     reference.pooling.weight_grads(b.grads, b.rows, b.inverse, b.bags, NO_PADDING, out)
     for lo, hi in parts_of(len(out), cuts):
-        cpu.weight_grads(given.places, b.bounds, b.rows, b.inverse, b.bags, got.inside, lo, hi)
+        cpu.weight_grads(*given.places, b.bounds, b.rows, b.inverse, b.bags, got.inside, lo, hi)
     check(got.inside, out, is_exact=False)
     got.check()
-    check(given.joined(), b.grads)
+    check(given.joined(), words)
 
 
-def check_rows(b: Batch, cuts: list[int]) -> None:
+def check_rows(b: Batch, cuts: list[int], dtype: Any = np.float32) -> None:
     """Compare positions that are bags of one each: rows copied, bit for bit or as sums, and summed."""
     cpu, n, dim = CPU, len(b.inverse), b.rows.shape[1]
     b.rows[::2] *= np.float32(-0.0)
     bounds, expected = b.offsets[b.bounds], np.empty((n, dim), np.float32)
     reference.rows.gather(*b.source[:2], b.inverse, b.source[3], expected)
     for start in (np.float32(-0.0), np.float32(0.0)):
-        got = Strided(bounds, dim)
+        got = Strided(bounds, dim, dtype)
         for lo, hi in parts_of(n, cuts):
-            cpu.copy_rows(*b.source, got.places, bounds, start, dim, lo, hi)
-        check(got.joined().view(np.int32), (start + expected).view(np.int32))
+            cpu.copy_rows(*b.source, *got.places, bounds, start, dim, lo, hi)
+        check(got.joined().view(np.uint16), reference.codec.encode_nearest(start + expected, dtype).view(np.uint16))
 
     grads = np.random.default_rng(0).normal(size=(n, dim)).astype(np.float32)
     grads[::3] = np.float32(-0.0)
-    given, values = Strided.of(grads, bounds), np.empty(b.rows.shape, np.float32)
+    words = reference.codec.encode_nearest(grads, dtype)
+    grads = reference.codec.decode(words)
+    given, values = Strided.of(words, bounds), np.empty(b.rows.shape, np.float32)
     squares, got_squares = np.empty(len(values)), np.empty(len(values))
     reference.rows.sum_segments(grads, b.starts, b.order, values, squares)
     for bags in (counting(n), NO_BAGS):
         got = Guarded(values.shape, np.float32)
-        segments = given.places, bounds, b.own, b.of_tables, bags, b.starts, b.order
+        segments = *given.places, bounds, b.own, b.of_tables, bags, b.starts, b.order
         for lo, hi in parts_of(len(values), cuts):
             cpu.pool_sum_backward(*segments, ONES, ONES, np.float32(-0.0), got.inside, got_squares, lo, hi)
         check(got.inside.view(np.int32), values.view(np.int32))
@@ -197,7 +202,7 @@ def check_rows(b: Batch, cuts: list[int]) -> None:
 
     of_weights, expected = np.empty(n, np.float32), np.empty(n, np.float32)
     reference.pooling.weight_grads(grads, b.rows, b.inverse, counting(n), NO_PADDING, expected)
-    cpu.weight_grads(given.places, bounds, b.rows, b.inverse, NO_BAGS, of_weights, 0, n)
+    cpu.weight_grads(*given.places, bounds, b.rows, b.inverse, NO_BAGS, of_weights, 0, n)
     check(of_weights, expected, is_exact=False)
 
 
@@ -208,6 +213,16 @@ def test_equal_to_the_reference(dim: int, weighted: bool):
     for check_kernels in (check_forward, check_backward, check_rows):
         check_kernels(batch, [])
         check_kernels(batch, [1, 3, 4])
+
+
+@pytest.mark.parametrize("dim", [1, 17, 64])
+@pytest.mark.parametrize("dtype", [STORAGES["bfloat16"], STORAGES["float16"]], ids=["bf16", "f16"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_outputs_and_gradients_of_16_bits(dim: int, dtype: Any, weighted: bool):
+    batch = make_batch(dim, [3, 0, 1, 40, 17, 0, 5], dim, weighted)
+    batch.rows[:] = np.random.default_rng(1).normal(size=batch.rows.shape)  # which copies round
+    for check_kernels in (check_backward, check_rows):
+        check_kernels(batch, [1, 3, 4], dtype)
 
 
 @settings(max_examples=examples(40))
@@ -249,9 +264,9 @@ def test_backward_is_the_adjoint_of_forward():
     ones, out, scale = np.ones_like(b.rows), np.empty_like(b.grads), np.empty(len(b.grads), np.float32)
     values, squares, bounds = np.empty_like(b.rows), np.empty(len(b.rows)), np.array([0, len(b.grads)])
     source = ones, np.arange(len(b.rows)), b.inverse, ones[:0], b.offsets[:-1], b.offsets[1:]
-    about = b.weights, False, places_of([out]), bounds, 8, scale
+    about = b.weights, False, places_of([out]).at, bounds, 8, scale
     CPU.pool_sum(*source, *about, 0, len(b.grads))
-    segments = places_of([b.grads]), bounds, np.array([0, 1]), np.array([0, len(b.rows)]), b.bags, b.starts, b.order
+    segments = *places_of([b.grads]), bounds, np.array([0, 1]), np.array([0, len(b.rows)]), b.bags, b.starts, b.order
     about = b.weights, scale, np.float32(0), values, squares
     CPU.pool_sum_backward(*segments, *about, 0, len(b.rows))
     np.testing.assert_allclose((values * ones).sum(), (out * b.grads).sum(), rtol=1e-4)
@@ -262,7 +277,7 @@ def test_a_maximum_after_nan_follows_torch():
     plan = make_plan(np.array([0, 1, 1, 0, 2]))
     out, argmax = np.empty((2, 1), np.float32), np.empty((2, 1), np.int32)
     source = rows, np.arange(3), plan.inverse, rows[:0]
-    about = places_of([out]), np.array([0, 2]), argmax
+    about = places_of([out]).at, np.array([0, 2]), argmax
     CPU.pool_max(*source, np.array([0, 2]), np.array([2, 5]), *about, 0, 2)
     np.testing.assert_array_equal(out, [[np.nan], [2.0]])
     assert argmax.tolist() == [[0], [4]]
@@ -272,5 +287,5 @@ def test_places_are_addresses_and_strides_of_rows() -> None:
     whole = np.zeros((6, 8), np.float32)
     arrays = [whole, whole[2:, 3:5], whole[::-2], np.broadcast_to(whole[:1], (4, 8))]
     first = whole.__array_interface__["data"][0]
-    assert places_of(arrays).tolist() == [[first, 32], [first + 76, 32], [first + 160, -64], [first, 0]]
-    assert places_of([whole], np.array([0, 64])).tolist() == [[first, 32], [first + 64, 32]]
+    assert places_of(arrays).at.tolist() == [[first, 32], [first + 76, 32], [first + 160, -64], [first, 0]]
+    assert places_of([whole], np.array([0, 64])).at.tolist() == [[first, 32], [first + 64, 32]]

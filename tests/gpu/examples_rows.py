@@ -13,7 +13,7 @@ from embedrock.kernels.gpu import generator, rows
 from embedrock.kernels.gpu.addresses import DeviceTables
 from embedrock.kernels.gpu.gate import VerdictCase
 from embedrock.kernels.gpu.runtime import RecordForm
-from embedrock.optimizers import Adam, Rule
+from embedrock.optimizers import Adam, RowwiseAdagrad, Rule
 from embedrock.spec.spec import STORAGES, Spec
 from suites.kernels import DEFAULTS, DENSE, step_numbers
 
@@ -63,7 +63,7 @@ def example_first_values() -> None:
 
 
 def example_steps() -> None:
-    for rule in (*DEFAULTS, *DENSE):
+    for rule in (*DEFAULTS, *DENSE, RowwiseAdagrad(groups=4)):
         for form in forms(rule)[:2]:
             values, of = torch.empty(8, form.dim), tables_of(form, ("normal", 0.0, 0.1))[1]
             for step in STEPS:

@@ -34,7 +34,7 @@ PADDING = 3  # keys beyond count, which no kernel may look at
 NOWHERE = 2**50  # a slot whose address crashes
 NAMES = {words: name for name, words in STORAGES.items()}
 ALL_RULES = [*DEFAULTS, *FORMS]
-ROUNDED = arguments.RowwiseAdagradStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
+ROUNDED = arguments.RowwiseStep, arguments.DenseMomentumStep, arguments.DenseRMSpropStep, arguments.DenseAdamStep
 
 
 class OnDevice:
@@ -116,11 +116,9 @@ def run_step(records, slots, values, numbers, form, ids, seed, step, clip=None, 
         gpu.rows.step(on.keys(slots), *of_rows, *gradients, step, on.numbers(numbers))
 
 
-def step(weights, rows, records, slots, state_start, state_width, values, numbers, lo, hi):
-    assert weights is records
-    assert rows is slots
-    form = form_of(records, values.shape[1], state_start, state_width)
-    run_step(records, slots[lo:hi], values[lo:hi], numbers, form, slots[lo:hi], 0, 1)
+def step(words, records, slots, state_start, state_width, values, numbers, scratch, ids, seed, step, lo, hi):
+    form = form_of(words, values.shape[1], state_start, state_width)
+    run_step(records, slots[lo:hi], values[lo:hi], numbers, form, ids[lo:hi], seed, step)
 
 
 def refresh(weights, records, slots, state_start, scratch, numbers, lo, hi):
@@ -132,9 +130,7 @@ def refresh(weights, records, slots, state_start, scratch, numbers, lo, hi):
 
 class TestGPU(KernelSuite):
     backend: Any = types.SimpleNamespace(
-        rows=types.SimpleNamespace(
-            gather=gather, scatter=scatter, scatter_stochastic=scatter_stochastic, step=step, refresh=refresh
-        )
+        rows=types.SimpleNamespace(gather=gather, scatter=scatter, step=step, refresh=refresh)
     )
     splits = (0.0, 1.0)
     test_gather_and_scatter_packed: Any = None  # the CPU decodes such rows
@@ -246,7 +242,7 @@ def test_rounding_of_any_value(dtype: str, data: st.DataObject) -> None:
     same_words(words, expected)
     values += np.float32(0)  # a step makes no negative zeros of zeros
     scatter_stochastic(words, slots, values, ids, seed, 2**32 - 1, 0, 2)
-    cpu.rows.scatter_stochastic(expected, slots, values, ids, seed, 2**32 - 1, 0, 2)
+    expected[:] = reference.codec.encode_stochastic(values, ids, seed, 2**32 - 1, STORAGES[dtype])
     same_words(words, expected)
 
 
@@ -311,12 +307,9 @@ def check_begin(rule: Rule | None, dim: int, dtype: str, drawn: tuple[Any, ...])
 
 def cpu_step(records: np.ndarray, spec: Spec, slots: np.ndarray, grads: np.ndarray, numbers: Any, *args: Any) -> None:
     """Do what `Records` of a table does."""
-    words, layout, n = words_of(records, spec), spec.layout, len(slots)
-    rows = np.empty(grads.shape, np.float32)
-    cpu.rows.gather(words, slots, np.arange(n, dtype=np.int32), rows[:0], rows, 0, n)
-    where = layout.state_start, layout.state_width
-    cpu.rows.step(rows, np.arange(n), records, slots, *where, grads, numbers, 0, n)
-    cpu.rows.scatter_stochastic(words, slots, rows, *args, 0, n)
+    scratch = None if spec.dtype == "float32" else np.empty((1, spec.dim), np.float32)
+    where = slots, spec.layout.state_start, spec.layout.state_width
+    cpu.rows.step(words_of(records, spec), records, *where, grads, numbers, scratch, *args, 0, len(slots))
 
 
 def random_records(rng: np.random.Generator, slots: int, rule: Rule, dim: int, dtype: str, step: int) -> Any:

@@ -55,13 +55,13 @@ from slow import slow
 
 DIRECT = [ALL_NEAR, NONE_NEAR, *SOME_NEAR]
 # On a GPU, division and roots are those of the CPU, and nothing is fused; exponentials are not the same function.
-# RowwiseAdagrad sums squares, in another order.
+# Row-wise rules sum squares, in another order.
 OPTIONS: dict[str, dict[str, Any]] = {
     "Momentum": {"nesterov": True},
     "AdamW": {"weight_decay": 0.1},
     "Ftrl": {"l1": 0.01},
 }
-NAMES = [kind.__name__ for kind in RULES if kind is not er.RowwiseAdagrad]
+NAMES = [kind.__name__ for kind in RULES if not kind.__name__.startswith("Rowwise")]
 TO_THE_BIT = [(name, OPTIONS.get(name, {})) for name in NAMES]
 
 

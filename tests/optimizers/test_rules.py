@@ -94,6 +94,11 @@ def test_hyperparameters_are_checked(kind: Any) -> None:
         (lambda: er.Adagrad(initial_accumulator_value=-1), "`initial_accumulator_value` of Adagrad"),
         (lambda: er.Ftrl(l2_shrinkage=-1), "`l2_shrinkage` of Ftrl"),
         (lambda: er.Ftrl(l2_shrinkage=0.1, dense=True), r"`l2_shrinkage` of Ftrl\(dense=True\) must be 0: got 0.1"),
+        (lambda: er.RowwiseRMSprop(alpha=1.0), "`alpha` of RowwiseRMSprop"),
+        (lambda: er.RowwiseAdagrad(weight_decay=-1), "`weight_decay` of RowwiseAdagrad"),
+        (lambda: er.RowwiseRMSprop(groups=0), "`groups` of RowwiseRMSprop must be a whole number from 1 on: got 0"),
+        (lambda: er.RowwiseAdagrad(groups=True), "`groups` of RowwiseAdagrad must be a whole number .*: got True"),
+        (lambda: er.RowwiseAdagrad(groups=ANYTHING), "`groups` of RowwiseAdagrad must be a whole number .*: got 0.9"),
         (lambda: er.AdamW(lr=2, weight_decay=0.5, dense=True), r"of AdamW\(dense=True\) must be less than 1.*2 \* 0.5"),
     ],
 )
@@ -168,6 +173,10 @@ OLD_DESCRIPTIONS = [
     ({"name": "Adam", "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "dense": False}, er.Adam(0.1)),
     ({"name": "AdamW", "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}, er.AdamW(0.1)),
     (
+        {"name": "RowwiseAdagrad", "lr": 0.1, "eps": 1e-8, "initial_accumulator_value": 0.0},
+        er.RowwiseAdagrad(0.1),
+    ),
+    (
         {"name": "Ftrl", "lr": 0.1, "l1": 0.0, "l2": 0.0, "beta": 0.0, "initial_accumulator_value": 0.1},
         er.Ftrl(0.1),
     ),
@@ -180,7 +189,13 @@ def test_descriptions_are_those_of_0_1_where_no_newer_form_is_used(description: 
     assert describe_rule(rule) == description
 
 
-@pytest.mark.parametrize("rule", FORMS, ids=repr)
+ROWWISE = [
+    er.RowwiseAdagrad(lr=0.1, initial_accumulator_value=0.3, weight_decay=0.5, groups=4),
+    er.RowwiseRMSprop(lr=0.2, alpha=0.9, eps=1e-4, weight_decay=0.005, groups=4),
+]
+
+
+@pytest.mark.parametrize("rule", [*FORMS, *ROWWISE], ids=repr)
 def test_descriptions_of_newer_forms(rule: er.Rule) -> None:
     assert rule_of(describe_rule(rule)) == rule
 
@@ -365,3 +380,57 @@ def test_histories_of_the_same_steps_have_the_same_content() -> None:
         assert one.content is not late.content
     loaded.load(one.state(), 2)
     assert loaded.content is not one.content  # numbers of files are not compared
+
+
+class PartsOfRows:
+    """The row-wise rules, written out for a table whose parts of rows are arrays of their own, in float64."""
+
+    def __init__(self, rule: Any, weights: np.ndarray) -> None:
+        self.rule, self.weights = rule, np.split(weights.astype(np.float64), rule.groups, axis=1)
+        self.h = [np.full(len(weights), getattr(rule, "initial_accumulator_value", 0.0)) for _ in self.weights]
+
+    def step(self, ids: np.ndarray, grads: np.ndarray) -> None:
+        rule = self.rule
+        for w, h, g in zip(self.weights, self.h, np.split(grads, rule.groups, axis=1), strict=True):
+            for row in np.unique(ids):
+                total = g[ids == row].sum(axis=0, dtype=np.float64)
+                square = sum(total**2) / len(total)
+                h[row] = rule.alpha * h[row] + (1 - rule.alpha) * square if hasattr(rule, "alpha") else h[row] + square
+                w[row] -= rule.lr * rule.weight_decay * w[row]
+                w[row] -= rule.lr * total / (np.sqrt(h[row]) + rule.eps)
+
+
+@pytest.mark.parametrize("rule", ROWWISE, ids=repr)
+def test_row_wise_rules_step_each_part_of_a_row_alone(rule: er.Rule, tmp_path: Path) -> None:
+    make, rng = {"rule": rule, "init": er.Normal(std=0.5), "seed": 1}, np.random.default_rng(2)
+    table, on_disk = er.Table(30, 20, **make), er.Table(30, 20, **make, path=tmp_path / "a.rock", memory="64KiB")
+    dense = PartsOfRows(rule, table.lookup(np.arange(30)))
+    for k in range(40):
+        ids, grads = rng.integers(0, 25, 16), rng.standard_normal((16, 20)).astype(np.float32)
+        grads[:, 5:] *= 1000  # a mean over the row would not move its first part
+        for each in (table, on_disk, dense):
+            (each.step if each is dense else each.update)(ids, grads)
+        if k == 20:
+            on_disk.commit()
+            on_disk.close()
+            on_disk = er.open(tmp_path / "a.rock")
+            assert on_disk.rule == rule
+    on_disk.commit()
+    on_disk.close()
+    rows = table.lookup(np.arange(30))
+    np.testing.assert_allclose(rows, np.concatenate(dense.weights, axis=1), rtol=1e-4, atol=2e-6)
+    np.testing.assert_array_equal(er.open(tmp_path / "a.rock", mode="r").lookup(np.arange(30)), rows)
+
+
+def test_groups_divide_the_columns_of_a_row() -> None:
+    match = r"`groups` of RowwiseRMSprop must divide the 10 columns of a row of a table into .* got 4\. groups=2 does"
+    with pytest.raises(er.ArgumentError, match=match):
+        er.Table(5, 10, rule=er.RowwiseRMSprop(groups=4))
+    table = er.Table(5, 10, rule=er.RowwiseRMSprop(groups=5))
+    table.update([1], np.ones((1, 10)))
+    with pytest.raises(er.UnknownArgumentError, match=r"no hyperparameter 'groups' that a step may change"):
+        table.update([1], np.ones((1, 10)), groups=2)
+    with pytest.raises(er.ArgumentError, match="groups=2 does"):
+        table.set_rule(er.RowwiseRMSprop(groups=4), reset_state=True)
+    assert table.rule == er.RowwiseRMSprop(groups=5)
+    assert table.spec.layout.state_width == 5

@@ -137,6 +137,26 @@ def test_16_bit_rows(dtype: torch.dtype):
     torch.testing.assert_close(gradient_of(mine), theirs.weight.grad.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["plain", "expanded", "strided"])
+def test_16_bit_gradients_are_summed_as_float32(dtype: torch.dtype, form: str):
+    layer = ert.Embedding(ROWS, 6, seed=3, dtype=dtype)
+    table = er.Table(ROWS, 6, seed=3, dtype=str(dtype)[6:])  # pyright: ignore[reportArgumentType]
+    ids = torch.tensor([[1, 2, 1], [5, 1, 7]])
+    grads = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(4)).to(dtype)
+    forms = {"plain": grads[..., :6].clone(), "expanded": grads[:1, :1, :6].expand(2, 3, 6), "strided": grads[..., ::2]}
+    rows = ert.RowwiseRMSprop(layer, lr=0.1, groups=2, weight_decay=0.1)
+    table.set_rule(er.RowwiseRMSprop(lr=0.1, groups=2, weight_decay=0.1))
+    for _ in range(3):
+        out = layer(ids)
+        assert torch.equal(out, torch.from_numpy(table.lookup(ids.numpy())).to(dtype))
+        out.backward(forms[form])
+        rows.step()
+        rows.zero_grad()
+        table.update(ids.numpy(), forms[form].float().numpy())
+    assert torch.equal(weight_of(layer), torch.from_numpy(table.lookup(range(ROWS))).to(weight_of(layer).dtype))
+
+
 def test_outputs_follow_the_models_dtype():
     layer = ert.Embedding(ROWS, DIM)
     model = nn.Sequential(layer, nn.Linear(DIM, 1)).to(torch.bfloat16)

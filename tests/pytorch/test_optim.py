@@ -109,7 +109,7 @@ def test_a_schedule_may_end_at_zero(kind: type[er.Rule]):
             optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [ert.RowwiseAdagrad, ert.Ftrl])
+@pytest.mark.parametrize("kind", [ert.RowwiseAdagrad, ert.RowwiseRMSprop, ert.Ftrl])
 def test_rules_that_torch_lacks_step_like_the_table(kind: type[ert.RowOptimizer]):
     rule: Any = kind.rule_type
     layer, table = ert.Embedding(ROWS, DIM, seed=0), er.Table(ROWS, DIM, rule=rule(lr=0.2), seed=0)
@@ -123,6 +123,18 @@ def test_rules_that_torch_lacks_step_like_the_table(kind: type[ert.RowOptimizer]
         table.update(ids.numpy(), out.grad.numpy())
         optimizer.step()
     assert torch.equal(weight_of(layer), torch.from_numpy(table.lookup(range(ROWS))))
+
+
+def test_groups_that_do_not_fit_one_layer_bind_none():
+    model = nn.ModuleDict({"user": ert.Embedding(ROWS, 8), "item": ert.Embedding(ROWS, 10)})
+    match = r"divide the 10 columns of a row of 'item', Embedding\(23, 10\) into equal parts: got 4\. groups=2 does"
+    with pytest.raises(er.ArgumentError, match=match):
+        ert.RowwiseRMSprop(model, groups=4)
+    assert (model["user"].table.rule, model["item"].table.rule) == (None, None)  # pyright: ignore
+    optimizer = ert.RowwiseRMSprop(model, lr=0.1, groups=2)
+    (model["user"](IDS).sum() + model["item"](IDS).sum()).backward()
+    optimizer.step()
+    assert model.state_dict()["item.rows.square_avg"].shape == (len(torch.unique(IDS)), 2)
 
 
 def test_one_class_for_each_rule():

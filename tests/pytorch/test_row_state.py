@@ -21,7 +21,17 @@ import embedrock.torch as ert
 from suites.rules import RULE_CASES
 
 IDS = torch.tensor([3, 1, 3, 7])
-OPTIMIZERS = [ert.SGD, ert.Momentum, ert.Adagrad, ert.RowwiseAdagrad, ert.RMSprop, ert.Adam, ert.AdamW, ert.Ftrl]
+OPTIMIZERS = [
+    ert.SGD,
+    ert.Momentum,
+    ert.Adagrad,
+    ert.RowwiseAdagrad,
+    ert.RMSprop,
+    ert.Adam,
+    ert.AdamW,
+    ert.Ftrl,
+    ert.RowwiseRMSprop,
+]
 
 
 def made(kind: type[ert.RowOptimizer] = ert.Adam, rows: int | None = ROWS, **arguments: Any) -> tuple[Any, Any]:

@@ -50,13 +50,6 @@ def scatter(weights: Any, slots: np.ndarray, values: np.ndarray) -> None:
     weights[slots, : values.shape[1]] = codec.encode_nearest(values, weights.dtype)
 
 
-def scatter_stochastic(
-    weights: np.ndarray, slots: np.ndarray, values: np.ndarray, ids: np.ndarray, seed: int | np.uint64, step: int
-) -> None:
-    """Overwrite weights by ``values`` (n, dim), rounded stochastically by (seed, id, column, step)."""
-    weights[slots, : values.shape[1]] = codec.encode_stochastic(values, ids, seed, step, weights.dtype)
-
-
 def reset_state(records: np.ndarray, slots: np.ndarray, state_start: int, first_state: np.ndarray) -> None:
     """Set the optimizer state of records to its first value ``first_state`` (state_width,)."""
     records[slots, state_start : state_start + first_state.shape[0]] = first_state
@@ -86,19 +79,25 @@ def row_squares(values: np.ndarray, squares: np.ndarray) -> None:
 
 def step(
     weights: np.ndarray,
-    rows: np.ndarray,
     records: np.ndarray,
     slots: np.ndarray,
     state_start: int,
     state_width: int,
     values: np.ndarray,
     numbers: Any,
+    scratch: np.ndarray | None,
+    ids: np.ndarray,
+    seed: int | np.uint64,
+    step: int,
 ) -> None:
-    """Update ``weights[rows]`` (float32) and the state of ``records[slots]`` by summed gradients ``values``."""
+    """Update weights and state of records by summed gradients ``values``.
+
+    16-bit weights are rounded stochastically by (seed, id, column, step). ``scratch`` is memory of the fast form.
+    """
     dim = values.shape[1]
-    w, s = weights[rows, :dim], records[slots, state_start : state_start + state_width]
+    w, s = codec.decode(weights[slots, :dim]), records[slots, state_start : state_start + state_width]
     rules.UPDATES[type(numbers)](w, s, values, numbers)
-    weights[rows, :dim] = w
+    weights[slots, :dim] = codec.encode_stochastic(w, ids, seed, step, weights.dtype)
     records[slots, state_start : state_start + state_width] = s
 
 

@@ -49,9 +49,11 @@ def adagrad(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.AdagradSte
     w -= f32(a.lr) * (g / (np.sqrt(s + f32(a.eps_inside)) + f32(a.eps)))
 
 
-def rowwise_adagrad(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.RowwiseAdagradStep) -> None:
-    s[:, 0] += (np.square(g.astype(np.float64)).sum(axis=1) / g.shape[1]).astype(f32)
-    w -= (f32(a.lr) / (np.sqrt(s) + f32(a.eps))) * g
+def rowwise(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.RowwiseStep) -> None:
+    parts = g.reshape(*s.shape, -1)
+    s[:] = f32(a.keep) * s + f32(a.add) * np.square(parts, dtype=np.float64).mean(axis=2).astype(f32)
+    scale = f32(a.lr) / (np.sqrt(s) + f32(a.eps))
+    w[:] = f32(a.shrink) * w - (scale[:, :, None] * parts).reshape(w.shape)
 
 
 def rmsprop(w: np.ndarray, s: np.ndarray, g: np.ndarray, a: arguments.RMSpropStep) -> None:

@@ -15,7 +15,19 @@ from embedrock.batch.plan import NO_DIRECT
 from embedrock.initializers import Zeros
 from embedrock.kernels.arguments import SGDStep
 from embedrock.kernels.keys import PART_BITS
-from embedrock.optimizers import LAST_STEP, RULES, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, Rule
+from embedrock.optimizers import (
+    LAST_STEP,
+    RULES,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Momentum,
+    RMSprop,
+    RowwiseAdagrad,
+    RowwiseRMSprop,
+    Rule,
+)
 from embedrock.spec.codecs import CODECS
 from embedrock.spec.spec import STORAGES, RecordLayout, Spec
 from embedrock.system.arena import reserve
@@ -38,6 +50,7 @@ FORMS = (  # of the rules, besides what they are by default: every step of `argu
     Ftrl(l1=0.1, l2_shrinkage=0.1),
     Ftrl(lr=0.1, l1=0.1, dense=True),
 )
+NARROW, SEED = ("bfloat16", "float16"), np.uint64(7)
 GUARD = 3  # rows of poison before and after whatever a kernel writes to
 
 
@@ -137,10 +150,6 @@ class KernelSuite:
         reference.rows.scatter(words, where, values)
         self.call(self.backend.rows.scatter, 20, other, where, values)
         np.testing.assert_array_equal(other, words)
-        args = where, values, rng.integers(-(2**62), 2**62, 20), np.uint64(7), 12345
-        reference.rows.scatter_stochastic(words, *args)
-        self.call(self.backend.rows.scatter_stochastic, 20, other, *args)
-        np.testing.assert_array_equal(other, words)
 
     @pytest.mark.parametrize("dtype", STORAGES)
     def test_look_up(self, dtype: str) -> None:
@@ -214,6 +223,12 @@ class KernelSuite:
         got.check()
 
     @pytest.mark.parametrize("dim", DIMS)
+    @pytest.mark.parametrize("kind", [RowwiseAdagrad, RowwiseRMSprop])
+    def test_step_of_groups(self, kind: Any, dim: int) -> None:
+        for groups in (n for n in (3, 4, 8, 17, 64) if dim % n == 0):
+            self.test_step(kind(lr=0.1, weight_decay=0.5, groups=groups), dim)
+
+    @pytest.mark.parametrize("dim", DIMS)
     @pytest.mark.parametrize("rule", [*DEFAULTS, *FORMS], ids=repr)
     def test_step(self, rule: Rule, dim: int) -> None:
         rng, layout = np.random.default_rng(dim), make_layout(rule, dim, "float32")
@@ -225,14 +240,29 @@ class KernelSuite:
         other, slots = records.copy(), rng.permutation(40)[:23]
         grads = rng.standard_normal((23, dim)).astype(np.float32)
         numbers = step_numbers(rule, 6)
-        where = slots, layout.state_start, layout.state_width, grads, numbers
-        reference.rows.step(words, slots, records, *where)
-        self.call(self.backend.rows.step, 23, other, slots, other, *where)
+        where = slots, layout.state_start, layout.state_width, grads, numbers, None, slots, SEED, 6
+        reference.rows.step(words, records, *where)
+        self.call(self.backend.rows.step, 23, other, other, *where)
         # Alike to the last place or two: the reference sums squares in another order, and decays step by step.
         # Poison between the columns is compared too.
         np.testing.assert_allclose(other, records, rtol=3e-7, atol=1e-7)
         if type(numbers) in reference.rules.REFRESHES:
             self._check_refresh(records, layout, rng, numbers)
+
+    @pytest.mark.parametrize("dtype", NARROW)
+    @pytest.mark.parametrize("dim", DIMS)
+    def test_step_rounds(self, dim: int, dtype: str) -> None:
+        rng, layout = np.random.default_rng(dim), make_layout(Adagrad(), dim, dtype)
+        words, records = self.records(rng, 1500, layout, dtype)
+        other, slots = records.copy(), rng.permutation(1500)[:1100]  # parts with rows of the scratch of their own
+        grads = (rng.standard_normal((1100, dim)) * 100).astype(np.float32)
+        where = slots, layout.state_start, layout.state_width, grads, step_numbers(Adagrad(), 1)
+        key = rng.integers(-(2**62), 2**62, 1100), SEED, 12345
+        reference.rows.step(words, records, *where, None, *key)
+        scratch = Guarded((3, dim), np.float32)
+        self.call(self.backend.rows.step, 1100, other.view(words.dtype), other, *where, scratch.inside, *key)
+        np.testing.assert_array_equal(other.view(np.int32), records.view(np.int32))
+        scratch.check()
 
     def _check_refresh(self, records: np.ndarray, layout: RecordLayout, rng: np.random.Generator, numbers: Any) -> None:
         slots = rng.integers(-1, len(records), 31)
@@ -258,7 +288,9 @@ class KernelSuite:
         out = poison((4, dim), np.float32)
         self.call(self.backend.rows.gather, 4, weights, slots, np.arange(4, dtype=np.int32), values[:0], out)
         np.testing.assert_array_equal(out, values)
-        self.call(self.backend.rows.step, 4, weights, slots, weights, slots, dim, 0, values, SGDStep(0.5))
+        self.call(
+            self.backend.rows.step, 4, weights, weights, slots, dim, 0, values, SGDStep(0.5), None, slots, SEED, 1
+        )
         np.testing.assert_array_equal(weights[slots], values - np.float32(0.5) * values)
 
     @pytest.mark.parametrize("bits", [1, 32])

@@ -11,7 +11,18 @@ import pytest
 
 import reference
 from embedrock.initializers import Normal
-from embedrock.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Momentum, RMSprop, RowwiseAdagrad, Rule
+from embedrock.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Momentum,
+    RMSprop,
+    RowwiseAdagrad,
+    RowwiseRMSprop,
+    Rule,
+)
 from embedrock.table.table import Table
 from suites.kernels import step_numbers
 
@@ -46,6 +57,9 @@ RULE_CASES = (
     RuleCase(Adagrad(lr=0.1, initial_accumulator_value=0.3), "Adagrad", {"initial_accumulator_value": 0.3}),
     RuleCase(RowwiseAdagrad(lr=0.1)),
     RuleCase(RowwiseAdagrad(lr=0.1, initial_accumulator_value=0.3)),
+    RuleCase(RowwiseAdagrad(lr=0.1, weight_decay=0.5, groups=3), changes=({}, {"lr": 0.02}, {"weight_decay": 0.1})),
+    RuleCase(RowwiseRMSprop(lr=0.01)),
+    RuleCase(RowwiseRMSprop(lr=0.01, weight_decay=0.5, groups=9), changes=({}, {"lr": 0.02}, {"alpha": 0.9})),
     RuleCase(RMSprop(lr=0.01), "RMSprop", lazy=True),
     RuleCase(
         Adam(lr=0.01),

@@ -39,6 +39,10 @@ class Bags(NamedTuple):
     of_positions: np.ndarray
     are_alone: bool = False
 
+    def are_copies(self, weights: np.ndarray | None) -> bool:
+        """Return whether each bag is the row of its only position, or that row and 0."""
+        return self.are_alone and weights is None and self.mode != "max"
+
     @staticmethod
     def of_rows(plan: Plan) -> Bags:
         """Return the positions of one feature, without bags."""
@@ -54,17 +58,32 @@ def bag_of_position(offsets: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
 
 
-def places_of(arrays: Sequence[np.ndarray], begins: np.ndarray = _EACH) -> np.ndarray:
-    """Return where the rows of each feature are: address and stride in bytes, int64 (features, 2).
+class Places(NamedTuple):
+    """Where the rows of features are: their outputs, or the gradients of these.
+
+    Attributes:
+        at: address and stride in bytes, int64 (features, 2).
+        like: an empty array of the rows' dtype, float32 or words of 16 bits.
+    """
+
+    at: np.ndarray
+    like: np.ndarray
+
+    def of(self, features: Any) -> Places:
+        return Places(self.at[features], self.like)
+
+
+def places_of(arrays: Sequence[np.ndarray], begins: np.ndarray = _EACH) -> Places:
+    """Return where the rows of each feature are.
 
     Args:
-        arrays: float32 (bags, dim) of each feature, with rows that lie anywhere. The caller keeps them alive.
+        arrays: (bags, dim) of each feature, of one dtype, with rows that lie anywhere. The caller keeps them alive.
         begins: of features that share one array, the bytes from its start to the first row of each: int64 (features,).
     """
     objects = np.fromiter(map(id, arrays), np.int64)
     found = np.empty((begins.size or objects.size, 2), np.int64)
     kernels.cpu.addresses.read_places(objects, begins, found)
-    return found
+    return Places(found, np.empty(0, arrays[0].dtype))
 
 
 class PooledSource(NamedTuple):
@@ -98,35 +117,35 @@ def pool_into(
     source: PooledSource,
     weights: np.ndarray | None,
     bags: Bags,
-    places: np.ndarray,
+    places: Places,
     trace: np.ndarray,
 ) -> None:
-    """Write bags of a plan's positions to their places, see `places_of`, and their trace."""
+    """Write bags of a plan's positions to their places, of float32 unless bags `are_copies`, and their trace."""
     cpu, (words, slots, fresh) = kernels.cpu, source
     rows, dim = (words, slots, plan.inverse, fresh), fresh.shape[1]
-    if bags.are_alone and weights is None and bags.mode != "max":
+    if bags.are_copies(weights):
         start = NOTHING if bags.mode is None else ZERO
-        return cpu.launch(cpu.pooling.copy_rows, *rows, places, bags.bounds, start, dim)
+        return cpu.launch(cpu.pooling.copy_rows, *rows, *places, bags.bounds, start, dim)
     pooled = *rows, bags.offsets[:-1], bags.offsets[1:]
     if bags.mode == "max":
-        cpu.launch(cpu.pooling.pool_max, *pooled, places, bags.bounds, trace)
+        cpu.launch(cpu.pooling.pool_max, *pooled, places.at, bags.bounds, trace)
     else:
         about = ONES if weights is None else weights, bags.mode == "mean"
-        cpu.launch(cpu.pooling.pool_sum, *pooled, *about, places, bags.bounds, dim, trace)
+        cpu.launch(cpu.pooling.pool_sum, *pooled, *about, places.at, bags.bounds, dim, trace)
 
 
 @spanned("sum")
 def sum_bags(
-    plan: Plan, places: np.ndarray, dim: int, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
+    plan: Plan, places: Places, dim: int, weights: np.ndarray | None, bags: Bags, trace: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of a plan's rows from those of the bags, which lie in `places`: see `places_of`.
+    """Return the gradients of a plan's rows from those of the bags, which lie in `places`.
 
     Returns:
         The gradients, float32 (unique, dim), and the sum of squares of each table, float64 (tables,).
     """
     cpu, rows = kernels.cpu, plan.rows
     values, squares = buffers.empty((plan.ids.size, dim), np.float32), np.empty(plan.ids.size)
-    given = places, bags.bounds, bags.own, rows, bags.of_positions
+    given = *places, bags.bounds, bags.own, rows, bags.of_positions
     segments = *given, plan.starts, plan.order
     if bags.mode == "max":
         cpu.launch(cpu.pooling.pool_max_backward, *segments, trace, values, squares)
@@ -139,17 +158,17 @@ def sum_bags(
     return values, sums
 
 
-def weight_grads(plan: Plan, places: np.ndarray, rows: np.ndarray, bags: Bags) -> np.ndarray:
+def weight_grads(plan: Plan, places: Places, rows: np.ndarray, bags: Bags) -> np.ndarray:
     """Return the gradients of the positions' weights float32 (n,), in mode "sum".
 
     Args:
         plan: of the positions.
-        places: of the gradients of the bags: see `places_of`.
+        places: of the gradients of the bags.
         rows: the pooled rows, float32 (unique, dim).
         bags: the bags.
     """
     out = np.empty(len(plan.inverse), np.float32)
-    args = places, bags.bounds, rows, plan.inverse, bags.of_positions, out
+    args = *places, bags.bounds, rows, plan.inverse, bags.of_positions, out
     kernels.cpu.launch(kernels.cpu.pooling.weight_grads, *args)
     return out
 

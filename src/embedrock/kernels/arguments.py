@@ -47,9 +47,14 @@ class AdagradStep(NamedTuple):
     eps: float
 
 
-class RowwiseAdagradStep(NamedTuple):
+class RowwiseStep(NamedTuple):
+    """Step constants of the rules with an accumulator ``h`` for each of the equal parts of a row."""
+
     lr: float
+    keep: float  # factor of h, and
+    add: float  # of the mean of squares that is added to it
     eps: float
+    shrink: float  # factor of the weights before the step
 
 
 class RMSpropStep(NamedTuple):

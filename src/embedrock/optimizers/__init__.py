@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from embedrock.optimizers._rule import LAST_STEP, Rule, StateColumn, StepHistory
-from embedrock.optimizers.adagrad import Adagrad, RowwiseAdagrad
+from embedrock.optimizers.adagrad import Adagrad
 from embedrock.optimizers.adam import Adam, AdamW
 from embedrock.optimizers.ftrl import Ftrl
 from embedrock.optimizers.rmsprop import RMSprop
+from embedrock.optimizers.rowwise import RowwiseAdagrad, RowwiseRMSprop
 from embedrock.optimizers.sgd import SGD, Momentum
 
-RULES: tuple[type[Rule], ...] = (SGD, Momentum, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Ftrl)
+RULES: tuple[type[Rule], ...] = (SGD, Momentum, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Ftrl, RowwiseRMSprop)
 
 
 def describe_rule(rule: Rule | None) -> dict[str, Any] | None:
     """Return a rule as plain data. Options that older releases lack are left out while unused, so they can read it."""
     if rule is None:
         return None
-    hyperparameters = asdict(rule)  # pyright: ignore[reportArgumentType]
-    kept = {name: value for name, value in hyperparameters.items() if value or name not in rule.ADDED}
+    known: Any = rule
+    unused = {field.name: field.default for field in fields(known) if field.name in rule.ADDED}
+    kept = {name: value for name, value in asdict(known).items() if name not in unused or value != unused[name]}
     return {"name": type(rule).__name__, **kept}
 
 
@@ -35,6 +37,7 @@ __all__ = [
     "Momentum",
     "RMSprop",
     "RowwiseAdagrad",
+    "RowwiseRMSprop",
     "Rule",
     "StateColumn",
     "StepHistory",

@@ -21,17 +21,17 @@ class StateColumn(NamedTuple):
 
     Attributes:
         name: the field's term for the content.
-        per_row: whether the row has one float32, instead of one per weight.
+        per_row: float32 numbers of the row; 0: one per weight.
         first: value in a row that was never stepped.
     """
 
     name: str
-    per_row: bool = False
+    per_row: int = 0
     first: float = 0.0
 
 
 # For stale rows: the bits of an int32, in the last column.
-LAST_STEP = StateColumn("last_step", per_row=True)
+LAST_STEP = StateColumn("last_step", per_row=1)
 
 
 class StepHistory(ABC):
@@ -184,6 +184,9 @@ class Rule(ABC):
         for name, below in (("lr", math.inf), *self.BELOW):
             self.check_number(name, getattr(self, name), below)
 
+    def check_dim(self, dim: int, subject: str = "a table") -> None:  # noqa: B027
+        """Raise `ArgumentError` if the rule cannot step rows of `dim` weights."""
+
     def check_number(self, name: str, value: Any, below: float) -> None:
         """Raise `ArgumentError` unless `value` is a number with ``0 <= value < below``."""
         is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
@@ -194,11 +197,11 @@ class Rule(ABC):
 
     def state_width(self, dim: int) -> int:
         """Return the float32 columns of state that a record needs."""
-        return sum(1 if column.per_row else dim for column in self.state())
+        return sum(column.per_row or dim for column in self.state())
 
     def first_state(self, dim: int) -> np.ndarray:
         """Return the state of a row that was never stepped: float32 (state_width,)."""
-        columns = [np.full(1 if c.per_row else dim, c.first, np.float32) for c in self.state()]
+        columns = [np.full(c.per_row or dim, c.first, np.float32) for c in self.state()]
         return np.concatenate([np.empty(0, np.float32), *columns])
 
     def with_changes(self, changes: dict[str, Any]) -> Rule:

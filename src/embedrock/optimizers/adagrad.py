@@ -1,4 +1,4 @@
-"""Adagrad, with one accumulator for each weight or one for each row."""
+"""Adagrad."""
 
 from __future__ import annotations
 
@@ -42,35 +42,3 @@ class Adagrad(Rule):
     def numbers(self, step: int) -> arguments.AdagradStep:
         inside, outside = (float(self.eps), 0.0) if self.eps_inside else (0.0, float(self.eps))
         return arguments.AdagradStep(float(self.lr), inside, outside)
-
-
-@rule
-class RowwiseAdagrad(Rule):
-    """Adagrad with one accumulator a row: ``h = h + mean(g * g); w = w - lr * g / (sqrt(h) + eps)``.
-
-    The state is 4 bytes a row, whatever the dimension. Rows that a batch does not touch stay as they are.
-
-    Args:
-        lr: learning rate.
-        eps: keeps the quotient finite.
-        initial_accumulator_value: of ``h``, in rows that were never stepped.
-
-    Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Mudigere et al., "Software-hardware co-design for fast and scalable
-    training of deep learning recommendation models", ISCA 2022.
-
-    Example:
-        >>> RowwiseAdagrad().state_width(64)
-        1
-    """
-
-    FIXED = frozenset({"initial_accumulator_value"})
-    BELOW = (("eps", math.inf), ("initial_accumulator_value", math.inf))
-    lr: float = 1e-2
-    eps: float = 1e-8
-    initial_accumulator_value: float = 0.0
-
-    def state(self) -> tuple[StateColumn, ...]:
-        return (StateColumn("momentum1", per_row=True, first=self.initial_accumulator_value),)
-
-    def numbers(self, step: int) -> arguments.RowwiseAdagradStep:
-        return arguments.RowwiseAdagradStep(float(self.lr), float(self.eps))

@@ -81,6 +81,8 @@ class Spec:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
         self.init.check(self.rows, self.dim)
+        if self.rule is not None:
+            self.rule.check_dim(self.dim)
         if self.has_residents and self.rule is not None and self.rule.history() is not None:
             raise UnsupportedError(
                 f"rows cannot come and go under {self.rule}, which moves every row in each step, also those without a "

@@ -79,16 +79,15 @@ class Records:
         """Overwrite weights with `values` float32 (n, dim), rounded to nearest."""
         kernels.cpu.launch(kernels.cpu.rows.scatter, self.weights, slots, values)
 
-    def scratch(self, count: int) -> tuple[np.ndarray, ...] | None:
+    def scratch(self, count: int) -> np.ndarray | None:
         """Return the buffers for a step of `count` rows. No later part of the step can fail.
 
-        In them 16-bit weights are stepped as float32, before they are rounded: float32 (n, dim), and the rows and
-        positions from 0 on, int64 and int32 (n,). None for float32.
+        In them 16-bit weights are stepped as float32, before they are rounded: float32 (parts, dim), a row for each
+        part of the kernel's call. None for float32.
         """
         if self._spec.dtype == "float32":
             return None
-        weights = np.empty((count, self._spec.dim), np.float32)
-        return weights, np.arange(count), np.arange(count, dtype=np.int32)
+        return np.empty((count // kernels.cpu.rows.STEP_GRAIN + 1, self._spec.dim), np.float32)
 
     @spanned("rule")
     def step(
@@ -98,7 +97,7 @@ class Records:
         grads: np.ndarray,
         numbers: Any,
         step: int,
-        scratch: tuple[np.ndarray, ...] | None,
+        scratch: np.ndarray | None,
         refreshed: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = (),
     ) -> None:
         """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim).
@@ -114,14 +113,8 @@ class Records:
         for known, values, state in refreshed:
             for start, columns in ((0, values), (layout.state_start, state)):
                 cpu.launch(cpu.rows.put, self._floats, known, start, columns)
-        state = layout.state_start, layout.state_width
-        if scratch is None:
-            cpu.launch(cpu.rows.step, self.weights, slots, self._floats, slots, *state, grads, numbers)
-            return
-        weights, rows, positions = scratch
-        self.read(slots, positions, grads[:0], weights)
-        cpu.launch(cpu.rows.step, weights, rows, self._floats, slots, *state, grads, numbers)
-        cpu.launch(cpu.rows.scatter_stochastic, self.weights, slots, weights, ids, self._spec.key, step)
+        given = slots, layout.state_start, layout.state_width, grads, numbers, scratch, ids, self._spec.key, step
+        cpu.launch(cpu.rows.step, self.weights, self._floats, *given)
 
 
 def encode(spec: Spec, ids: np.ndarray, values: np.ndarray, subject: str = "a table") -> np.ndarray:

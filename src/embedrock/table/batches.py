@@ -32,7 +32,7 @@ _ARRAYS, _NOTHING = {np.ndarray}, type(None)
 _FORM, _SHAPE = attrgetter("dtype", "flags.c_contiguous", "flags.aligned"), attrgetter("shape")
 _STRIDES, _OWNS = attrgetter("strides"), attrgetter("owns")
 _IDS = {(np.dtype(np.int64), True, True)}
-_NONE = np.empty(0, np.int64)
+_NONE, FLOAT32 = np.empty(0, np.int64), np.dtype(np.float32)
 MODES = ("sum", "mean", "max")
 _KINDS = {None: "rows", "sum": "sum", "mean": "sum", "max": "max"}  # ways to read a feature
 
@@ -274,8 +274,9 @@ class Batch:
         offsets: int64 (bags + 1,) for ids (n,), from 0 to n: the bounds of the bags; None: no feature has some.
         weights: float32, one per id: factors of the rows in sums of bags; None: no feature has some.
         parts: one for each pool and kind.
-        arrays: output of each part, float32 (positions, dim) or (bags, dim), once it is read.
+        arrays: output of each part, (positions, dim) or (bags, dim), once it is read: float32, or `words`.
         side_by_side: the only array has the bags of a sample one after the other, float32 (bags, sum of dims).
+        words: dtype of arrays of rows that are only copied: float32, or that of words of 16 bits.
         by_frequency: divide a row's gradient by the number of times its id occurs. Of one table.
     """
 
@@ -286,6 +287,7 @@ class Batch:
     parts: list[PoolBatch]
     arrays: list[np.ndarray] = field(default_factory=list)
     side_by_side: bool = False
+    words: np.dtype = FLOAT32
     by_frequency: bool = False
 
     @property
@@ -478,6 +480,7 @@ def read(
     weights: Arrays | None = None,
     for_weights: bool = False,
     side_by_side: bool = False,
+    words: np.dtype = FLOAT32,
 ) -> Batch:
     """Plan a batch and read its rows and bags.
 
@@ -485,6 +488,7 @@ def read(
         layout, ids, offsets, weights: see `plan`.
         for_weights: `weight_gradients` will be called.
         side_by_side: the only array is (batch, sum of dims), if the batch `may_be_side_by_side`.
+        words: see `Batch`.
     """
     table_lock = layout.table_lock  # as `TableLock.alone`, without a generator
     table_lock.queue()
@@ -493,7 +497,7 @@ def read(
         if table_lock.running:
             table_lock.wait_for_step()
             batch = _current(batch)
-        batch.side_by_side = side_by_side and batch.may_be_side_by_side
+        batch.side_by_side, batch.words = side_by_side and batch.may_be_side_by_side, words
         return _read(batch, for_weights)
 
 
@@ -518,9 +522,11 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
             source, part.plan = reading.source_of(layout.rows, part.plan, for_weights, choices)
         else:
             source = PooledSource.of(known)
+        begins, bags = layout.columns, part.positions.bags
         if not side_by_side:
-            arrays.append(buffers.empty((int(part.positions.bags.bounds[-1]), layout.dim), np.float32))
-        begins = layout.columns if side_by_side else part.positions.begins
+            dtype = batch.words if bags.are_copies(part.weights) else FLOAT32
+            arrays.append(buffers.empty((int(bags.bounds[-1]), layout.dim), dtype))
+            begins = part.positions.begins // FLOAT32.itemsize * dtype.itemsize
         _pool(part, source, pooling.places_of(arrays[-1:], begins))
         if for_weights:
             part.values = source.words
@@ -531,10 +537,10 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
 
 
 @spanned("gather")
-def _pool(part: PoolBatch, source: PooledSource, places: np.ndarray) -> None:
+def _pool(part: PoolBatch, source: PooledSource, places: pooling.Places) -> None:
     """Write the rows and bags of a part to their places, and keep their trace."""
     of_all, modes = part.positions.bags, part.layout.modes
-    if of_all.are_alone and part.weights is None and of_all.mode != "max":
+    if of_all.are_copies(part.weights):
         pooling.pool_into(part.plan, source, None, of_all, places, ONES)
         return
     part.trace = pooling.trace_of(int(of_all.bounds[-1]), part.layout.dim, {mode for mode, _, _ in modes})
@@ -542,7 +548,7 @@ def _pool(part: PoolBatch, source: PooledSource, places: np.ndarray) -> None:
         bounds = of_all.bounds[first : last + 1]
         start, stop = bounds[[0, -1]].tolist()
         bags = Bags(of_all.offsets[start : stop + 1], mode, bounds - start, of_all.own, _NONE)
-        pooling.pool_into(part.plan, source, part.weights, bags, places[first:last], part.trace[start:stop])
+        pooling.pool_into(part.plan, source, part.weights, bags, places.of(slice(first, last)), part.trace[start:stop])
 
 
 # -------------------------------------------------------------------- gradients
@@ -555,14 +561,15 @@ def sum_blocks(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[Block]:
 
     Args:
         batch: that was read, or whose features are rows, or sums of them without weights.
-        grads: for each feature, float32 of its output's shape; None without gradients: it touches no row.
+        grads: for each feature, of its output's shape, float32 or all words of 16 bits; None without gradients: it
+            touches no row.
 
     Returns:
         The sums of tables that were summed together. A table may be in several blocks.
     """
     places, _kept = _places(batch, grads)
     parts = batch.parts
-    of_parts = [places] if parts[0].layout.is_whole else [places[part.layout.numbers] for part in parts]
+    of_parts = [places] if parts[0].layout.is_whole else [places.of(part.layout.numbers) for part in parts]
     if _NOTHING not in map(type, grads):
         return _summed(batch, of_parts)
     return _summed(batch, of_parts, [_touched(part, grads) for part in parts])
@@ -578,14 +585,15 @@ def _touched(part: PoolBatch, grads: Sequence[np.ndarray | None]) -> np.ndarray:
 
 
 def sum_array(batch: Batch, grads: np.ndarray) -> list[Block]:
-    """Return the result of `sum_blocks` from that of an output side by side, float32."""
+    """Return the result of `sum_blocks` from that of an output side by side."""
     if grads.strides[1] != grads.itemsize:
         grads = np.ascontiguousarray(grads)
-    return _summed(batch, [pooling.places_of((grads,), part.layout.columns) for part in batch.parts])
+    columns = [part.layout.columns // FLOAT32.itemsize * grads.itemsize for part in batch.parts]
+    return _summed(batch, [pooling.places_of((grads,), begins) for begins in columns])
 
 
-def _summed(batch: Batch, places: Sequence[np.ndarray], touched: Sequence[np.ndarray] | None = None) -> list[Block]:
-    """Return the result of `sum_blocks` from where the gradients of each part are: see `pooling.places_of`.
+def _summed(batch: Batch, places: Sequence[pooling.Places], touched: Sequence[np.ndarray] | None = None) -> list[Block]:
+    """Return the result of `sum_blocks` from where the gradients of each part are.
 
     `touched` has the result's rows of each part, bool (unique,); None: all.
     """
@@ -633,16 +641,17 @@ def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.nd
     return ids[counts], values[counts]
 
 
-def _places(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, list[np.ndarray]]:
+def _places(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[pooling.Places, list[np.ndarray]]:
     """Return where the gradients of each output are, and the arrays that have them. A missing one is a row of zeros."""
     kept: list[Any] = list(grads)
+    dtype = next((own.dtype for own in kept if own is not None), FLOAT32)
     forms = () if _NOTHING in map(type, grads) else set(map(_STRIDES, kept))
-    if forms and all(len(strides) == 2 and strides[1] == 4 for strides in forms):  # as nearly always
+    if forms and all(len(strides) == 2 and strides[1] == dtype.itemsize for strides in forms):  # as nearly always
         return pooling.places_of(kept), kept
     for number, own in enumerate(kept):
         if own is None:
             dim = max(part.layout.dim for part in batch.parts)
-            kept[number] = np.broadcast_to(np.zeros(dim, np.float32), (1, dim))
+            kept[number] = np.broadcast_to(np.zeros(dim, dtype), (1, dim))
         elif own.ndim != 2 or own.strides[1] != own.itemsize:
             rows = own.reshape(-1, own.shape[-1])
             kept[number] = rows if rows.strides[1] == rows.itemsize else np.ascontiguousarray(rows)
@@ -657,7 +666,7 @@ def weight_gradients(batch: Batch, grads: Sequence[np.ndarray | None]) -> list[n
         if part.weights is None or batch.weights is None:
             continue
         assert part.values is not None  # the batch was read for weights
-        of_all = pooling.weight_grads(part.plan, places[part.layout.numbers], part.values, part.positions.bags)
+        of_all = pooling.weight_grads(part.plan, places.of(part.layout.numbers), part.values, part.positions.bags)
         masks = part.kept or [None] * len(part.layout.numbers)
         for (number, start, stop), kept in zip(part.spans(part.positions.positions), masks, strict=True):
             weights = batch.weights[number]

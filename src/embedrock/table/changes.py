@@ -126,6 +126,7 @@ def bind_rule(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
 
 def check_may_bind(rows: TableState, rule: Rule, taker: RuleTaker) -> None:
     """Raise the error that `bind_rule` would raise, if any."""
+    rule.check_dim(rows.spec.dim, taker.label)
     had = rows.spec.rule
     if had is None or rule.same_layout(had) or taker.resets_state or not rows.location.writes:
         return

@@ -30,6 +30,7 @@ from embedrock.torch.optim import (
     RMSprop,
     RowOptimizer,
     RowwiseAdagrad,
+    RowwiseRMSprop,
 )
 from embedrock.torch.prefetch import prefetch
 from embedrock.torch.saving.checkpoint import NoCheckpointError, load, release, save
@@ -68,6 +69,7 @@ __all__ = [
     "RMSprop",
     "RowOptimizer",
     "RowwiseAdagrad",
+    "RowwiseRMSprop",
     "UntrainedWarning",
     "average",
     "dense_parameters",

@@ -37,7 +37,7 @@ Layers = nn.Module | Handle | Iterable[Any]
 # arguments of PyTorch's optimizers that a rule lacks, with the remedy
 _OWN_KERNELS = "rows are stepped by Embedrock's own kernels. Leave it out"
 REMEDIES = {
-    "weight_decay": "only ert.AdamW has it, decoupled and for the rows touched",
+    "weight_decay": "ert.AdamW, RowwiseAdagrad and RowwiseRMSprop have it, decoupled and for the rows touched",
     "momentum": "use ert.Momentum",
     "nesterov": "use ert.Momentum(..., nesterov=True)",
     "dampening": "ert.Momentum has none",
@@ -448,6 +448,10 @@ class Adagrad(RowOptimizer, rule=rules.Adagrad):
 
 class RowwiseAdagrad(RowOptimizer, rule=rules.RowwiseAdagrad):
     """Optimizer of rows by `er.RowwiseAdagrad`, which documents the formula and the hyperparameters."""
+
+
+class RowwiseRMSprop(RowOptimizer, rule=rules.RowwiseRMSprop):
+    """Optimizer of rows by `er.RowwiseRMSprop`, which documents the formula and the hyperparameters."""
 
 
 class RMSprop(RowOptimizer, rule=rules.RMSprop):

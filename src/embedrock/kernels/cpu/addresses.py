@@ -28,25 +28,31 @@ def address_of(typingctx: Any, array: Any) -> Any:
     return types.intp(array), generate
 
 
+def _view(kind: types.Array) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made, size = (
+            context.make_array(kind)(context, builder),
+            context.get_constant(types.intp, kind.dtype.bitwidth // 8),
+        )
+        made.data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
+        made.nitems, made.itemsize = args[1], size
+        made.shape, made.strides = cgutils.pack_array(builder, [args[1]]), cgutils.pack_array(builder, [size])
+        made.meminfo, made.parent = (ir.Constant(part.type, None) for part in (made.meminfo, made.parent))
+        return made._getvalue()
+
+    return generate
+
+
 def _viewer(dtype: Any) -> Any:
     kind = types.Array(dtype, 1, "C")
+    return intrinsic(lambda typingctx, address, count: (kind(types.intp, types.intp), _view(kind)))
 
-    @intrinsic
-    def view(typingctx: Any, address: Any, count: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            made, size = (
-                context.make_array(kind)(context, builder),
-                context.get_constant(types.intp, dtype.bitwidth // 8),
-            )
-            made.data = builder.inttoptr(args[0], context.get_data_type(dtype).as_pointer())
-            made.nitems, made.itemsize = args[1], size
-            made.shape, made.strides = cgutils.pack_array(builder, [args[1]]), cgutils.pack_array(builder, [size])
-            made.meminfo, made.parent = (ir.Constant(part.type, None) for part in (made.meminfo, made.parent))
-            return made._getvalue()
 
-        return kind(types.intp, types.intp), generate
-
-    return view
+@intrinsic
+def words_at(typingctx: Any, address: Any, count: Any, like: Any) -> Any:
+    """Return the array of `count` numbers at an address, of the dtype of another array."""
+    kind = types.Array(like.dtype, 1, "C")
+    return kind(types.intp, types.intp, like), _view(kind)
 
 
 # ``int64s(address, count)`` is the array of `count` numbers at an address.

@@ -119,26 +119,31 @@ _NEAREST = {types.uint16: _nearest_bfloat16, types.int16: _nearest_float16}
 _STOCHASTIC = {types.uint16: _stochastic_bfloat16, types.int16: _stochastic_float16}
 
 
-def _copy(words, values):
-    for column in range(words.shape[0]):
-        words[column] = values[column]
+def _keep(words, column, value):
+    words[column] = value
 
 
-def store_row_nearest(words, values):
-    """Encode `values` (dim,) into `words` (dim,), rounded to nearest, ties to even. Compiled code only."""
+def store_nearest(words: Any, column: Any, value: Any) -> None:
+    """Encode one value as ``words[column]``, rounded to nearest, ties to even. Compiled code only."""
 
 
-@overload(store_row_nearest, jit_options=INLINED)
-def _compile_store_row_nearest(words, values):
+@overload(store_nearest, jit_options=INLINED)
+def _compile_store_nearest(words, column, value):
     if words.dtype == types.float32:
-        return _copy
+        return _keep
     encode = _NEAREST[words.dtype]
 
-    def store(words, values):
-        for column in range(words.shape[0]):
-            words[column] = encode(values[column])
+    def store(words, column, value):
+        words[column] = encode(value)
 
     return store
+
+
+@inlined
+def store_row_nearest(words, values):
+    """Encode `values` (dim,) into `words` (dim,), rounded to nearest, ties to even."""
+    for column in range(words.shape[0]):
+        store_nearest(words, column, values[column])
 
 
 def store_row(words, values, row_id, seed, step):

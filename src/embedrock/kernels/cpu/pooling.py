@@ -2,20 +2,17 @@
 
 Work is partitioned over bags, unique rows or positions, and one thread writes each: no atomics. No result depends on
 the partition. Outputs and gradients lie where the caller says, feature by feature: `places` has the address and the
-stride in bytes of each feature's rows, and `bounds` where its bags begin among all.
+stride in bytes of each feature's rows, and `bounds` where its bags begin among all. The dtype of `like`, an empty
+array, is theirs: copies are rounded to nearest.
 """
 
-from typing import Any
-
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from embedrock.kernels.cpu.addresses import address_of, float32s
-from embedrock.kernels.cpu.codec import decode
+from embedrock.kernels.cpu.addresses import address_of, float32s, words_at
+from embedrock.kernels.cpu.codec import decode, store_nearest
 from embedrock.kernels.cpu.lanes import NARROW, WIDE, ask_for, ask_to_write, narrow, plus, put, square_sum, wide
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_at, prefetch_to_write_at
-from embedrock.kernels.cpu.runtime import INLINED, inlined, kernel
+from embedrock.kernels.cpu.runtime import inlined, kernel
 
 AHEAD = 16
 # Distance of the prefetch in bags: pooled rows of several features lie side by side, far from each other.
@@ -59,10 +56,10 @@ def _bag_of(bags, position):
 
 
 @inlined
-def _in_lanes(columns, rest, start, dim, lo, hi, first, second):
+def _in_lanes(columns, rest, itemsize, start, dim, lo, hi, first, second):
     # Columns first, then bags: with bags outside, a bag cost twice as much if it had one id of 16 columns. The last
     # columns overlap the ones before, which are summed to the same bits again.
-    if dim < NARROW:
+    if dim < NARROW or itemsize < 4:  # lanes are of float32
         return rest(start, dim, lo, hi, first, second)
     many = dim - dim % WIDE if dim % WIDE <= NARROW or dim < WIDE else dim
     for column in range(0, many, WIDE):
@@ -72,7 +69,7 @@ def _in_lanes(columns, rest, start, dim, lo, hi, first, second):
 
 
 @kernel(over="inverse", reads=("slots", "inverse"), grain=2048, work=("inverse", "fresh"))
-def copy_rows(words, slots, inverse, fresh, places, bounds, start, dim, lo, hi):
+def copy_rows(words, slots, inverse, fresh, places, like, bounds, start, dim, lo, hi):
     """Write bags of one id each, plus `start`, to their places."""
     nbytes = dim * words.itemsize
     for f in range(places.shape[0]):
@@ -80,32 +77,15 @@ def copy_rows(words, slots, inverse, fresh, places, bounds, start, dim, lo, hi):
         for i in range(max(lo, bounds[f]), end):
             if i + AHEAD < hi and slots[inverse[i + AHEAD]] >= 0:
                 prefetch(words, slots[inverse[i + AHEAD]], nbytes)
-            slot, out = slots[inverse[i]], float32s(_place(places, bounds, f, i), dim)
+            slot, out = slots[inverse[i]], words_at(_place(places, bounds, f, i), dim, like)
             if slot >= 0:
                 row = words[slot]
                 for d in range(dim):
-                    out[d] = start + decode(row[d])
+                    store_nearest(out, d, start + decode(row[d]))
             else:
                 first = fresh[-1 - slot]
                 for d in range(dim):
-                    out[d] = start + first[d]
-
-
-def _sum_bags(dim: Any, lo: Any, hi: Any, bags: Any, rows: Any) -> Any:
-    """Write the sums of the rows of bags. Compiled code only: the dtype of the words selects the code, below."""
-
-
-@overload(_sum_bags, jit_options=INLINED)
-def _compile_sum_bags(dim, lo, hi, bags, rows):
-    return _sum_in_lanes if rows[0].dtype == types.float32 else _sum_in_loops
-
-
-def _sum_in_lanes(dim, lo, hi, bags, rows):
-    _in_lanes(_sum_columns, _sum_rest, ZERO, dim, lo, hi, bags, rows)
-
-
-def _sum_in_loops(dim, lo, hi, bags, rows):
-    _sum_rest(ZERO, dim, lo, hi, bags, rows)
+                    store_nearest(out, d, start + first[d])
 
 
 @inlined
@@ -161,7 +141,8 @@ def _sum_rest(start, dim, lo, hi, bags, rows):
 
 @kernel(over="ends", reads=("slots", "inverse", "begins", "ends"), grain=256, cuts=CUTS, work=("inverse", "fresh"))
 def pool_sum(words, slots, inverse, fresh, begins, ends, weights, mean, places, bounds, dim, scale, lo, hi):
-    _sum_bags(dim, lo, hi, (places, bounds, begins, ends), (words, slots, inverse, fresh, weights))
+    bags, rows = (places, bounds, begins, ends), (words, slots, inverse, fresh, weights)
+    _in_lanes(_sum_columns, _sum_rest, words.itemsize, ZERO, dim, lo, hi, bags, rows)
     for f in range(places.shape[0] if scale.shape[0] > 0 else 0):
         for bag in range(max(lo, bounds[f]), min(hi, bounds[f + 1])):
             count = ends[bag] - begins[bag] if mean else 1
@@ -193,7 +174,7 @@ def pool_max(words, slots, inverse, fresh, begins, ends, places, bounds, argmax,
 
 @inlined
 def _gather_columns(start, column, lo, hi, segments, given):
-    (starts, order, end, values, first, last), (places, bounds, bags, weights, scale) = segments, given
+    (starts, order, end, values, first, last), (places, _, bounds, bags, weights, scale) = segments, given
     weighted, scaled, is_one = weights.shape[0] > 0, scale.shape[0] > 0, last - first == 1
     out, (origin, stride, limit) = address_of(values) + 4 * column, _origin(places, bounds, first)
     origin += 4 * column
@@ -229,7 +210,7 @@ def _gather_columns(start, column, lo, hi, segments, given):
 
 @inlined
 def _gather_rest(start, dim, lo, hi, segments, given):
-    (starts, order, end, values, first, _), (places, bounds, bags, weights, scale) = segments, given
+    (starts, order, end, values, first, _), (places, like, bounds, bags, weights, scale) = segments, given
     weighted, scaled = weights.shape[0] > 0, scale.shape[0] > 0
     for k in range(lo, hi):
         total, (origin, stride, limit) = values[k], _origin(places, bounds, first)
@@ -237,31 +218,33 @@ def _gather_rest(start, dim, lo, hi, segments, given):
             total[d] = start
         for j in range(starts[k], starts[k + 1]):
             if j + AHEAD < end:
-                prefetch_at(origin + stride * _bag_of(bags, order[j + AHEAD]), dim * 4)
+                prefetch_at(origin + stride * _bag_of(bags, order[j + AHEAD]), dim * like.itemsize)
             bag = _bag_of(bags, order[j])
             if bag >= limit:
                 origin, stride, limit = _origin(places, bounds, _feature_of(bounds, first, bag))
-            factor, row = scale[bag] if scaled else ONE, float32s(origin + stride * bag, dim)
+            factor, row = scale[bag] if scaled else ONE, words_at(origin + stride * bag, dim, like)
             factor = weights[order[j]] * factor if weighted else factor
             for d in range(dim):
-                total[d] += factor * row[d]
+                total[d] += factor * decode(row[d])
 
 
 @kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS, work=("order", "values"))
-def pool_sum_backward(places, bounds, own, rows, bags, starts, order, weights, scale, start, values, squares, lo, hi):
-    dim, given = values.shape[1], (places, bounds, bags, weights, scale)
+def pool_sum_backward(
+    places, like, bounds, own, rows, bags, starts, order, weights, scale, start, values, squares, lo, hi
+):
+    dim, given = values.shape[1], (places, like, bounds, bags, weights, scale)
     for t in range(own.shape[0] - 1):
         last = min(hi, rows[t + 1])
         for first in range(max(lo, rows[t]), last, BLOCK):
             end = min(first + BLOCK, last)
             segments = starts, order, starts[last], values, own[t], own[t + 1]
-            _in_lanes(_gather_columns, _gather_rest, start, dim, first, end, segments, given)
+            _in_lanes(_gather_columns, _gather_rest, like.itemsize, start, dim, first, end, segments, given)
             for k in range(first, end):
                 squares[k] = square_sum(values[k])
 
 
 @kernel(over="values", reads=("rows", "bags", "starts", "order"), grain=256, cuts=CUTS, work=("order", "values"))
-def pool_max_backward(places, bounds, own, rows, bags, starts, order, argmax, values, squares, lo, hi):
+def pool_max_backward(places, like, bounds, own, rows, bags, starts, order, argmax, values, squares, lo, hi):
     dim = values.shape[1]
     for t in range(own.shape[0] - 1):
         for k in range(max(lo, rows[t]), min(hi, rows[t + 1])):
@@ -271,10 +254,10 @@ def pool_max_backward(places, bounds, own, rows, bags, starts, order, argmax, va
                 position = order[j]
                 bag = _bag_of(bags, position)
                 f = _feature_of(bounds, f, bag)
-                row, source = float32s(_place(places, bounds, f, bag), dim), argmax[bag]
+                row, source = words_at(_place(places, bounds, f, bag), dim, like), argmax[bag]
                 for d in range(dim):
                     if source[d] == position:
-                        total[d] += row[d]
+                        total[d] += decode(row[d])
             squares[k] = square_sum(total)
 
 
@@ -320,14 +303,14 @@ def _pairwise(numbers):
 
 
 @kernel(over="out", reads=("inverse", "bags"), work=("out", "rows"))
-def weight_grads(places, bounds, rows, inverse, bags, out, lo, hi):
+def weight_grads(places, like, bounds, rows, inverse, bags, out, lo, hi):
     dim, f = rows.shape[1], 0
     for j in range(lo, hi):
         bag = _bag_of(bags, j)
         if j + AHEAD < hi:
             prefetch(rows, inverse[j + AHEAD], dim * 4)
         f = _feature_of(bounds, f, bag)
-        out[j] = f32(_dot(float32s(_place(places, bounds, f, bag), dim), rows[inverse[j]]))
+        out[j] = f32(_dot(words_at(_place(places, bounds, f, bag), dim, like), rows[inverse[j]]))
 
 
 @kernel()
@@ -336,10 +319,10 @@ def _dot(a, b):
     s0 = s1 = s2 = s3 = 0.0
     whole = a.shape[0] // 4 * 4
     for d in range(0, whole, 4):
-        s0 += f64(a[d]) * f64(b[d])
-        s1 += f64(a[d + 1]) * f64(b[d + 1])
-        s2 += f64(a[d + 2]) * f64(b[d + 2])
-        s3 += f64(a[d + 3]) * f64(b[d + 3])
+        s0 += f64(decode(a[d])) * f64(b[d])
+        s1 += f64(decode(a[d + 1])) * f64(b[d + 1])
+        s2 += f64(decode(a[d + 2])) * f64(b[d + 2])
+        s3 += f64(decode(a[d + 3])) * f64(b[d + 3])
     for d in range(whole, a.shape[0]):
-        s0 += f64(a[d]) * f64(b[d])
+        s0 += f64(decode(a[d])) * f64(b[d])
     return (s0 + s1) + (s2 + s3)

@@ -1,17 +1,23 @@
 """Reading, summing and stepping rows on the CPU: see ``tests/reference/rows.py`` for the specification."""
 
-from embedrock.kernels.cpu.codec import store_row
+from typing import Any
+
+from numba import types
+from numba.extending import overload
+
+from embedrock.kernels.cpu.codec import decode, store_row
 from embedrock.kernels.cpu.directory import find
 from embedrock.kernels.cpu.lanes import square_sum
 from embedrock.kernels.cpu.packed import ask_for_row, read_row, write_row
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.rules import refresh_row, update_row
-from embedrock.kernels.cpu.runtime import kernel
+from embedrock.kernels.cpu.runtime import INLINED, kernel
 
 # Rows are copied by loops: an assignment of slices checks for overlap each time.
 
 # Prefetch distance in rows: 8 to 32 measured alike (a record of 768 bytes, 2 cores, Zipf ids), 4 slower.
 AHEAD = 16
+STEP_GRAIN = 512  # fewest rows of a part of a step
 BLOCK = 512  # ids found before their rows are read: slots stay in the core's first cache
 
 
@@ -44,13 +50,6 @@ def scatter(weights, slots, values, lo, hi):
         write_row(weights, slots[i], values[i])
 
 
-@kernel(over="slots", reads=("slots", "ids"), grain=512)
-def scatter_stochastic(weights, slots, values, ids, seed, step, lo, hi):
-    dim = values.shape[1]
-    for i in range(lo, hi):
-        store_row(weights[slots[i], :dim], values[i], ids[i], seed, step)
-
-
 @kernel(over="slots", reads=("slots",))
 def reset_state(records, slots, state_start, first_state, lo, hi):
     for i in range(lo, hi):
@@ -75,15 +74,35 @@ def row_squares(values, squares, lo, hi):
         squares[k] = square_sum(values[k])
 
 
-@kernel(over="slots", reads=("rows", "slots"), grain=512, cuts=4, work=("slots", "records"))
-def step(weights, rows, records, slots, state_start, state_width, values, numbers, lo, hi):
-    dim = values.shape[1]
-    nbytes = records.shape[1] * 4
+def _step_words(words: Any, state: Any, grad: Any, numbers: Any, scratch: Any, part: Any, *key: Any) -> None:
+    """Step one row of words, which `key` rounds. Compiled code only: the dtype of the words selects the code, below."""
+
+
+@overload(_step_words, jit_options=INLINED)
+def _compile_step_words(words, state, grad, numbers, scratch, part, row_id, seed, step):
+    return _step_in_place if words.dtype == types.float32 else _step_and_round
+
+
+def _step_in_place(words, state, grad, numbers, scratch, part, row_id, seed, step):
+    update_row(words, state, grad, numbers)
+
+
+def _step_and_round(words, state, grad, numbers, scratch, part, row_id, seed, step):
+    weights = scratch[part]
+    for d in range(words.shape[0]):
+        weights[d] = decode(words[d])
+    update_row(weights, state, grad, numbers)
+    store_row(words, weights, row_id, seed, step)
+
+
+@kernel(over="slots", reads=("slots", "ids"), grain=STEP_GRAIN, cuts=4, work=("slots", "records"))
+def step(words, records, slots, state_start, state_width, values, numbers, scratch, ids, seed, step, lo, hi):
+    dim, nbytes, part = values.shape[1], records.shape[1] * 4, lo // STEP_GRAIN
     for i in range(lo, hi):
         if i + AHEAD < hi:
             prefetch_to_write(records, slots[i + AHEAD], nbytes)
         state = records[slots[i], state_start : state_start + state_width]
-        update_row(weights[rows[i], :dim], state, values[i], numbers)
+        _step_words(words[slots[i], :dim], state, values[i], numbers, scratch, part, ids[i], seed, step)
 
 
 @kernel(over="slots", reads=("slots",), grain=64)

@@ -89,11 +89,15 @@ def adagrad(w, s, g, a):
         w[d] -= lr * (g[d] / (np.sqrt(s[d] + eps_inside) + eps))
 
 
-def rowwise_adagrad(w, s, g, a):
-    s[0] += f32(square_sum(g) / g.shape[0])
-    scale = f32(a.lr) / (np.sqrt(s[0]) + f32(a.eps))
-    for d in range(w.shape[0]):
-        w[d] -= scale * g[d]
+def rowwise(w, s, g, a):
+    keep, add, shrink = f32(a.keep), f32(a.add), f32(a.shrink)
+    width = g.shape[0] if s.shape[0] == 1 else g.shape[0] // s.shape[0]
+    for k in range(s.shape[0]):
+        own, grad = w[k * width : (k + 1) * width], g[k * width : (k + 1) * width]
+        s[k] = keep * s[k] + add * f32(square_sum(grad) / width)
+        scale = f32(a.lr) / (np.sqrt(s[k]) + f32(a.eps))
+        for d in range(width):
+            own[d] = shrink * own[d] - scale * grad[d]
 
 
 @inlined

@@ -135,12 +135,16 @@ def adagrad(w, g, s, rows, a, steps, FORM):
 
 
 @inlined
-def rowwise_adagrad(w, g, s, rows, a, steps, FORM):
-    wide = g.to(tl.float64)
-    v = tl.load(s, mask=rows, other=0.0) + (tl.sum(wide * wide, 1) / FORM.dim).to(tl.float32)
-    _store_one(s, rows, v, 0)
-    scale = tl.div_rn(loaded(a.lr) + tl.zeros_like(v), tl.sqrt_rn(v) + loaded(a.eps))
-    return w - scale[:, None] * g
+def rowwise(w, g, s, rows, a, steps, FORM):
+    wide, scale, width = g.to(tl.float64), tl.zeros_like(g), FORM.dim // FORM.state_width
+    part = tl.arange(0, w.shape[1])[None, :] // width
+    for k in range(FORM.state_width):
+        mean = (tl.sum(tl.where(part == k, wide * wide, 0.0), 1) / width).to(tl.float32)
+        v = loaded(a.keep) * tl.load(s + k, mask=rows, other=0.0) + loaded(a.add) * mean
+        _store_one(s, rows, v, k)
+        own = tl.div_rn(loaded(a.lr) + tl.zeros_like(v), tl.sqrt_rn(v) + loaded(a.eps))
+        scale = tl.where(part == k, own[:, None], scale)
+    return loaded(a.shrink) * w - scale * g
 
 
 @inlined

@@ -279,7 +279,7 @@ def _columns(spec: Spec) -> list[_RowField]:
     columns = [_RowField(WEIGHT, 0, spec.dim, DTYPES[spec.dtype])]
     start = spec.layout.state_start * STATE_BYTES
     for part in () if spec.rule is None else spec.rule.state():
-        columns.append(_RowField(ROWS + part.name, start, 1 if part.per_row else spec.dim, torch.float32))
+        columns.append(_RowField(ROWS + part.name, start, part.per_row or spec.dim, torch.float32))
         start += columns[-1].width * STATE_BYTES
     return columns
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.plan import Plan, make_plan
+from embedrock.spec.spec import STORAGES
 from embedrock.storage.table_lock import TableLock
+from embedrock.table.batches import FLOAT32
 from embedrock.table.table import Table, rows_of
 
 
@@ -57,14 +59,28 @@ class CpuExecutor:
 
 _FORM, _AS_READ = attrgetter("dtype", "is_cpu"), {(torch.float32, True)}
 _AS_ARRAY: Callable[[Any], np.ndarray] = Tensor.numpy
+# NumPy's dtypes of the words of PyTorch's, for kernels.
+WORDS = {torch.float32: FLOAT32, torch.bfloat16: STORAGES["bfloat16"], torch.float16: STORAGES["float16"]}
+
+
+def tensor_of(words: np.ndarray) -> Tensor:
+    """Return an array of words as a tensor, of the same memory."""
+    if words.dtype == FLOAT32:
+        return torch.from_numpy(words)
+    dtype = torch.bfloat16 if words.dtype == STORAGES["bfloat16"] else torch.float16
+    return torch.from_numpy(words.view(np.int16)).view(dtype)
 
 
 def host_grads(grads: Sequence[Tensor | None]) -> list[np.ndarray | None]:
-    """Return gradients of outputs as float32, of any strides: where they lie, if they can be read there."""
+    """Return gradients of outputs, of any strides: where they lie, if kernels can read them there; else as float32."""
     try:
-        if set(map(_FORM, grads)) == _AS_READ:
+        forms = set(map(_FORM, grads))
+        if forms == _AS_READ:
             return list(map(_AS_ARRAY, grads))
-    except (AttributeError, RuntimeError):  # None, or a negating view
+        ((dtype, is_cpu),) = forms
+        if is_cpu and dtype in WORDS:
+            return [own.view(torch.int16).numpy().view(WORDS[dtype]) for own in grads if own is not None]
+    except (AttributeError, RuntimeError, ValueError):  # None, a negating view, or several dtypes
         pass
     return [None if own is None else own.resolve_neg().to("cpu", torch.float32).numpy() for own in grads]
 

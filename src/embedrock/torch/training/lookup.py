@@ -21,11 +21,11 @@ from embedrock.distributed.stages import GradientBlock
 from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import spanned
 from embedrock.table import batches
-from embedrock.table.batches import FeatureLayout
+from embedrock.table.batches import FLOAT32, FeatureLayout
 from embedrock.table.missing import Missing, check_reads
 from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, Block, as_it_is, each_once
-from embedrock.torch.training.cpu_executor import CpuExecutor, host_grads, host_weights
+from embedrock.torch.training.cpu_executor import WORDS, CpuExecutor, host_grads, host_weights, tensor_of
 from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
@@ -128,6 +128,7 @@ class LayerLayout:
         executor: of the rows, if the CPU has them; else None.
         missing: values of rows that are not there, of all features; None: those of each table.
         are_alike: all outputs have one device and dtype.
+        words: dtype in which the CPU reads rows for them.
         are_as_read: these are the CPU and float32.
         are_as_found: these are float32, on the GPU that has the rows.
         most_dims: most dimensions of a feature's ids.
@@ -155,6 +156,7 @@ class LayerLayout:
             self.features = FeatureLayout(own_lock, tables, modes, self.paddings, self.missing)
         forms = set(zip([handle.device for handle in self.handles], self.dtypes, strict=True))
         self.are_alike = len(forms) == 1
+        self.words = WORDS.get(self.dtypes[0], FLOAT32) if len(set(self.dtypes)) == 1 else FLOAT32
         self.are_as_read = forms == {(torch.device("cpu"), torch.float32)}
         self.are_as_found = forms == {(getattr(executor, "device", None), torch.float32)}
         self._executors, self._locks = [], []
@@ -453,12 +455,15 @@ class HostLookup(LookupState):
             if planner is not None:
                 planner = functools.partial(planner, trains=bool(trained))
             self._batch = batches.plan(*self._given, planner=planner)
+            self._batch.words = layout.words
 
     @spanned("read")
     def read(self, for_weights: bool) -> Sequence[Tensor]:
         layout, rows = self.layout, self._executor.rows
         if rows is None:
-            self._batch = batches.read(*self._given, for_weights=for_weights, side_by_side=self.side_by_side)
+            self._batch = batches.read(
+                *self._given, for_weights=for_weights, side_by_side=self.side_by_side, words=layout.words
+            )
         else:
             self._batch = batches.read_planned(self._batch, for_weights, rows(self._batch.parts[0].plan))
         found, self._batch.by_frequency = self._batch, layout.by_frequency
@@ -469,7 +474,7 @@ class HostLookup(LookupState):
         parted = dict[int, Tensor]()
         for numbers, array, sizes in found.take_blocks():
             # Parts of one allocation. To autograd they are tensors of their own, which may be written to.
-            whole = torch.from_numpy(array)
+            whole = tensor_of(array)
             parts = torch.unsafe_split_with_sizes(whole, sizes) if len(sizes) > 1 else (whole,)
             parted |= zip(numbers, parts, strict=True)
         outputs = list(map(parted.__getitem__, range(len(parted))))
