@@ -22,9 +22,10 @@ import torch
 import demo
 import side_by_side
 import text
+from embedrock.system import spans
 from side_by_side import Training, TrainingError
 
-STEPS = 24
+STEPS = 12
 Told = list[dict[str, Any]]
 
 
@@ -33,7 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     """Train on short sequences of some text, and return what is held out of it."""
     train, held_out = (np.frombuffer(Path(file).read_bytes(), np.uint8) for file in (text.__file__, demo.__file__))
     monkeypatch.setattr(text, "read_text", lambda: (train, held_out))
-    for name, value in {"CONTEXT": 32, "SEQUENCES": 4, "SCORED": 16}.items():
+    monkeypatch.setattr(spans, "_tracers", spans._tracers)  # forget the clocks
+    for name, value in {"CONTEXT": 32, "SEQUENCES": 4, "SCORED": 16, "REPORTS": 3}.items():
         monkeypatch.setattr(text, name, value)
     return held_out
 
@@ -79,15 +81,16 @@ def test_interrupted_it_goes_on_with_the_same_bits(
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir(), other.mkdir()
     text.train(text.MEMORY, options, one, whole.append)
-    with pytest.raises(KeyboardInterrupt):
-        text.train(text.MEMORY, options, other, stop_after(14, before))
-    with pytest.warns(er.UncommittedWarning):
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        text.train(text.MEMORY, options, other, stop_after(6, before))
+    with pytest.warns(er.UncommittedWarning):  # the traceback has kept the table
         er.close(other / "memory.rock")
+    del interrupted
     text.train(text.MEMORY, options, other, after.append)
-    assert "resumed  at step 12" in capsys.readouterr().out
-    assert (len(losses(whole)), len(losses(before)), len(losses(after))) == (STEPS, 14, STEPS - 12)
-    assert losses(before)[:12] + losses(after) == losses(whole)
-    assert losses(before)[12:] == losses(after)[:2]
+    assert "resumed  at step 4" in capsys.readouterr().out
+    assert (len(losses(whole)), len(losses(before)), len(losses(after))) == (STEPS, 6, STEPS - 4)
+    assert losses(before)[:4] + losses(after) == losses(whole)
+    assert losses(before)[4:] == losses(after)[:2]
     assert after[-2]["bits"] == whole[-2]["bits"] < whole[3]["bits"]
     for expected, got in zip(rows_of(one), rows_of(other), strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -106,9 +109,10 @@ def test_all_begin_with_the_same_loss_and_rows_of_zeros(
     results = [told[-1] for told in all_told.values()]
     assert [result.get("rows") for result in results] == [None, results[1]["rows"], 1_000_000]
     assert 0 < results[1]["rows"] <= STEPS * 4 * 32 * 4
-    assert results[1]["files"] == sum(file.stat().st_size for file in (tmp_path / "memory.rock").rglob("*"))
+    files = [file.stat().st_size for file in (tmp_path / "memory.rock").rglob("*") if file.is_file()]
+    assert results[1]["files"] == sum(files)
     for told in all_told.values():
-        assert [numbers["step"] for numbers in told if "bits" in numbers] == [4, 8, 12, 16, 20, 24]
+        assert [numbers["step"] for numbers in told if "bits" in numbers] == [4, 8, 12]
         assert all(numbers["on rows"] < numbers["seconds"] + 0.01 for numbers in told[:-1])
     assert [sum(numbers["on rows"] > 0 for numbers in told[:-1]) for told in all_told.values()] == [0, STEPS, STEPS]
 
@@ -194,7 +198,7 @@ def test_steps_that_were_trained_twice_must_have_the_same_loss(training: Any):
     tell(training, numbers_of(1, 3.0), numbers_of(2, 2.5), numbers_of(3, 2.25), numbers_of(2, 2.5))
     assert training.repeated == 1
     training.told.send(numbers_of(3, float(np.nextafter(2.25, 3))))
-    with pytest.raises(TrainingError, match=r"step 3 of 'memory' had the loss 2\.25, and 2\.250{14}\d+ when it was"):
+    with pytest.raises(TrainingError, match=r"step 3 of 'memory' had the loss 2\.25, and 2\.250+4 when it was"):
         training.hear()
 
 
@@ -211,9 +215,9 @@ def test_the_summary_and_the_figure(training: Any):
     printed = text.summary([training], repeated=7)
     assert "memory                1.875   1.00 GiB           60.0     5.0%     12,345   16.0 MiB" in printed
     assert "7 steps of the memory were trained twice" in printed
-    drawn = ElementTree.fromstring(side_by_side.figure([training], "bits & steps".replace("&", "and")))
+    drawn = ElementTree.fromstring(side_by_side.figure([training], "bits by steps"))
     path = next(each.get("d") for each in drawn.iter() if (each.get("stroke") or "") == side_by_side.COLOURS[0])
-    assert path == "M340.0 30.0 620.0 247.5"  # 2.5 bits at 100 steps; 1.875 at 200, between 1.5 and 2.5
+    assert path == "M340.0 30.0 620.0 211.2"  # 2.5 bits at 100 steps; 1.875 at 200, between 1.5 and 2.5
     assert "memory: 1.875" in [each.text for each in drawn.iter()]
 
 
