@@ -170,7 +170,7 @@ def test_every_number_of_heads_has_its_primes():
         assert (primes <= 8 * heads).sum() >= heads  # of the fewest rows that are not refused
     grams = er.Ngrams(8 * 31**2, 256, orders=(1,), heads=31)
     assert len(set(grams.moduli)) == 31
-    assert sum(grams.moduli) <= grams.rows
+    assert 0 < 8 * 31**2 - sum(grams.moduli) < 31 * 100
 
 
 @pytest.mark.parametrize(("tokens", "orders"), [(300, (2,)), (40, (1, 3)), (17, (1, 2, 4))])
@@ -224,7 +224,7 @@ def by_hand(grams: er.Ngrams, tokens: list[int]) -> list[list[int]]:
         mix = operator.add if grams.mix == "sum" else operator.xor
         row = []
         for head, numbers in enumerate(grams.multipliers):
-            order = grams.orders[head // grams.heads]
+            order = grams.orders[head // (grams.heads or 1)]
             mixed = functools.reduce(mix, map(operator.mul, window[:order], numbers[:order]))
             shared = isinstance(grams.moduli, int)
             modulus = grams.moduli if shared else grams.moduli[head] if grams.moduli else 2**63
@@ -270,7 +270,7 @@ def test_token_by_token():
 
 # ---------------------------------------------------------------- a frozen value
 
-MAPPED = er.Ngrams(1000, 5, orders=[2], boundary=np.int64(1), token_map=np.array([0, 0, 1, 2, 2]))
+MAPPED = er.Ngrams(1000, 5, orders=[2], boundary=1, token_map=np.array([0, 0, 1, 2, 2]))
 
 
 @pytest.mark.parametrize("grams", [er.Ngrams(None, 50), er.Ngrams(10**6, 50, heads=3, mix="xor", seed=4), MAPPED,
@@ -323,6 +323,7 @@ def test_a_table_of_open_ids_grows_with_the_text():
         ({"mix": "XOR"}, r"`mix` must be one of sum, xor: got 'XOR'\. Did you mean 'xor'\?"),
         ({"multipliers": [1, 2]}, r"`multipliers` of Ngrams must be numbers of shape \(3,\) or numbers of shape "
                                   r"\(4, 3\), whole and from 0 to .*: got shape \(2,\)"),
+        ({"multipliers": [[1, 2], [1, 2, 3]]}, r"`multipliers` of Ngrams must be .*: got \[\[1, 2\], \[1, 2, 3\]\]"),
         ({"multipliers": [1, 2, -3]}, r"`multipliers` of Ngrams must be .*: got \[1, 2, -3\]"),
         ({"multipliers": [1, 2, 2**62]}, r"`multipliers` of Ngrams must keep the sum of products below 2\*\*63, with "
                                          r"tokens up to 49: got \(1, 2, 4611686018427387904\)\. Pass smaller ones"),
@@ -364,7 +365,7 @@ KIND = r"must be integers of shape \(\.\.\., positions\)"
         (np.array([2**64 - 1], np.uint64), None, er.IdError, "got 18446744073709551615 at"),
         ([3], [4, 77], er.IdError, r"`history` of Ngrams\.ids must lie in \[0, 50\): got 77 at \[1\] of history"),
         ([1.0], None, er.IdTypeError, rf"`tokens` of Ngrams\.ids {KIND}: got float64 of shape \(1,\)\. Pass the"),
-        ([[1], [2, 3]], None, er.IdTypeError, rf"`tokens` of Ngrams\.ids {KIND}: got lists of several lengths"),
+        ([[1], [2, 3]], None, er.IdTypeError, rf"`tokens` of Ngrams\.ids {KIND}: got object of shape \(\)"),
         (3, None, er.IdTypeError, rf"{KIND}: got int64 of shape \(\)"),
         (["a"], None, er.IdTypeError, rf"{KIND}: got str"),
         ([3], ["a"], er.IdTypeError, rf"`history` of Ngrams\.ids {KIND}: got str"),

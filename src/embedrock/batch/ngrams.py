@@ -38,10 +38,8 @@ class Ngrams:
             No two n-grams share an open id if ``vocabulary ** max(orders)`` is below 2**62 / ids_per_token.
         vocabulary: number of tokens, which lie in ``[0, vocabulary)``.
         orders: lengths of the n-grams.
-        heads: ids for each order: n-grams that share a row of one head seldom share one of another. None: 2, or 1 for
-            open ids.
-        boundary: token that ends a document. N-grams that begin after it do not reach it: it counts as `pad`. None: no
-            such token.
+        heads: ids for each order. N-grams that share a row of one head seldom share another. None: 2; 1 of open ids.
+        boundary: token that ends a document. N-grams that end after it see `pad` in its place and before. None: none.
         pad: token that stands for those before the first one.
         seed: draws the multipliers. It is not kept.
         mix: "sum" or "xor".
@@ -103,8 +101,10 @@ class Ngrams:
             primes = filter(_is_prime, range((self.rows or 0) // heads, 1, -1))
             self.__dict__["moduli"] = tuple(itertools.islice(primes, heads))
         self._check("moduli", 1, LIMIT - 1, (), (heads,))
-        used = sum(self.moduli) if isinstance(self.moduli, tuple) else self.moduli
-        self.__dict__["rows"] = _numbers("rows", used if self.rows is None else self.rows, used, LIMIT - 1)
+        moduli: Any = self.moduli
+        used = sum(moduli) if isinstance(moduli, tuple) else moduli
+        self.__dict__["rows"] = used if self.rows is None else self.rows
+        self._check("rows", used, LIMIT - 1)
 
     def _drawn(self, seed: int) -> tuple[int, ...]:
         lags, tokens, step = max(self.orders), self._tokens, 1
@@ -172,9 +172,9 @@ class Ngrams:
     def ids(self, tokens: Any, history: Any = None) -> Any:
         """Return the ids of the n-grams that end at each token, int64 ``(..., positions, ids_per_token)``.
 
-        Tensors of PyTorch and TensorFlow give tensors on their device, also in graphs. Nobody waits for them, so an
-        n-gram with a token outside the vocabulary is no error there. **Its id is -1**: layers with a number of rows
-        refuse it. A table of open ids takes it as an id of its own.
+        Tensors of PyTorch and TensorFlow give tensors on their device, also in graphs. Nobody waits for them to check
+        them. A token outside the vocabulary, or with one among those before it that n-grams have, **gets ids of -1**.
+        Layers with a number of rows refuse them. A table of open ids takes -1 as an id like others.
 
         Args:
             tokens: integers ``(..., positions)``: an array, a list or a tensor.
@@ -191,7 +191,8 @@ class Ngrams:
             >>> (grams.ids([1, 2, 3]) // 2).tolist()
             [[1, 1], [12, 12], [23, 123]]
         """
-        torch, tf = sys.modules.get("torch"), sys.modules.get("tensorflow")  # whoever has a tensor has imported it
+        torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported its library
+        tf: Any = sys.modules.get("tensorflow")
         if isinstance(tokens, getattr(torch, "Tensor", ())):
             as_tensor = functools.partial(torch.as_tensor, device=tokens.device)
             return self._of_tensors(torch, tokens, history, as_tensor, torch.Tensor.long, torch.take)
@@ -201,8 +202,8 @@ class Ngrams:
         return self._of_arrays(tokens, history)
 
     def _of_arrays(self, given: Any, history: Any) -> np.ndarray:
-        tokens = self._checked(given, "tokens")
-        before = tokens[..., :0] if history is None else self._checked(history, "history")
+        tokens = self._checked("tokens", given)
+        before = tokens[..., :0] if history is None else self._checked("history", history)
         if before.shape[:-1] != tokens.shape[:-1]:
             raise ArgumentError(
                 f"`history` of Ngrams.ids must have the shape of `tokens`, {tokens.shape}, up to the last axis: got "
@@ -218,29 +219,24 @@ class Ngrams:
         kernels.cpu.launch(kernels.cpu.ngrams.ngram_ids, seen.reshape(-1), mapped.reshape(-1), *arguments)
         return ids.reshape(*tokens.shape, self.ids_per_token)
 
-    def _checked(self, given: Any, name: str) -> np.ndarray:
-        try:
-            array = np.asarray(given)
-        except ValueError:
-            raise _no_integers(name, "lists of several lengths") from None
-        if not array.size and isinstance(given, list):
-            array = array.astype(np.int64)  # an empty list has no integers to infer a type from
-        _check_kind(name, array.dtype.name, array.shape)
-        if array.size and (int(array.min()) < 0 or int(array.max()) >= self.vocabulary):
-            place = int(np.argmax((array < 0) | (array > self.vocabulary - 1)))
-            raise IdError(
-                f"`{name}` of Ngrams.ids must lie in [0, {self.vocabulary}): got {array.reshape(-1)[place]} "
-                f"{in_array(array.shape, name)(place)}. `vocabulary` counts all tokens of a tokenizer, added ones too."
-            )
+    def _checked(self, name: str, given: Any) -> np.ndarray:
+        array = _array(given)
+        if array.size:  # an empty list has no integers to infer a type from
+            _check_integers(name, array)
+            if int(array.min()) < 0 or int(array.max()) >= self.vocabulary:
+                place = int(np.argmax((array < 0) | (array > self.vocabulary - 1)))
+                raise IdError(
+                    f"`{name}` of Ngrams.ids must lie in [0, {self.vocabulary}): got {array.reshape(-1)[place]} "
+                    f"{in_array(array.shape, name)(place)}. `vocabulary` counts all tokens, added ones too."
+                )
         return array.astype(np.int64, copy=False)
 
-    def _of_tensors(
-        self, library: Any, tokens: Any, history: Any, as_tensor: Callable, as_int64: Callable, take: Callable
-    ) -> Any:
+    def _of_tensors(self, library: Any, tokens: Any, history: Any, *functions: Callable) -> Any:
         """Return ids by the operators that PyTorch and TensorFlow have in common, and three that differ."""
+        as_tensor, as_int64, take = functions
+        _check_integers("tokens", tokens)
         before = tokens[..., :0] if history is None else as_tensor(history)
-        for name, part in (("tokens", tokens), ("history", before)):
-            _check_kind(name, getattr(part.dtype, "name", str(part.dtype)), part.shape)
+        _check_integers("history", before)
         reach, where = max(self.orders) - 1, library.where
         before = before[..., -reach:] if reach else before[..., :0]
         skipped = library.shape(before)[-1] if before.shape[-1] is None else before.shape[-1]
@@ -256,33 +252,36 @@ class Ngrams:
             is_right = is_right & ((position <= lag) | (past >= 0))
             terms.append(where(is_inside, library.roll(mapped, lag, -1), self._pad))
         mixes = {
-            row: functools.reduce(MIXES[self.mix], [terms[lag] * row[lag] for lag in range(reach + 1) if row[lag]])
+            row: functools.reduce(
+                MIXES[self.mix], [terms[lag] * row[lag] for lag in range(reach + 1) if row[lag] or not lag]
+            )
             for row in self.multipliers
         }
         ids = library.stack([mixes[row] % modulus + offset for row, modulus, offset in self._heads], -1)
         return where(is_right[..., None], ids, -1)[..., skipped:, :]
 
 
-def _check_kind(name: str, dtype: str, shape: Sequence[int]) -> None:
-    if "int" not in dtype or not len(shape):
-        raise _no_integers(name, f"{dtype} of shape {tuple(shape)}")
+def _array(values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of several lengths
+        return np.asarray(None)
 
 
-def _no_integers(name: str, got: str) -> IdTypeError:
-    return IdTypeError(
-        f"`{name}` of Ngrams.ids must be integers of shape (..., positions): got {got}. Pass the numbers that a "
-        "tokenizer gives, one sequence along the last axis."
-    )
+def _check_integers(name: str, tokens: Any) -> None:
+    dtype = getattr(tokens.dtype, "name", str(tokens.dtype))
+    if "int" not in dtype or not len(tokens.shape):
+        raise IdTypeError(
+            f"`{name}` of Ngrams.ids must be integers of shape (..., positions): got {dtype} of shape "
+            f"{tuple(tokens.shape)}. Pass the numbers that a tokenizer gives, of one length each; in a Keras model, in a layer."
+        )
 
 
 def _numbers(name: str, values: Any, least: int, most: int, *shapes: tuple[int, ...]) -> Any:
     """Return whole numbers as an int, a tuple or a tuple of tuples; without `shapes`, one."""
-    array, allowed = np.asarray(values), shapes or ((),)
-    if (
-        (is_shaped := array.shape in allowed)
-        and array.dtype.kind in "iu"
-        and least <= array.min() <= array.max() <= most
-    ):
+    array, allowed = _array(values), shapes or ((),)
+    is_shaped = array.shape in allowed and array.dtype.kind in "iu"
+    if is_shaped and least <= array.min() <= array.max() <= most:
         numbers = array.tolist()
         return tuple(map(tuple, numbers)) if array.ndim > 1 else tuple(numbers) if array.ndim else numbers
     kinds = " or ".join(f"numbers of shape {shape}" if shape else "a number" for shape in allowed)
