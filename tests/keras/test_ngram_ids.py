@@ -67,6 +67,11 @@ def test_what_are_no_integers():
         er.IdTypeError, match=r"^`history` of Ngrams\.ids must be integers .*: got float32 of shape \(1,\)"
     ):
         VALUES["own"].ids(tf.constant([3]), tf.constant([1.0]))
+    for tokens in (keras.Input((None,), dtype="int64"), tf.ragged.constant([[1], [2, 3]])):
+        with pytest.raises(
+            er.IdTypeError, match=r"in sequences of one length\. In a Keras model, a layer's `call` does it"
+        ):
+            VALUES["own"].ids(tokens)
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -273,7 +273,8 @@ def _check_integers(name: str, tokens: Any) -> None:
     if "int" not in dtype or not len(tokens.shape):
         raise IdTypeError(
             f"`{name}` of Ngrams.ids must be integers of shape (..., positions): got {dtype} of shape "
-            f"{tuple(tokens.shape)}. Pass the numbers that a tokenizer gives, of one length each; in a Keras model, in a layer."
+            f"{tuple(tokens.shape)}. Pass the numbers of a tokenizer, in sequences of one length. In a Keras model, a "
+            "layer's `call` does it."
         )
 
 
