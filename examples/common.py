@@ -88,9 +88,9 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
     return float(positives @ (below + negatives / 2) / (positives.sum() * negatives.sum()))
 
 
-def reports(first: int, last: int) -> list[int]:
-    """Return the steps after `first` at which a training of `last` steps measures its AUC."""
-    return [step for step in (last * part // REPORTS for part in range(1, REPORTS + 1)) if step > first]
+def reports(first: int, last: int, times: int = REPORTS) -> list[int]:
+    """Return the steps after `first` at which a training of `last` steps is measured, `times` in all."""
+    return [step for step in (last * part // times for part in range(1, times + 1)) if step > first]
 
 
 # ---------------------------------------------------------------- a training on disk
@@ -119,6 +119,13 @@ def describe(options: Namespace) -> None:
     print(facts({"clicks": clicks, "model": f"{model}{options.batch_size:,}"}))
 
 
+def cache_folder() -> Path:
+    """Return the folder for files on disk that nobody gave a place, which is there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embedrock"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @contextmanager
 def training_folder(options: Namespace, *same: str) -> Iterator[Path | None]:
     """Hold the folder of a training: a new one, or that of a training with the same options, which goes on.
@@ -136,8 +143,7 @@ def training_folder(options: Namespace, *same: str) -> Iterator[Path | None]:
     if options.in_ram:
         yield None
         return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embedrock" / "demo"
-    folder: Path = options.path or cache
+    folder: Path = options.path or cache_folder() / "demo"
     _claim(folder, {name: getattr(options, name) for name in same})
     print(f"on disk  in {folder}, with {mib(options.memory)} of RAM for the tables")
     yield folder

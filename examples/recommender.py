@@ -126,10 +126,10 @@ def test_auc(model: MF, test: Clicks) -> float:
     return auc(test.labels, torch.cat([model(*pair) for pair in zip(users, items, strict=True)]).numpy())
 
 
-def resume(model: MF, optimizer: torch.optim.Optimizer, folder: Path | None) -> int:
-    """Go back to the last checkpoint; return its step, 0 without one."""
+def resume(model: nn.Module, states: Any, folder: Path | None) -> int:
+    """Go back to the last checkpoint; return its step, 0 without one. `states` are those of `ert.save`."""
     try:
-        step = ert.load(model, folder / "checkpoints", optimizer) if folder else 0
+        step = ert.load(model, folder / "checkpoints", states) if folder else 0
     except ert.NoCheckpointError:
         return 0
     if step:
