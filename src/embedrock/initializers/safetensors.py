@@ -218,7 +218,7 @@ class FromSafetensors(Given):
             made = cls(folder, tensor, description["memory"])
         except OSError as error:
             raise TableFileError(
-                f"first values of {where} are those of {tensor!r} in {folder}: {error} {remedy}"
+                f"first values of {where} are those of {tensor!r} in {folder}: {str(error).rstrip('.')}. {remedy}"
             ) from error
         if (made.digest, list(made.shape)) != (description["digest"], description["shape"]):
             raise TableFileError(
