@@ -142,16 +142,17 @@ class FromSafetensors(Given):
     """
 
     PLACE: ClassVar[frozenset[str]] = frozenset({"folder", "tensor", "memory"})  # in a description, not of the rows
-    folder: str
+    folder: str | os.PathLike[str]
     tensor: str
     memory: Size = "256MiB"
     table: PublishedTable = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", os.path.abspath(os.fspath(self.folder)))
+        folder = os.path.abspath(os.fspath(self.folder))
+        object.__setattr__(self, "folder", folder)
         if self.memory != MAP:
             parse_bytes(self.memory)
-        object.__setattr__(self, "table", PublishedTable.find(self.folder, self.tensor))
+        object.__setattr__(self, "table", PublishedTable.find(folder, self.tensor))
 
     @property
     def shape(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
