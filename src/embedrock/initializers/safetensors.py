@@ -172,18 +172,19 @@ class FromSafetensors(Given):
     """
 
     PLACE: ClassVar[frozenset[str]] = frozenset({"folder", "tensor", "memory"})  # in a description, not of the rows
-    folder: Any
+    folder: str | os.PathLike[str]
     tensor: str
     memory: Size = "256MiB"
     table: PublishedTable = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", os.path.abspath(os.fspath(self.folder)))
+        folder = os.path.abspath(os.fspath(self.folder))
+        object.__setattr__(self, "folder", folder)
         if not isinstance(self.tensor, str):
             raise ArgumentError(f"`tensor` of FromSafetensors must be a name: got {self.tensor!r}.")
         if self.memory != MAP:
             parse_bytes(self.memory)
-        object.__setattr__(self, "table", PublishedTable.find(self.folder, self.tensor))
+        object.__setattr__(self, "table", PublishedTable.find(folder, self.tensor))
 
     @property
     def shape(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -232,7 +233,7 @@ class FromSafetensors(Given):
             made = cls(folder, tensor, description["memory"])
         except OSError as error:
             raise TableFileError(
-                f"first values of {where} are those of {tensor!r} in {folder}: {str(error).rstrip(chr(46))}. {remedy}"
+                f"first values of {where} are those of {tensor!r} in {folder}: {str(error).rstrip('.')}. {remedy}"
             ) from error
         if (made.digest, list(made.shape)) != (description["digest"], description["shape"]):
             raise TableFileError(
