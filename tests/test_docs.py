@@ -26,13 +26,17 @@ PAGES = [
 ]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 WIDTH = 120
+ELSEWHERE = {
+    "trainers.md": "tests/pytorch/test_trainers.py",
+    "transformers.md": "tests/pytorch/test_pretrained_models.py",
+}
 OPTIONAL = {"torch", "tqdm", "keras", "tensorflow"}
 
 
 @EVERY_PAGE
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if page.name == "trainers.md":
-        pytest.skip("tests/pytorch/test_trainers.py runs it: what it imports takes seconds")
+    if page.name in ELSEWHERE:
+        pytest.skip(f"{ELSEWHERE[page.name]} runs it: what it imports takes seconds")
     monkeypatch.chdir(tmp_path)
     run_page(page)
 

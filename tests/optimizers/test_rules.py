@@ -402,14 +402,15 @@ class PartsOfRows:
 
 @pytest.mark.parametrize("rule", ROWWISE, ids=repr)
 def test_row_wise_rules_step_each_part_of_a_row_alone(rule: er.Rule, tmp_path: Path) -> None:
-    make, rng = {"rule": rule, "init": er.Normal(std=0.5), "seed": 1}, np.random.default_rng(2)
+    make: dict[str, Any] = {"rule": rule, "init": er.Normal(std=0.5), "seed": 1}
+    rng = np.random.default_rng(2)
     table, on_disk = er.Table(30, 20, **make), er.Table(30, 20, **make, path=tmp_path / "a.rock", memory="64KiB")
     dense = PartsOfRows(rule, table.lookup(np.arange(30)))
     for k in range(40):
         ids, grads = rng.integers(0, 25, 16), rng.standard_normal((16, 20)).astype(np.float32)
         grads[:, 5:] *= 1000  # a mean over the row would not move its first part
-        for each in (table, on_disk, dense):
-            (each.step if each is dense else each.update)(ids, grads)
+        for step in (table.update, on_disk.update, dense.step):
+            step(ids, grads)
         if k == 20:
             on_disk.commit()
             on_disk.close()

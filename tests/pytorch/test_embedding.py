@@ -141,7 +141,7 @@ def test_16_bit_rows(dtype: torch.dtype):
 @pytest.mark.parametrize("form", ["plain", "expanded", "strided"])
 def test_16_bit_gradients_are_summed_as_float32(dtype: torch.dtype, form: str):
     layer = ert.Embedding(ROWS, 6, seed=3, dtype=dtype)
-    table = er.Table(ROWS, 6, seed=3, dtype=str(dtype)[6:])  # pyright: ignore[reportArgumentType]
+    table = er.Table(ROWS, 6, seed=3, dtype=str(dtype)[6:])
     ids = torch.tensor([[1, 2, 1], [5, 1, 7]])
     grads = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(4)).to(dtype)
     forms = {"plain": grads[..., :6].clone(), "expanded": grads[:1, :1, :6].expand(2, 3, 6), "strided": grads[..., ::2]}

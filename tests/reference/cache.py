@@ -105,15 +105,27 @@ def forget(scores: np.ndarray, histogram: np.ndarray, slots: np.ndarray, levels:
     np.subtract.at(histogram, levels, 1)
 
 
-def touch(scores: np.ndarray, slots: np.ndarray, rises: np.ndarray, chances: np.ndarray, random: int) -> int:
-    """Raise the scores of pinned slots: from s to ``rises[s]``, or one more with chance ``chances[s] / 2**32``.
+def touch(
+    scores: np.ndarray,
+    pins: np.ndarray,
+    histogram: np.ndarray,
+    slots: np.ndarray,
+    rises: np.ndarray,
+    chances: np.ndarray,
+    random: int,
+) -> int:
+    """Raise the scores of slots: from s to ``rises[s]``, or one more with chance ``chances[s] / 2**32``.
 
+    ``histogram`` counts the scores of slots without pins.
     ``random`` is the state of Knuth's 64-bit linear congruential generator; the new one is returned.
     """
     for slot in slots.tolist():
         random = (int(random) * 6364136223846793005 + 1442695040888963407) & ((1 << 64) - 1)
         now = scores[slot]
         scores[slot] = rises[now] + ((random >> 32) < chances[now])
+        if pins[slot] == 0:
+            histogram[now] -= 1
+            histogram[scores[slot]] += 1
     return random
 
 

@@ -43,6 +43,11 @@ def look_up(
     gather(weights, slots, positions, fresh, out)
 
 
+def to_nearest(values: np.ndarray, words: np.ndarray) -> None:
+    """Round ``values`` (n, dim) to what the nearest words of the dtype of ``words`` mean."""
+    values[:] = codec.decode(codec.encode_nearest(values, words.dtype))
+
+
 def scatter(weights: Any, slots: np.ndarray, values: np.ndarray) -> None:
     """Overwrite weights by ``values`` (n, dim), rounded to nearest. Slots do not repeat."""
     if isinstance(weights, PackedRows):

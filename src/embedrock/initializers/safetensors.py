@@ -112,6 +112,37 @@ class OpenExtents:
                 )
 
 
+class RowFiles:
+    """Open files of a published table.
+
+    Args:
+        table: places and form of its rows.
+        is_mapped: whether all files are read through the page cache.
+    """
+
+    def __init__(self, table: PublishedTable, is_mapped: bool) -> None:
+        self.table, self._is_mapped = table, is_mapped
+        self._parts = [(OpenExtents(one, is_mapped or one.nbytes < SMALL), at) for one, at in table.parts]
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Return rows as the files have them, uint8 (n, row_bytes). It reads least if ids ascend without repeats."""
+        raw = np.zeros((len(ids), self.table.row_bytes), np.uint8)  # with gaps
+        if self.table.lacks_scale:
+            raw[:, -4:] = np.ones(1, np.float32).view(np.uint8)
+        for extents, at in reversed(self._parts):
+            extents.read(ids, raw, at)
+        return raw
+
+    def fill(self, ids: np.ndarray, out: np.ndarray) -> None:
+        """Write the weights of rows to `out`, float32 (n, dim)."""
+        slots = np.arange(len(ids))
+        if not self._is_mapped and not np.all(ids[1:] > ids[:-1]):
+            ids, inverse = np.unique(ids, return_inverse=True)
+            slots = inverse.astype(np.int64)
+        raw, positions = self.read(ids), np.arange(len(slots), dtype=np.int32)
+        kernels.cpu.launch(kernels.cpu.rows.gather, self.table.rows_in(raw), slots, positions, out[:0], out)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class FromSafetensors(Given):
     """Rows of a published table, read in place from its safetensors files when they are needed. Nothing is converted.
@@ -141,18 +172,19 @@ class FromSafetensors(Given):
     """
 
     PLACE: ClassVar[frozenset[str]] = frozenset({"folder", "tensor", "memory"})  # in a description, not of the rows
-    folder: Any
+    folder: str | os.PathLike[str]
     tensor: str
     memory: Size = "256MiB"
     table: PublishedTable = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", os.path.abspath(os.fspath(self.folder)))
+        folder = os.path.abspath(os.fspath(self.folder))
+        object.__setattr__(self, "folder", folder)
         if not isinstance(self.tensor, str):
             raise ArgumentError(f"`tensor` of FromSafetensors must be a name: got {self.tensor!r}.")
         if self.memory != MAP:
             parse_bytes(self.memory)
-        object.__setattr__(self, "table", PublishedTable.find(self.folder, self.tensor))
+        object.__setattr__(self, "table", PublishedTable.find(folder, self.tensor))
 
     @property
     def shape(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -167,40 +199,22 @@ class FromSafetensors(Given):
         return f"table {self.tensor!r} in {self.folder}"
 
     @forks.cached_property
-    def _open(self) -> list[tuple[OpenExtents, int]]:
-        is_mapped = self.memory == MAP
-        return [(OpenExtents(one, is_mapped or one.nbytes < SMALL), at) for one, at in self.table.parts]
-
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        """Return rows as the files have them, uint8 (n, row_bytes). It reads least if ids ascend without repeats."""
-        raw = np.zeros((len(ids), self.table.row_bytes), np.uint8)  # with gaps
-        if self.table.lacks_scale:
-            raw[:, -4:] = np.ones(1, np.float32).view(np.uint8)
-        for extents, at in reversed(self._open):
-            extents.read(ids, raw, at)
-        return raw
+    def files(self) -> RowFiles:
+        """Its files, open."""
+        return RowFiles(self.table, self.memory == MAP)
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
-        if self.memory == MAP:
-            return self.decode(self.read(ids), np.arange(len(ids)), out)
-        unique, inverse = np.unique(ids, return_inverse=True)
-        self.decode(self.read(unique), inverse.astype(np.int64), out)
+        self.files.fill(ids, out)
 
     def are_all(self, dtype: str) -> bool:
         """Return whether a table of a dtype has the rows as they are, without rounding."""
         return dtype == "float32" or (dtype == self.dtype and self.table.is_exact)
 
-    def decode(self, raw: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
-        """Write the weights of the rows in some slots of `read`'s result, 0 for slot -1, to `out`, float32 (n, dim)."""
-        rows, positions = kernels.cpu.rows, np.arange(len(slots), dtype=np.int32)
-        zeros = np.zeros((1, out.shape[1]), np.float32)
-        kernels.cpu.launch(rows.gather, self.table.rows_in(raw), slots, positions, zeros, out)
-
     @forks.cached_property
     def digest(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         spread = np.unique(np.linspace(0, self.table.rows - 1, DIGEST_ROWS).astype(np.int64))
         form = f"{self.table.weight.dtype} {self.shape} {self.table.group}".encode()
-        return hashlib.blake2b(form + self.read(spread).tobytes(), digest_size=8).hexdigest()
+        return hashlib.blake2b(form + self.files.read(spread).tobytes(), digest_size=8).hexdigest()
 
     def describe(self) -> dict[str, Any]:
         own = {"folder": self.folder, "tensor": self.tensor, "memory": self.memory}
@@ -219,7 +233,7 @@ class FromSafetensors(Given):
             made = cls(folder, tensor, description["memory"])
         except OSError as error:
             raise TableFileError(
-                f"first values of {where} are those of {tensor!r} in {folder}: {str(error).rstrip(chr(46))}. {remedy}"
+                f"first values of {where} are those of {tensor!r} in {folder}: {str(error).rstrip('.')}. {remedy}"
             ) from error
         if (made.digest, list(made.shape)) != (description["digest"], description["shape"]):
             raise TableFileError(

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from embedrock import kernels
+from embedrock.batch.plan import counting
 from embedrock.errors import ArgumentError
 from embedrock.initializers import FromSafetensors, Initializer
+from embedrock.initializers.safetensors import RowFiles
 from embedrock.storage.backend import Pin
 from embedrock.storage.cache import SlotCache
 from embedrock.storage.ram_layout import slots_in
@@ -17,8 +20,6 @@ from embedrock.system import forks
 from embedrock.system.arena import reserve
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, format_bytes, parse_bytes
-
-MOST_AT_ONCE = 1 << 15  # rows at a time: a row counts its uses by the batch in 16 bits
 
 _caches: weakref.WeakValueDictionary[tuple[Any, ...], BaseCache] = weakref.WeakValueDictionary()
 _making = forks.lock(forks.LockRank.SECTION)
@@ -30,19 +31,19 @@ class BaseCache:
     Any thread may use it. Files are read without its lock.
 
     Args:
-        init: of the rows.
+        files: of the rows.
         slots: number of rows.
 
     Attributes:
         hits, misses: rows that were asked for, and were here or not.
     """
 
-    def __init__(self, init: FromSafetensors, slots: int) -> None:
-        self.init, self.hits, self.misses = init, 0, 0
+    def __init__(self, files: RowFiles, slots: int) -> None:
+        self.files, self.hits, self.misses = files, 0, 0
         self.lock = forks.lock(forks.LockRank.SECTION)
-        self._slots = SlotCache(slots)
-        width = init.table.row_bytes
-        self._raw = reserve(slots * width, "rows of a published table").reshape(slots, width)
+        self._slots, table = SlotCache(slots), files.table
+        self._raw = reserve(slots * table.row_bytes, "rows of a published table").reshape(slots, table.row_bytes)
+        self._rows, self._absent = table.rows_in(self._raw), np.zeros((1, table.dim), np.float32)
 
     @classmethod
     def of(cls, init: Initializer) -> BaseCache | None:
@@ -66,7 +67,7 @@ class BaseCache:
                         f"`memory` of {init} must hold two rows of {init.table.row_bytes} bytes, and their index: got "
                         f"{format_bytes(size)}. Pass more, such as 1MiB."
                     )
-                made = _caches[key] = cls(init, slots)
+                made = _caches[key] = cls(init.files, slots)
             vars(init)["_cache"] = made
         return made
 
@@ -81,27 +82,23 @@ class BaseCache:
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         """Write rows, which may repeat, to `out`, float32 (n, dim): see `Initializer.fill`."""
-        for start in range(0, len(ids), MOST_AT_ONCE):
-            self._fill(ids[start : start + MOST_AT_ONCE], out[start : start + MOST_AT_ONCE])
-
-    def _fill(self, ids: np.ndarray, out: np.ndarray) -> None:
+        cpu, positions = kernels.cpu, counting(len(ids))
         with self.lock:
             slots = self._slots.find(ids)
-            is_here = slots >= 0
-            is_whole = is_here.all()
-            self._slots.touch(slots if is_whole else slots[is_here])
-            self.init.decode(self._raw, slots, out)
-            missing = ids[:0] if is_whole else ids[~is_here]
-            self.hits, self.misses = self.hits + len(ids) - len(missing), self.misses + len(missing)
-        if len(missing):
-            unique, inverse = np.unique(missing, return_inverse=True)
-            raw, slots = self.init.read(unique), inverse.astype(np.int64)
-            values = out if len(missing) == len(ids) else np.empty((len(missing), out.shape[1]), np.float32)
-            self.init.decode(raw, slots, values)
+            cpu.launch(cpu.rows.gather, self._rows, slots, positions, self._absent, out)  # zeros for -1, at first
+            absent = (slots < 0).nonzero()[0]
+            self._slots.count_uses(np.delete(slots, absent) if len(absent) else slots)
+            self.hits, self.misses = self.hits + len(ids) - len(absent), self.misses + len(absent)
+        if len(absent):
+            missing, inverse = np.unique(ids[absent], return_inverse=True)
+            raw = self.files.read(missing)
+            values = out if len(absent) == len(ids) else np.empty((len(absent), out.shape[1]), np.float32)
+            rows, slots = self.files.table.rows_in(raw), inverse.astype(np.int64)
+            cpu.launch(cpu.rows.gather, rows, slots, counting(len(slots)), self._absent, values)
             if values is not out:
-                out[~is_here] = values
+                out[absent] = values
             with self.lock:
-                self._keep(unique, raw)
+                self._keep(missing, raw)
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Read rows, which may repeat, and hold as many as fit until the pin is released."""
@@ -113,7 +110,7 @@ class BaseCache:
         pin, missing = _BasePin(self, [held]), ids[slots < 0]
         if len(missing):
             with on_failure(pin.release):
-                raw = self.init.read(missing)
+                raw = self.files.read(missing)
             with self.lock:
                 pin.held.append(kept := self._keep(missing, raw))
                 self._slots.pin(kept)
@@ -128,8 +125,7 @@ class BaseCache:
             self._slots.remove(self._slots.victims(len(ids) - self._slots.free))
         slots = self._slots.insert(ids[: self._slots.free])
         self._raw[slots] = raw[: len(slots)]
-        self._slots.use(slots)
-        self._slots.release_current()
+        self._slots.count_uses(slots)
         return slots
 
     def stats(self) -> dict[str, float]:

@@ -217,10 +217,15 @@ class SlotCache(IdTable):
 
     def use(self, slots: np.ndarray) -> None:
         """Record that the current batch uses further rows: see `touch`."""
-        cpu, policy, current = kernels.cpu.cache, self._policy, np.concatenate([self._current, slots])
+        current = np.concatenate([self._current, slots])
         self.pin(slots)
         self._current = current
-        args = self._scores, slots, policy.rises, policy.chances, self._random
+        self.count_uses(slots)
+
+    def count_uses(self, slots: np.ndarray) -> None:
+        """Record uses of rows, which need not stay."""
+        cpu, policy = kernels.cpu.cache, self._policy
+        args = self._scores, self._pins, self._histogram, slots, policy.rises, policy.chances, self._random
         self._random = np.uint64(kernels.cpu.launch(cpu.touch, *args))
         self._touches += len(slots)
         self._trials.see(self._ids, slots)

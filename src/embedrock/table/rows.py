@@ -13,7 +13,6 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.admission.lifecycle import RowLifecycle
-from embedrock.batch.plan import counting
 from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError, counted
 from embedrock.initializers import FromSafetensors, Given
 from embedrock.optimizers import Rule, StepHistory
@@ -586,11 +585,7 @@ class TableState:
 
 
 def rounded(values: np.ndarray, spec: Spec) -> np.ndarray:
-    """Return float32 values rounded to the table's dtype of floats. In int8 and int4, only records are rounded."""
-    if spec.value_dtype == "float32":
-        return values
-    cpu, words, positions = kernels.cpu, np.empty(values.shape, spec.words), counting(len(values))
-    slots = positions.astype(np.int64)
-    cpu.launch(cpu.rows.scatter, words, slots, values)
-    cpu.launch(cpu.rows.gather, words, slots, positions, values[:0], values)
+    """Round float32 values to the table's dtype of floats, in place. In int8 and int4, only records are rounded."""
+    if spec.value_dtype != "float32":
+        kernels.cpu.launch(kernels.cpu.rows.to_nearest, values, np.empty(0, spec.words))
     return values

@@ -125,11 +125,15 @@ def forget(scores, histogram, slots, levels):
 
 
 @kernel(reads=("slots",))
-def touch(scores, slots, rises, chances, random):
+def touch(scores, pins, histogram, slots, rises, chances, random):
     for i in range(slots.shape[0]):
-        now = scores[slots[i]]
+        slot = slots[i]
+        now = scores[slot]
         random = random * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        scores[slots[i]] = rises[now] + np.uint8((random >> np.uint64(32)) < chances[now])
+        scores[slot] = rises[now] + np.uint8((random >> np.uint64(32)) < chances[now])
+        if pins[slot] == 0:
+            histogram[now] -= 1
+            histogram[scores[slot]] += 1
     return random
 
 

@@ -139,6 +139,16 @@ def _compile_store_nearest(words, column, value):
     return store
 
 
+def nearest(value: Any, words: Any) -> Any:
+    """Return the number of the word nearest to a value, of the kind that an array has. Compiled code only."""
+
+
+@overload(nearest, jit_options=INLINED)
+def _compile_nearest(value, words):
+    encode = _NEAREST[words.dtype]
+    return lambda value, words: decode(encode(value))
+
+
 @inlined
 def store_row_nearest(words, values):
     """Encode `values` (dim,) into `words` (dim,), rounded to nearest, ties to even."""

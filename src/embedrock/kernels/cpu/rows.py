@@ -5,7 +5,7 @@ from typing import Any
 from numba import types
 from numba.extending import overload
 
-from embedrock.kernels.cpu.codec import decode, store_row
+from embedrock.kernels.cpu.codec import decode, nearest, store_row
 from embedrock.kernels.cpu.directory import find
 from embedrock.kernels.cpu.lanes import square_sum
 from embedrock.kernels.cpu.packed import ask_for_row, read_row, write_row
@@ -42,6 +42,13 @@ def look_up(direct, entries, ids, slots, weights, positions, fresh, out, lo, hi)
         end = min(start + BLOCK, hi)
         find(direct, entries, ids, slots, start, end)
         gather(weights, slots, positions, fresh, out, start, end)
+
+
+@kernel(over="values", work=("values", "values"))
+def to_nearest(values, words, lo, hi):
+    for i in range(lo, hi):
+        for d in range(values.shape[1]):
+            values[i, d] = nearest(values[i, d], words)
 
 
 @kernel(over="slots", reads=("slots",), work=("slots", "values"))

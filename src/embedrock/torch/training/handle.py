@@ -88,7 +88,12 @@ class Handle(HandleValue, nn.Parameter):
     _bits: memoryview  # the value as an int32, faster than a tensor; 0 for a value that is not on the CPU
     _is_original: bool  # no copy of the kind that weight averaging writes to
 
-    def __new__(cls, table: Table) -> Self:
+    def __new__(cls, table: Table, **of_weights: Any) -> Self:
+        if of_weights:  # as for a parameter of a subclass that is put elsewhere
+            raise UnsupportedError(
+                "the handle of an embedding layer cannot be made again with other weights, as `offload` of accelerate "
+                "does: the rows are not in the model. First offload the model, and then put the layer into it."
+            )
         device = torch.get_default_device()
         with torch.inference_mode(False):  # a tensor of inference mode can never train
             zero = torch.zeros((), dtype=torch.float32, device="cpu" if device.type == "meta" else device)
