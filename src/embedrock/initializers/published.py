@@ -257,7 +257,7 @@ def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTens
     if missing:
         raise TableFileError(f"{where} must have {min(missing)!r}, which the index names: it is missing. Get its file.")
     coded = {tensor.shape[:1] for tensor in parts.get("weight", {}).values() if tensor.dtype not in FLOATS}
-    beside = tuple(f"{tensor.name}_" for tensor in parts.get("weight", {}).values() if is_coded)
+    beside = tuple(f"{tensor.name}_" for tensor in parts.get("weight", {}).values() if coded)
     strays |= {tensor.name: tensor for tensor in seen if tensor.name.startswith(beside)}
     for kind, tensor in strays.items():
         if OTHER_FORMS.search(kind) or (coded and tensor.shape[:1] in {(), (1,), *coded}):  # it may be a scale
