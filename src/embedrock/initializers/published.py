@@ -135,8 +135,7 @@ class PublishedTable(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether a table of `dtype` has the weights without rounding."""
-        has_powers = self.scale is None or self.scale.dtype == "F8_E8M0"
-        return self.weight.dtype in FLOATS or (self.weight.dtype in CODES and has_powers)
+        return self.weight.dtype in FLOATS or (self.weight.dtype in CODES and self.scale is None)
 
     @property
     def parts(self) -> Iterator[tuple[Extents, int]]:
