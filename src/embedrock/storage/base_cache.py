@@ -18,6 +18,7 @@ from embedrock.storage.cache import SlotCache
 from embedrock.storage.ram_layout import slots_in
 from embedrock.system import forks
 from embedrock.system.arena import reserve
+from embedrock.system.interrupts import held_back
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, format_bytes, parse_bytes
 
@@ -28,7 +29,8 @@ _making = forks.lock(forks.LockRank.SECTION)
 class BaseCache:
     """A bounded cache of rows that are read from files, least frequently used ones leaving first.
 
-    Any thread may use it. Files are read without its lock.
+    Any thread may use it. Files are read without its lock. Ctrl-C waits while it changes, or a slot might have an id
+    without its row.
 
     Args:
         files: of the rows.
@@ -83,7 +85,7 @@ class BaseCache:
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         """Write rows, which may repeat, to `out`, float32 (n, dim): see `Initializer.fill`."""
         cpu, positions = kernels.cpu, counting(len(ids))
-        with self.lock:
+        with held_back(), self.lock:
             slots = self._slots.find(ids)
             cpu.launch(cpu.rows.gather, self._rows, slots, positions, self._absent, out)  # zeros for -1, at first
             absent = (slots < 0).nonzero()[0]
@@ -97,23 +99,24 @@ class BaseCache:
             cpu.launch(cpu.rows.gather, rows, slots, counting(len(slots)), self._absent, values)
             if values is not out:
                 out[absent] = values
-            with self.lock:
+            with held_back(), self.lock:
                 self._keep(missing, raw)
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Read rows, which may repeat, and hold as many as fit until the pin is released."""
         ids = np.unique(ids)
-        with self.lock:
+        with held_back(), self.lock:
             slots = self._slots.find(ids)
             held = slots[slots >= 0]
             self._slots.pin(held)
-        pin, missing = _BasePin(self, [held]), ids[slots < 0]
+            pin, missing = _BasePin(self, [held]), ids[slots < 0]
         if len(missing):
             with on_failure(pin.release):
                 raw = self.files.read(missing)
-            with self.lock:
-                pin.held.append(kept := self._keep(missing, raw))
-                self._slots.pin(kept)
+                with held_back(), self.lock:
+                    kept = self._keep(missing, raw)
+                    self._slots.pin(kept)
+                    pin.held.append(kept)
         return pin
 
     def _keep(self, ids: np.ndarray, raw: np.ndarray) -> np.ndarray:
@@ -133,7 +136,7 @@ class BaseCache:
         return {"base_hits": self.hits, "base_misses": self.misses, "base_bytes_used": self.bytes_used}
 
     def unpin(self, slots: np.ndarray) -> None:
-        with self.lock:
+        with held_back(), self.lock:
             self._slots.unpin(slots)
 
 
