@@ -103,6 +103,12 @@ def test_forms_that_are_not_read(name: str, tmp_path: Path):
     assert got in text.split("scales and biases: got ")[1]
 
 
+def test_tensors_beside_a_table_that_cannot_be_scales(tmp_path: Path):
+    for weight in (WEIGHT, INT8):
+        write(tmp_path, {"weight": weight, "norm": torch.ones(32)})
+        assert er.FromSafetensors(tmp_path, "X").shape == (64, 32)
+
+
 def test_a_dtype_that_the_format_does_not_have_yet(tmp_path: Path):
     header = json.dumps({"X.weight": {"dtype": "F4", "shape": [4, 8], "data_offsets": [0, 16]}}).encode()
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))

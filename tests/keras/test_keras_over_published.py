@@ -79,7 +79,7 @@ def test_a_model_whose_base_moved(base: er.FromSafetensors, tmp_path: Path):
     model.save(tmp_path / "model.keras")
     rows = np.asarray(model.layers[0](EVERY))
     shutil.move(tmp_path / "base", tmp_path / "moved")
-    with pytest.raises(er.TableFileError, match=r"those of .* relocate=\{old folder: new folder\}\)\."):
+    with pytest.raises(er.TableFileError, match=r"those of .* relocate=\{old path: new path\}\)\."):
         keras.models.load_model(tmp_path / "model.keras")
     loaded = erk.load_model(tmp_path / "model.keras", relocate={base.folder: tmp_path / "moved"})
     np.testing.assert_array_equal(loaded.layers[0](EVERY), rows)

@@ -43,7 +43,7 @@ def plan(features: Sequence[BatchFeature], known: Layouts | None = None) -> Batc
     return batches.plan(*arguments(features, known))
 
 
-def read(features: Sequence[BatchFeature], **options: bool) -> Batch:
+def read(features: Sequence[BatchFeature], **options: Any) -> Batch:
     return batches.read(*arguments(features), **options)
 
 

@@ -135,8 +135,7 @@ class PublishedTable(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether a table of `dtype` has the weights without rounding."""
-        has_powers = self.scale is None or self.scale.dtype == "F8_E8M0"
-        return self.weight.dtype in FLOATS or (self.weight.dtype in CODES and has_powers)
+        return self.weight.dtype in FLOATS or (self.weight.dtype in CODES and self.scale is None)
 
     @property
     def parts(self) -> Iterator[tuple[Extents, int]]:
@@ -256,11 +255,11 @@ def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTens
                 )
     if missing:
         raise TableFileError(f"{where} must have {min(missing)!r}, which the index names: it is missing. Get its file.")
-    is_coded = any(tensor.dtype not in FLOATS for tensor in parts.get("weight", {}).values())
-    beside = tuple(f"{tensor.name}_" for tensor in parts.get("weight", {}).values() if is_coded)
+    coded = {tensor.shape[:1] for tensor in parts.get("weight", {}).values() if tensor.dtype not in FLOATS}
+    beside = tuple(f"{tensor.name}_" for tensor in parts.get("weight", {}).values() if coded)
     strays |= {tensor.name: tensor for tensor in seen if tensor.name.startswith(beside)}
     for kind, tensor in strays.items():
-        if is_coded or OTHER_FORMS.search(kind):
+        if OTHER_FORMS.search(kind) or (coded and tensor.shape[:1] in {(), (1,), *coded}):  # it may be a scale
             raise _unread(where, f"a tensor {tensor.name!r}, {tensor.dtype} {tensor.shape}")
     if "weight" not in parts:
         raise _no_table(where, name, seen)

@@ -362,7 +362,7 @@ def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
     tensors = read_header(str(path), partial(fail, path, remedy=GET_AGAIN))
     has_codes, arrays = any(tensor.dtype in CODED for tensor in tensors.values()), dict[str, Array]()
     scales = {name for name in tensors if has_codes and PARTS.get(name.rpartition(".")[2]) == "scale"}
-    for name, (_, _, kind, shape, start) in tensors.items():
+    for name, (_, _, kind, shape, start, _) in tensors.items():
         if kind in DTYPES.keys() - {"BOOL", "F8_E8M0"} and name not in scales:
             coded = kind if kind in CODED else ""
             arrays[name] = Array(path, name, start, np.dtype(DTYPES[kind]), shape, bfloat16=kind == "BF16", coded=coded)

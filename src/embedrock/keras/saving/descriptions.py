@@ -110,7 +110,7 @@ def describe_initializer(init: Any, label: str) -> dict[str, Any]:
 def read_initializer_of(description: Mapping[str, Any]) -> Any:
     """Return the initializer that `describe_initializer` described."""
     if description["name"] == FromSafetensors.__name__:
-        folder, remedy = description["folder"], "erk.load_model(file, relocate={old folder: new folder})."
+        folder, remedy = description["folder"], "erk.load_model(file, relocate={old path: new path})."
         now = {**description, "folder": loading.path_now(folder)}
         return FromSafetensors.found(now, "a layer", f"If they are in another folder, load the model by {remedy}")
     if description["name"] != FromArray.__name__:
