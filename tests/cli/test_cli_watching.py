@@ -194,6 +194,16 @@ def test_top(kept: er.Table, capsys: pytest.CaptureFixture[str]):
     assert "u&v.rock, of the time: disk 50% (no sample for " in shown
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_top_of_the_folder_where_one_is(
+    inside: bool, kept: er.Table, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(kept.path if inside and kept.path else Path(kept.path or "").parent)
+    assert main(["top", ".", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["tables"]
+    assert told["table"] == "u&v.rock"
+
+
 def test_a_process_that_began_anew_has_no_rate():
     samples = {name: np.array([5.0, 1.0, 2.0]) for name in FIELDS} | {"time": np.array([1.0, 2.0, 3.0])}
     found = changes(samples)

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 
 import embedrock as er
 from embedrock.storage.base_cache import BaseCache
+from embedrock.storage.cache import SlotCache
 from embedrock.table.prefetch import prefetch
 from forked import in_child
 from published_files import NAME, Published, base_of, codes, floats, table_of, written
@@ -375,6 +377,27 @@ def test_a_failed_read_leaves_no_row_pinned(tmp_path: Path):
     with pytest.raises(er.TableFileError, match="it has changed"):
         table.bring(np.arange(20))
     cache = BaseCache.of(init)
+    assert cache is not None
+    assert not cache._slots._pins[: cache._slots.used_slots].any()
+
+
+@pytest.mark.parametrize("read", [er.Table.lookup, lambda table, ids: table.bring(ids).release()])
+def test_ctrl_c_never_leaves_a_slot_without_its_row(
+    read: Any, published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    table, insert = table_of(written(published, tmp_path)), SlotCache.insert
+    own = table_of(er.FromArray(published.rows))
+
+    def interrupted(cache: SlotCache, ids: np.ndarray) -> np.ndarray:
+        slots = insert(cache, ids)
+        signal.raise_signal(signal.SIGINT)
+        return slots
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SlotCache, "insert", interrupted)
+        read(table, np.arange(100))
+    np.testing.assert_array_equal(all_rows(table), all_rows(own))
+    cache = BaseCache.of(table.spec.init)
     assert cache is not None
     assert not cache._slots._pins[: cache._slots.used_slots].any()
 

@@ -18,6 +18,7 @@ from embedrock.storage.cache import SlotCache
 from embedrock.storage.ram_layout import slots_in
 from embedrock.system import forks
 from embedrock.system.arena import reserve
+from embedrock.system.interrupts import held_back
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, format_bytes, parse_bytes
 
@@ -28,7 +29,8 @@ _making = forks.lock(forks.LockRank.SECTION)
 class BaseCache:
     """A bounded cache of rows that are read from files, least frequently used ones leaving first.
 
-    Any thread may use it. Files are read without its lock.
+    Any thread may use it. Files are read without its lock. Ctrl-C waits while it changes, or a slot might have an id
+    without its row.
 
     Args:
         files: of the rows.
@@ -78,7 +80,7 @@ class BaseCache:
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         """Write rows, which may repeat, to `out`, float32 (n, dim): see `Initializer.fill`."""
         cpu, positions = kernels.cpu, counting(len(ids))
-        with self.lock:
+        with held_back(), self.lock:
             slots = self._slots.find(ids)
             cpu.launch(cpu.rows.gather, self._rows, slots, positions, self._absent, out)  # zeros for -1, at first
             absent = (slots < 0).nonzero()[0]
@@ -92,21 +94,21 @@ class BaseCache:
             cpu.launch(cpu.rows.gather, rows, slots, counting(len(slots)), self._absent, values)
             if values is not out:
                 out[absent] = values
-            with self.lock:
+            with held_back(), self.lock:
                 self._keep(missing, raw)
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Read rows, which may repeat, and hold as many as fit until the pin is released."""
         ids, pin = np.unique(ids), _BasePin(self)
-        with self.lock:
+        with held_back(), self.lock:
             slots = self._slots.find(ids)
             pin.hold(slots[slots >= 0])
         missing = ids[slots < 0]
         if len(missing):
             with on_failure(pin.release):
                 raw = self.files.read(missing)
-            with self.lock:
-                pin.hold(self._keep(missing, raw))
+                with held_back(), self.lock:
+                    pin.hold(self._keep(missing, raw))
         return pin
 
     def _keep(self, ids: np.ndarray, raw: np.ndarray) -> np.ndarray:
@@ -146,6 +148,6 @@ class _BasePin(Pin):
         self._held.append(slots)
 
     def release(self) -> None:
-        with self._cache.lock:
+        with held_back(), self._cache.lock:
             while self._held:
                 self._cache._slots.unpin(self._held.pop())

@@ -391,5 +391,5 @@ def runtime_folder() -> Path:
 def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Iterate over the statistics files of a table's folder, or of all tables in a folder."""
     path = Path(folder)
-    own = path.with_name(path.name + SUFFIX)
+    own = Path(os.path.abspath(folder) + SUFFIX)  # beside it; "." has no name of its own
     yield from [own] if own.is_file() else sorted(path.glob("*" + SUFFIX))
