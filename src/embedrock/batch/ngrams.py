@@ -117,9 +117,8 @@ class Ngrams:
 
     def _check_mixes(self) -> None:
         given = self.multipliers
-        rows = given if isinstance(given[0], tuple) else (given,) * self.ids_per_token
-        orders = (order for order in self.orders for _ in range(self.heads or 1))
-        rows = tuple((*row[:order], *(0,) * len(row[order:])) for row, order in zip(rows, orders, strict=True))
+        is_used = np.arange(max(self.orders)) < np.repeat(self.orders, self.heads or 1)[:, None]
+        rows = tuple(map(tuple, np.where(is_used, np.array(given, np.int64), 0).tolist()))
         products = [[number * (self._tokens - 1) for number in row] for row in rows]
         most = max(sum(row) if self.mix == "sum" else 2 ** max(row).bit_length() - 1 for row in products)
         if most + (0 if self.moduli else self.ids_per_token) >= LIMIT:
@@ -251,12 +250,10 @@ class Ngrams:
             is_inside = is_inside & (position > lag) & (past != (-2 if self.boundary is None else self.boundary))
             is_right = is_right & ((position <= lag) | (past >= 0))
             terms.append(where(is_inside, library.roll(mapped, lag, -1), self._pad))
-        mixes = {
-            row: functools.reduce(
-                MIXES[self.mix], [terms[lag] * row[lag] for lag in range(reach + 1) if row[lag] or not lag]
-            )
-            for row in self.multipliers
-        }
+        mixes: dict[Any, Any] = {}  # heads with the same multipliers share them
+        for row in self.multipliers:
+            used = [term * number for term, number in zip(terms, row, strict=True) if number or term is mapped]
+            mixes[row] = functools.reduce(MIXES[self.mix], used)
         ids = library.stack([mixes[row] % modulus + offset for row, modulus, offset in self._heads], -1)
         return where(is_right[..., None], ids, -1)[..., skipped:, :]
 
