@@ -24,25 +24,23 @@ def place(ids, firsts, starts, rows_each, nbytes, numbers, offsets, lo, hi):
 @kernel()
 def cover(files, offsets, nbytes, limits, requests, starts):
     block, gap, longest, room = limits
-    count = used = 0
+    count = used = file = begin = size = 0  # the last three are of the last request
     for i in range(offsets.shape[0]):
         first = offsets[i] // block * block
         end = (offsets[i] + nbytes + block - 1) // block * block
-        begin, last = np.int64(0), count - 1
-        goes_on = False
-        if count > 0 and requests[0, last] == files[i]:
-            begin = requests[1, last]
-            goes_on = begin <= first <= begin + requests[2, last] + gap and end - begin <= longest
-        more = end - begin - requests[2, last] if goes_on else end - first
+        is_near = begin <= first <= begin + size + gap and end - begin <= longest
+        goes_on = count > 0 and files[i] == file and is_near
+        more = max(end - begin - size, 0) if goes_on else end - first
         if used + more > room and i > 0:
             return i, count
-        if goes_on:
-            requests[2, last] += max(more, 0)
-        else:
-            last, count = count, count + 1
-            requests[0, last], requests[1, last], requests[2, last], requests[3, last] = files[i], first, more, used
-        used += max(more, 0)
-        starts[i] = requests[3, last] + offsets[i] - requests[1, last]
+        if not goes_on:
+            count += 1
+            file, begin, size = files[i], first, 0
+            requests[0, count - 1], requests[1, count - 1], requests[3, count - 1] = file, begin, used
+        size += more
+        used += more
+        requests[2, count - 1] = size
+        starts[i] = requests[3, count - 1] + offsets[i] - begin
     return offsets.shape[0], count
 
 
