@@ -15,7 +15,7 @@ from embedrock import kernels
 from embedrock.errors import ArgumentError, TableFileError
 from embedrock.initializers.published import Extents, PublishedTable
 from embedrock.initializers.values import DIGEST_ROWS, Given
-from embedrock.io.vfs import OS_SYSTEM, File, open_file
+from embedrock.io.vfs import OS_SYSTEM, open_file
 from embedrock.system import forks, platform
 from embedrock.system.arena import PAGE, ThreadMemory
 from embedrock.system.buffers import address_of
@@ -40,10 +40,8 @@ class OpenExtents:
 
     def __init__(self, extents: Extents, is_mapped: bool) -> None:
         self.extents, self._is_mapped = extents, is_mapped
-        files = dict[str, File]()
-        for shard in extents.shards:
-            if shard.path not in files:
-                files[shard.path] = open_file(OS_SYSTEM, shard.path, direct=not is_mapped)
+        paths = {shard.path for shard in extents.shards}
+        files = {path: open_file(OS_SYSTEM, path, direct=not is_mapped) for path in paths}
         self._files = [files[shard.path] for shard in extents.shards]
         self._fds = np.array([file.fd for file in self._files], np.int64)
         self._begins = np.array([shard.start for shard in extents.shards], np.int64)

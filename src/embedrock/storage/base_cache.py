@@ -73,10 +73,6 @@ class BaseCache:
             vars(init)["_cache"] = made
         return made
 
-    def clear(self) -> None:
-        """Forget all rows."""
-        self._slots = SlotCache(self._slots.capacity)
-
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         """Write rows, which may repeat, to `out`, float32 (n, dim): see `Initializer.fill`."""
         cpu, positions = kernels.cpu, counting(len(ids))
@@ -133,7 +129,7 @@ class BaseCache:
 def _begin_child(missed: Set[forks.Lock]) -> None:
     """Empty the caches that another thread may have been changing when this child was forked."""
     for cache in [each for each in _caches.values() if each.lock in missed]:
-        cache.clear()
+        cache._slots = SlotCache(cache._slots.capacity)
 
 
 class _BasePin(Pin):
