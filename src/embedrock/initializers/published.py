@@ -33,7 +33,6 @@ SCALES = {**FLOATS, "F8_E8M0": np.dtype(np.uint8)}
 GROUPS = 32, 64, 128  # columns of 4 bits that share a scale; the same tensors of 3 or 6 bits would have others
 FORMS = "F32, F16 and BF16; F8_E4M3, F8_E5M2 and I8 with a scale or none; U32 of 4 bits with scales and biases"
 
-
 _BYTES = np.arange(256, dtype=np.uint16)
 # An E5M2 is the upper byte of a float16. The exponent of an E4M3 is a bit shorter, its bias is 8 less: a factor of 256.
 _E5M2 = (_BYTES << 8).view(np.float16).astype(np.float32)
@@ -103,11 +102,6 @@ class PublishedTable(NamedTuple):
         if weight.dtype == "U32" and (bits := _bits(folder, name)) != 4:
             raise _unread(where, f"codes of {bits} bits, as {CONFIG} says")
         return _form(weight, parts, where)
-
-    @property
-    def stamps(self) -> tuple[tuple[int, int], ...]:
-        """Sizes of its files, and times of their last changes, when their headers were read."""
-        return tuple(shard.stamp for extents, _ in self.parts for shard in extents.shards)
 
     @property
     def rows(self) -> int:

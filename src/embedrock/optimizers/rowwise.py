@@ -108,5 +108,4 @@ class RowwiseRMSprop(_RowwiseFamily):
         return (StateColumn("square_avg", per_row=self.groups),)
 
     def numbers(self, step: int) -> arguments.RowwiseStep:
-        alpha = float(self.alpha)
-        return self._numbers(alpha, 1 - alpha)
+        return self._numbers(float(self.alpha), 1 - float(self.alpha))

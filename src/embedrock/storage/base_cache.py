@@ -60,7 +60,8 @@ class BaseCache:
             return made
         size = parse_bytes(init.memory)
         with _making:
-            key = init.folder, init.tensor, size, init.table.stamps
+            stamps = tuple(shard.stamp for extents, _ in init.table.parts for shard in extents.shards)
+            key = init.folder, init.tensor, size, stamps
             made = _caches.get(key)
             if made is None:
                 slots = min(slots_in(size, init.table.row_bytes), init.table.rows)

@@ -234,15 +234,14 @@ def unrecorded(
         raise no_row(rows.subject, ids[absent])
     values[absent] = rows.row_instead(missing)
     if not absent.all():
-        values[~absent] = _as_first(rows, ids[~absent])
+        values[~absent] = _as_first(rows, ids[~absent], values[~absent])
     return values
 
 
-def _as_first(rows: TableState, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+def _as_first(rows: TableState, ids: np.ndarray, out: np.ndarray) -> np.ndarray:
     row = rows.default_row()
     if row is None:
         return rows.first_values(ids, out)
-    out = np.empty((len(ids), len(row)), np.float32) if out is None else out
     out[:] = row
     return out
 
