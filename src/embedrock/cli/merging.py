@@ -44,7 +44,9 @@ def run_merge(arguments: Namespace) -> dict[str, Any]:
                 fail(part, "no such folder", "one that this command did not begin", RESTART)
             shutil.rmtree(part, ignore_errors=True)
             journal.save({"rows": 0})
-        copies = _copies(Path(base.folder), part, set(map(os.path.realpath, (part, journal.path, place.folder))))
+        copies = _copies(
+            Path(base.folder), part, {os.path.realpath(each) for each in (part, journal.path, place.folder)}
+        )
         with explained_if_full(lambda: _full_disk(path, copies)):
             _copy(copies)
             _overwrite(table, base, copies, rows)
@@ -73,7 +75,7 @@ def _copies(folder: Path, target: Path, others: set[str]) -> Copies:
     found = list[tuple[str, str]]()
 
     def ignore(within: str, names: list[str]) -> list[str]:
-        return [name for name in names if name.startswith(".") or os.path.realpath(os.path.join(within, name)) in others]
+        return [name for name in names if name[0] == "." or os.path.realpath(os.path.join(within, name)) in others]
 
     shutil.copytree(folder, target, ignore=ignore, copy_function=lambda *pair: found.append(pair), dirs_exist_ok=True)
     return {Path(source): Path(copy) for source, copy in found}
