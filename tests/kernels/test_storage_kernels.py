@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numba import njit
 
 import reference
@@ -389,41 +387,3 @@ def test_find_base():
     got.check()
     assert set(expected[(asked == 2**63 - 1) & ~known].tolist()) == {7 << 40}
     assert np.count_nonzero(expected >= 0) > 300
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 60), st.integers(0, 3000))), min_size=1, max_size=60
-    ),
-    st.sampled_from([8, 772, 4096, 4100, 9000]),
-    st.sampled_from([64, 4096]),
-    st.sampled_from([0, 512, 4096, 16384]),
-    st.sampled_from([4096, 16384, 1 << 18]),
-    st.sampled_from([20480, 65536, 1 << 22]),
-)
-def test_plan_reads(where: list[tuple[int, int]], stride: int, block: int, gap: int, longest: int, room: int):
-    locations = np.sort(np.array([run << 40 | index for run, index in where], np.int64))
-    count = len(locations)
-    expected, starts = poison((4, count), np.int64), poison((count,), np.int64)
-    answer = REFERENCE.plan_reads(locations, 4096, stride, (block, gap, longest, room), expected, starts)
-    got, got_starts = Guarded((4, count), np.int64), Guarded((count,), np.int64)
-    limits = block, gap, longest, room
-    assert CPU.plan_reads(locations, 4096, stride, limits, got.inside, got_starts.inside) == answer
-    done, requests, nbytes = answer
-    np.testing.assert_array_equal(got.inside[:, :requests], expected[:, :requests])
-    np.testing.assert_array_equal(got_starts.inside[:done], starts[:done])
-    got.check()
-    got_starts.check()
-    assert done >= 1
-    assert 0 < nbytes <= room
-    runs, offsets, sizes, begins = expected[:, :requests]
-    assert not (offsets % block).any()
-    assert not (sizes % block).any()
-    assert begins.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
-    assert int(sizes.sum()) == nbytes
-    assert (sizes <= max(longest, (stride + 2 * block - 2) // block * block)).all()
-    for location, start in zip(locations[:done].tolist(), starts[:done].tolist(), strict=True):
-        k = int(np.searchsorted(begins, start, side="right")) - 1
-        assert runs[k] == location >> 40
-        assert offsets[k] + start - begins[k] == 4096 + (location & (1 << 40) - 1) * stride
-        assert start + stride <= begins[k] + sizes[k]

@@ -1,4 +1,4 @@
-"""Initial values from arrays."""
+"""`Given`: rows that somebody made, and those of arrays."""
 
 from __future__ import annotations
 
@@ -10,12 +10,33 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import ArgumentError
-from embedrock.initializers._initializer import Given
+from embedrock.initializers.formulas import Initializer
 from embedrock.system import forks
 
 # Most rows of an array in its digest, evenly spread: saving a table does not read a file of terabytes.
 DIGEST_BYTES = 64 << 20
 DIGEST_ROWS = 1024
+
+
+class Given(Initializer):
+    """Initial values that somebody made, for all rows of a table. A saved table does not have them, but knows them.
+
+    Attributes:
+        shape: rows and columns.
+        dtype: name of the values' dtype, "bfloat16" too.
+        subject: name of the values in error messages.
+    """
+
+    shape: tuple[int, int]
+    dtype: str
+    subject: str
+
+    def check(self, rows: int | None, dim: int) -> None:
+        if (rows, dim) != self.shape:
+            raise ArgumentError(f"{self.subject} must have the table's shape ({rows}, {dim}): got {self.shape}.")
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": type(self).__name__, "dtype": self.dtype, "shape": list(self.shape)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,22 +34,12 @@ GROUPS = 32, 64, 128  # columns of 4 bits that share a scale; the same tensors o
 FORMS = "F32, F16 and BF16; F8_E4M3, F8_E5M2 and I8 with a scale or none; U32 of 4 bits with scales and biases"
 
 
-def _values_of_codes(exponent_bits: int, is_finite: bool) -> np.ndarray:
-    """Return the numbers of 8-bit floats, float32 (256,)."""
-    codes = np.arange(256)
-    mantissa_bits = 7 - exponent_bits
-    bias, one = (1 << exponent_bits - 1) - 1, 1 << mantissa_bits
-    exponent, mantissa = codes >> mantissa_bits & (1 << exponent_bits) - 1, codes & one - 1
-    size = np.where(exponent, one + mantissa, mantissa) * np.exp2(np.maximum(exponent, 1) - float(bias + mantissa_bits))
-    if is_finite:
-        size[codes & 127 == 127] = np.nan
-    else:
-        top = exponent == (1 << exponent_bits) - 1
-        size[top] = np.where(mantissa[top] > 0, np.nan, np.inf)
-    return np.where(codes < 128, size, -size).astype(np.float32)
-
-
-CODES = {"F8_E4M3": _values_of_codes(4, True), "F8_E5M2": _values_of_codes(5, False), "I8": None}
+_BYTES = np.arange(256, dtype=np.uint16)
+# An E5M2 is the upper byte of a float16. The exponent of an E4M3 is a bit shorter, its bias is 8 less: a factor of 256.
+_E5M2 = (_BYTES << 8).view(np.float16).astype(np.float32)
+_E4M3 = ((_BYTES & 128) << 8 | (_BYTES & 127) << 7).view(np.float16).astype(np.float32) * 256
+_E4M3[_BYTES & 127 == 127] = np.nan
+CODES = {"F8_E4M3": _E4M3, "F8_E5M2": _E5M2, "I8": None}  # the numbers of the codes, float32 (256,)
 
 
 class Extents(NamedTuple):
@@ -74,11 +64,6 @@ class Extents(NamedTuple):
     @property
     def columns(self) -> int:
         return self.nbytes // np.dtype(DTYPES[self.dtype]).itemsize
-
-    @property
-    def starts(self) -> np.ndarray:
-        """Offset of each shard in its file, int64 (shards,)."""
-        return np.array([shard.start for shard in self.shards], np.int64)
 
 
 class PublishedTable(NamedTuple):
@@ -132,10 +117,9 @@ class PublishedTable(NamedTuple):
         """The dtype of a table that has the rows."""
         return NAMES.get(self.weight.dtype, "bfloat16")
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether a table of `dtype` has the weights without rounding."""
-        return self.weight.dtype in FLOATS or (self.weight.dtype in CODES and self.scale is None)
+    def is_exact_in(self, dtype: str) -> bool:
+        """Return whether a table of a dtype has the rows as they are, without rounding."""
+        return dtype == "float32" or (dtype == self.dtype and self.scale is None)
 
     @property
     def parts(self) -> Iterator[tuple[Extents, int]]:
@@ -303,11 +287,11 @@ def _form(
     scale, offset = ([*parts.get(part, {}).values()] for part in ("scale", "offset"))
     got = " with ".join([weight.dtype, *(f"{each[0].name!r}, {each[0].dtype}" for each in (scale, offset) if each)])
     is_packed = weight.dtype == "U32"
-    if weight.dtype in FLOATS and not scale and not offset:
-        return None, None, weight.columns, weight.columns
-    if not (is_packed and scale and offset) and (weight.dtype not in CODES or offset):
-        raise _unread(where, got)
-    if any(each.dtype not in SCALES or each.dtype != scale[0].dtype for each in (*scale, *offset)):
+    if is_packed:
+        fits = bool(scale and offset)
+    else:
+        fits = not offset and (weight.dtype in CODES or (weight.dtype in FLOATS and not scale))
+    if not fits or any(each.dtype not in SCALES or each.dtype != scale[0].dtype for each in (*scale, *offset)):
         raise _unread(where, got)
     dim = weight.columns * (8 if is_packed else 1)
     if not scale:
@@ -327,19 +311,13 @@ def _beside(weight: Extents, tensors: dict[int, StoredTensor], dim: int, where: 
     firsts = weight.firsts if len(shards) == len(weight.shards) else weight.firsts[[0, -1]]
     if len(firsts) != len(shards) + 1 or tensors.keys() != set(range(len(shards))):
         raise _unread(where, f"{counted(len(shards), 'shard')} of {shards[0].name!r}")
-    lengths = np.diff(firsts).tolist()
+    lengths, columns = np.diff(firsts).tolist(), prod(shards[0].shape[1:])
     for rows, tensor in zip(lengths, shards, strict=True):
         is_matrix = len(tensor.shape) == 2 or (prod(tensor.shape) in (1, rows) and len(tensor.shape) < 2)
-        if not is_matrix or _matrix(tensor)[1] != _matrix(shards[0])[1] or _matrix(tensor)[1] > dim:
+        if not is_matrix or prod(tensor.shape[1:]) != columns or columns > dim:
             raise _unread(where, f"{tensor.name!r}, {tensor.dtype} {tensor.shape}")
-    each = [_block(rows, _matrix(tensor)[0], "rows", where) for rows, tensor in zip(lengths, shards, strict=True)]
-    nbytes = _matrix(shards[0])[1] * np.dtype(DTYPES[shards[0].dtype]).itemsize
-    return Extents(shards, firsts, np.array(each, np.int64), nbytes)
-
-
-def _matrix(tensor: StoredTensor) -> tuple[int, int]:
-    rows, columns = (*tensor.shape, 1, 1)[:2]
-    return rows, columns
+    each = [_block(rows, (*tensor.shape, 1)[0], "rows", where) for rows, tensor in zip(lengths, shards, strict=True)]
+    return Extents(shards, firsts, np.array(each, np.int64), shards[0].row_bytes)
 
 
 def _block(count: int, blocks: int, what: str, where: str) -> int:

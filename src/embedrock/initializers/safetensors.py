@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError, TableFileError
-from embedrock.initializers._initializer import Given
+from embedrock.initializers.arrays import DIGEST_ROWS, Given
 from embedrock.initializers.published import Extents, PublishedTable
 from embedrock.io.vfs import OS_SYSTEM, File, open_file
 from embedrock.system import forks, platform
@@ -21,7 +21,6 @@ from embedrock.system.arena import PAGE, ThreadMemory
 from embedrock.system.buffers import address_of
 from embedrock.system.sizes import MAP, Size, parse_bytes
 
-DIGEST_ROWS = 1024
 SMALL = 32  # bytes of a row; smaller ones lie many in a page, and are read through the page cache
 STAGING_BYTES = 16 << 20
 GAP, LONGEST = 16 << 10, 256 << 10  # of a request, see the kernel `cover`
@@ -47,7 +46,7 @@ class OpenExtents:
                 files[shard.path] = open_file(OS_SYSTEM, shard.path, direct=not is_mapped)
         self._files = [files[shard.path] for shard in extents.shards]
         self._fds = np.array([file.fd for file in self._files], np.int64)
-        self._begins = extents.starts
+        self._begins = np.array([shard.start for shard in extents.shards], np.int64)
         self._limits = PAGE, GAP, LONGEST, max(STAGING_BYTES, extents.nbytes + 2 * PAGE)
         if is_mapped:
             for file in files.values():
@@ -66,21 +65,25 @@ class OpenExtents:
         if self._is_mapped:
             addresses = self._starts[numbers] + offsets
             if platform.CAN_ASK and self._is_cold(addresses, raw, column):
-                self._ask(numbers, offsets)
+                # Many at once: a thread that meets a missing page would wait for each.
+                for _, _, (fds, begins, sizes, _) in self._reads(numbers, offsets):
+                    kernels.cpu.extents.ask(fds, begins, sizes)
             return self._copy(addresses, raw, rows, column)
-        starts, done = np.empty(len(ids), np.int64), 0
-        while done < len(ids):
-            count, (fds, begins, sizes, places) = self._cover(numbers[done:], offsets[done:], starts)
+        for part, starts, (fds, begins, sizes, places) in self._reads(numbers, offsets):
             memory = _staging.take(self._limits[-1])
             OS_SYSTEM.read_many(fds, begins, sizes, memory, places)
-            self._copy(address_of(memory) + starts[:count], raw, rows[done : done + count], column)
-            done += count
+            self._copy(address_of(memory) + starts, raw, rows[part], column)
 
-    def _cover(self, numbers: np.ndarray, offsets: np.ndarray, starts: np.ndarray) -> tuple[int, list[np.ndarray]]:
-        """Return how many extents a read takes, and file, offset, size and place in memory of its requests."""
-        planned, cover = np.empty((4, len(offsets)), np.int64), kernels.cpu.extents.cover
-        count, requests = cover(self._fds[numbers], offsets, self.extents.nbytes, self._limits, planned, starts)
-        return count, [np.ascontiguousarray(part[:requests]) for part in planned]
+    def _reads(self, numbers: np.ndarray, offsets: np.ndarray) -> Iterator[tuple[slice, np.ndarray, list[np.ndarray]]]:
+        """Iterate over reads: which rows, where in memory they start, and the requests as of the kernel `cover`."""
+        fds, starts, done = self._fds[numbers], np.empty(len(offsets), np.int64), 0
+        while done < len(offsets):
+            planned, cover = np.empty((4, len(offsets) - done), np.int64), kernels.cpu.extents.cover
+            rest = fds[done:], offsets[done:]
+            count, requests = cover(*rest, self.extents.nbytes, self._limits, planned, starts)
+            made = [np.ascontiguousarray(part[:requests]) for part in planned]
+            yield slice(done, done + count), starts[:count], made
+            done += count
 
     def _copy(self, addresses: np.ndarray, raw: np.ndarray, rows: np.ndarray, column: int) -> None:
         kernels.cpu.launch(kernels.cpu.extents.copy, addresses, self.extents.nbytes, raw, rows, column)
@@ -93,14 +96,6 @@ class OpenExtents:
         begun = time.perf_counter()
         self._copy(few, raw, np.arange(len(few)), column)
         return time.perf_counter() - begun > COLD_SECONDS
-
-    def _ask(self, numbers: np.ndarray, offsets: np.ndarray) -> None:
-        """Start to read mapped rows, many at once: a thread that meets a missing page would wait for each."""
-        starts, done = np.empty(len(offsets), np.int64), 0
-        while done < len(offsets):
-            count, (fds, begins, sizes, _) = self._cover(numbers[done:], offsets[done:], starts)
-            kernels.cpu.extents.ask(fds, begins, sizes)
-            done += count
 
     def _check_unchanged(self, numbers: np.ndarray) -> None:
         for number in np.flatnonzero(np.bincount(numbers)).tolist():
@@ -179,24 +174,13 @@ class FromSafetensors(Given):
 
     def __post_init__(self) -> None:
         folder = os.path.abspath(os.fspath(self.folder))
-        object.__setattr__(self, "folder", folder)
         if not isinstance(self.tensor, str):
             raise ArgumentError(f"`tensor` of FromSafetensors must be a name: got {self.tensor!r}.")
         if self.memory != MAP:
             parse_bytes(self.memory)
-        object.__setattr__(self, "table", PublishedTable.find(folder, self.tensor))
-
-    @property
-    def shape(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.table.rows, self.table.dim
-
-    @property
-    def dtype(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.table.dtype
-
-    @property
-    def subject(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"table {self.tensor!r} in {self.folder}"
+        table, subject = PublishedTable.find(folder, self.tensor), f"table {self.tensor!r} in {folder}"
+        shape = table.rows, table.dim
+        vars(self).update(folder=folder, table=table, shape=shape, dtype=table.dtype, subject=subject)
 
     @forks.cached_property
     def files(self) -> RowFiles:
@@ -205,10 +189,6 @@ class FromSafetensors(Given):
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         self.files.fill(ids, out)
-
-    def are_all(self, dtype: str) -> bool:
-        """Return whether a table of a dtype has the rows as they are, without rounding."""
-        return dtype == "float32" or (dtype == self.dtype and self.table.is_exact)
 
     @forks.cached_property
     def digest(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -371,7 +371,7 @@ class FullCache(DenseIndex):
     def touch(self, slots: np.ndarray) -> None:
         """Do nothing: there is nothing to choose."""
 
-    use = hold = pin = unpin = touch
+    use = hold = pin = unpin = count_uses = touch
 
     def release_current(self) -> None: ...
 

@@ -115,9 +115,10 @@ def _read_batch(
     room = max(files.staging, stride + 2 * storage.BLOCK)
     locations = locations[: room // stride + 1]
     planned, starts = np.empty((4, len(locations)), np.int64), np.empty(len(locations), np.int64)
-    first = files.runs[int(locations[0]) >> RUN_SHIFT].first
+    runs, positions = locations >> RUN_SHIFT, locations & ((1 << RUN_SHIFT) - 1)
+    places = files.runs[int(runs[0])].first + positions * stride
     limits = files.block, files.gap, LONGEST_REQUEST, room
-    count, requests, nbytes = storage.plan_reads(locations, first, stride, limits, planned, starts)
+    count, requests = kernels.cpu.extents.cover(runs, places, stride, limits, planned, starts)
     numbers, of_request = np.unique(planned[0, :requests], return_inverse=True)
     fds, memory = np.array([files.fds[number] for number in numbers.tolist()], np.int64), _staging.take(room)
     offsets, sizes, begins = (np.ascontiguousarray(row) for row in planned[1:, :requests])
@@ -126,7 +127,7 @@ def _read_batch(
     bad = unseal(memory, starts[:count], ids[:count], marks, records, slots[:count])
     if len(bad):
         raise corrupt(files.runs, locations[bad], ids[bad])
-    return count, requests, nbytes
+    return count, requests, int(sizes.sum())
 
 
 def unseal(

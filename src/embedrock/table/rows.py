@@ -514,7 +514,9 @@ class TableState:
         if not len(ids):
             return values
         (self.base or self.spec.init).fill(ids, self.spec.key, values)
-        is_exact = isinstance(self.spec.init, FromSafetensors) and self.spec.init.are_all(self.spec.value_dtype)
+        is_exact = isinstance(self.spec.init, FromSafetensors) and self.spec.init.table.is_exact_in(
+            self.spec.value_dtype
+        )
         return values if is_exact else rounded(values, self.spec)
 
     # ---------------------------------------------------------------- training

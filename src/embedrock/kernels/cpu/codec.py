@@ -25,7 +25,7 @@ def _compile_decode(word):
     return _DECODERS[word]
 
 
-def _decode_float32(word):
+def _same(word):
     return word
 
 
@@ -113,47 +113,27 @@ def _stochastic_float16(value, random):
     return np.int16(_join(bits, kept, largest, np.uint32(0x7E00)))
 
 
-_DECODERS = {types.float32: _decode_float32, types.uint16: _decode_bfloat16, types.int16: _decode_float16}
+_DECODERS = {types.float32: _same, types.uint16: _decode_bfloat16, types.int16: _decode_float16}
 _DECODERS[types.uint8] = _decode_power
-_NEAREST = {types.uint16: _nearest_bfloat16, types.int16: _nearest_float16}
+_NEAREST = {types.float32: inlined(_same), types.uint16: _nearest_bfloat16, types.int16: _nearest_float16}
 _STOCHASTIC = {types.uint16: _stochastic_bfloat16, types.int16: _stochastic_float16}
 
 
-def _keep(words, column, value):
-    words[column] = value
-
-
-def store_nearest(words: Any, column: Any, value: Any) -> None:
-    """Encode one value as ``words[column]``, rounded to nearest, ties to even. Compiled code only."""
-
-
-@overload(store_nearest, jit_options=INLINED)
-def _compile_store_nearest(words, column, value):
-    if words.dtype == types.float32:
-        return _keep
-    encode = _NEAREST[words.dtype]
-
-    def store(words, column, value):
-        words[column] = encode(value)
-
-    return store
-
-
 def nearest(value: Any, words: Any) -> Any:
-    """Return the number of the word nearest to a value, of the kind that an array has. Compiled code only."""
+    """Return the word nearest to a value, ties to even, of the dtype of an array. Compiled code only."""
 
 
 @overload(nearest, jit_options=INLINED)
 def _compile_nearest(value, words):
     encode = _NEAREST[words.dtype]
-    return lambda value, words: decode(encode(value))
+    return lambda value, words: encode(value)
 
 
 @inlined
 def store_row_nearest(words, values):
     """Encode `values` (dim,) into `words` (dim,), rounded to nearest, ties to even."""
     for column in range(words.shape[0]):
-        store_nearest(words, column, values[column])
+        words[column] = nearest(values[column], words)
 
 
 def store_row(words, values, row_id, seed, step):

@@ -9,7 +9,7 @@ array, is theirs: copies are rounded to nearest.
 import numpy as np
 
 from embedrock.kernels.cpu.addresses import address_of, float32s, words_at
-from embedrock.kernels.cpu.codec import decode, store_nearest
+from embedrock.kernels.cpu.codec import decode, nearest
 from embedrock.kernels.cpu.lanes import NARROW, WIDE, ask_for, ask_to_write, narrow, plus, put, square_sum, wide
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_at, prefetch_to_write_at
 from embedrock.kernels.cpu.runtime import inlined, kernel
@@ -81,11 +81,11 @@ def copy_rows(words, slots, inverse, fresh, places, like, bounds, start, dim, lo
             if slot >= 0:
                 row = words[slot]
                 for d in range(dim):
-                    store_nearest(out, d, start + decode(row[d]))
+                    out[d] = nearest(start + decode(row[d]), out)
             else:
                 first = fresh[-1 - slot]
                 for d in range(dim):
-                    store_nearest(out, d, start + first[d])
+                    out[d] = nearest(start + first[d], out)
 
 
 @inlined

@@ -48,7 +48,7 @@ def look_up(direct, entries, ids, slots, weights, positions, fresh, out, lo, hi)
 def to_nearest(values, words, lo, hi):
     for i in range(lo, hi):
         for d in range(values.shape[1]):
-            values[i, d] = nearest(values[i, d], words)
+            values[i, d] = decode(nearest(values[i, d], words))
 
 
 @kernel(over="slots", reads=("slots",), work=("slots", "values"))

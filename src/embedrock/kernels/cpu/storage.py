@@ -279,27 +279,3 @@ def list_bits(words, ones_before, low, ids):
                 ids[count] = low + 64 * w + _ones((word & (~word + np.uint64(1))) - np.uint64(1))
             word &= word - np.uint64(1)
             count += 1
-
-
-@kernel()
-def plan_reads(locations, first, stride, limits, requests, starts):
-    block, gap, longest, room = limits
-    count, used, run, begin, end = 0, 0, -1, 0, 0
-    for i in range(locations.shape[0]):
-        offset = first + (locations[i] & ((1 << RUN_SHIFT) - 1)) * stride
-        lowest, highest = offset & -block, (offset + stride + block - 1) & -block
-        if locations[i] >> RUN_SHIFT == run and lowest <= end + gap and highest - begin <= longest:
-            more, new = highest - end, False
-        else:
-            more, new = highest - lowest, True
-        if used + more > room:
-            return i, count, used
-        if new:
-            run, begin, end = locations[i] >> RUN_SHIFT, lowest, lowest
-            requests[0, count], requests[1, count], requests[3, count] = run, begin, used
-            count += 1
-        end += more
-        used += more
-        requests[2, count - 1] = end - begin
-        starts[i] = requests[3, count - 1] + offset - begin
-    return locations.shape[0], count, used
