@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from embedrock.initializers.arrays import FromArray, FromBfloat16, Given
-from embedrock.initializers.formulas import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.initializers.safetensors import FromSafetensors
+from embedrock.initializers.values import (
+    Constant,
+    FromArray,
+    FromBfloat16,
+    Given,
+    Initializer,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+)
 
 INITIALIZERS = Zeros, Constant, Uniform, Normal, TruncatedNormal, FromArray, FromSafetensors
 

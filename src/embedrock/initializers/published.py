@@ -40,6 +40,7 @@ _E5M2 = (_BYTES << 8).view(np.float16).astype(np.float32)
 _E4M3 = ((_BYTES & 128) << 8 | (_BYTES & 127) << 7).view(np.float16).astype(np.float32) * 256
 _E4M3[_BYTES & 127 == 127] = np.nan
 CODES = {"F8_E4M3": _E4M3, "F8_E5M2": _E5M2, "I8": None}  # the numbers of the codes, float32 (256,)
+Shards = dict[int, StoredTensor]  # tensors by number
 
 
 class Extents(NamedTuple):
@@ -84,8 +85,8 @@ class PublishedTable(NamedTuple):
     dim: int
     group: int
 
-    @classmethod
-    def find(cls, folder: str, name: str) -> PublishedTable:
+    @staticmethod
+    def find(folder: str, name: str) -> PublishedTable:
         """Find a table in the safetensors files of a folder, or in one file.
 
         Args:
@@ -101,7 +102,7 @@ class PublishedTable(NamedTuple):
         weight = _sharded(parts["weight"], where)
         if weight.dtype == "U32" and (bits := _bits(folder, name)) != 4:
             raise _unread(where, f"codes of {bits} bits, as {CONFIG} says")
-        return cls(weight, *_form(weight, parts, where))
+        return _form(weight, parts, where)
 
     @property
     def stamps(self) -> tuple[tuple[int, int], ...]:
@@ -218,10 +219,10 @@ def _check_complete(folder: str, names: set[str]) -> None:
             raise TableFileError(f"{folder} must have all its {int(count)} files: {name} is missing. Get it again.")
 
 
-def _parts(folder: str, name: str, where: str) -> dict[str, dict[int, StoredTensor]]:
+def _parts(folder: str, name: str, where: str) -> dict[str, Shards]:
     """Return the tensors of a table by part and number of the shard."""
     pattern = re.compile(rf"{re.escape(name)}{SHARD}(?:\.([^.]+))?")
-    parts, seen, strays = dict[str, dict[int, StoredTensor]](), list[StoredTensor](), dict[str, StoredTensor]()
+    parts, seen, strays = dict[str, Shards](), list[StoredTensor](), dict[str, StoredTensor]()
     paths, missing = _files(folder, pattern)
     for path in paths:
         for tensor in read_header(path, partial(_damaged, path)).values():
@@ -265,7 +266,7 @@ def _unread(where: str, got: str) -> UnsupportedError:
     return UnsupportedError(f"the rows of {where} must have a form that is read as it is, {FORMS}: got {got}.")
 
 
-def _sharded(tensors: dict[int, StoredTensor], where: str) -> Extents:
+def _sharded(tensors: Shards, where: str) -> Extents:
     """Return the extents of a tensor's shards."""
     shards = [tensors[number] for number in sorted(tensors)]
     if missing := set(range(len(shards))) - tensors.keys():
@@ -280,10 +281,8 @@ def _sharded(tensors: dict[int, StoredTensor], where: str) -> Extents:
     return Extents(shards, np.cumsum([0, *rows]), np.ones(len(shards), np.int64), shards[0].row_bytes)
 
 
-def _form(
-    weight: Extents, parts: dict[str, dict[int, StoredTensor]], where: str
-) -> tuple[Extents | None, Extents | None, int, int]:
-    """Return the extents of scales and offsets, the columns of the table, and those of a group."""
+def _form(weight: Extents, parts: dict[str, Shards], where: str) -> PublishedTable:
+    """Return the table of some weights and its other parts."""
     scale, offset = ([*parts.get(part, {}).values()] for part in ("scale", "offset"))
     got = " with ".join([weight.dtype, *(f"{each[0].name!r}, {each[0].dtype}" for each in (scale, offset) if each)])
     is_packed = weight.dtype == "U32"
@@ -295,17 +294,17 @@ def _form(
         raise _unread(where, got)
     dim = weight.columns * (8 if is_packed else 1)
     if not scale:
-        return None, None, dim, dim
+        return PublishedTable(weight, None, None, dim, dim)
     made = [_beside(weight, parts[part], dim, where) for part in ("scale", "offset") if part in parts]
     if len({each.columns for each in made}) > 1:
         raise _unread(where, got)
     group = _block(dim, made[0].columns, "columns", where)
     if is_packed and group not in GROUPS:
         raise _unread(where, f"groups of {group} columns, which 4 bits do not have")
-    return made[0], made[1] if is_packed else None, dim, group
+    return PublishedTable(weight, made[0], made[1] if is_packed else None, dim, group)
 
 
-def _beside(weight: Extents, tensors: dict[int, StoredTensor], dim: int, where: str) -> Extents:
+def _beside(weight: Extents, tensors: Shards, dim: int, where: str) -> Extents:
     """Return the extents of scales, which may be one for all rows, for each shard, for blocks of rows or for a row."""
     shards = [tensors[number] for number in sorted(tensors)]
     firsts = weight.firsts if len(shards) == len(weight.shards) else weight.firsts[[0, -1]]

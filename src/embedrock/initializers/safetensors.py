@@ -13,8 +13,8 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError, TableFileError
-from embedrock.initializers.arrays import DIGEST_ROWS, Given
 from embedrock.initializers.published import Extents, PublishedTable
+from embedrock.initializers.values import DIGEST_ROWS, Given
 from embedrock.io.vfs import OS_SYSTEM, File, open_file
 from embedrock.system import forks, platform
 from embedrock.system.arena import PAGE, ThreadMemory

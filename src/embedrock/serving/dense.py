@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embedrock.distributed.messages import decoded
 from embedrock.errors import ArgumentError
 from embedrock.io.safetensors import BITS, DTYPES, LENGTH, METADATA, header_of
 from embedrock.io.vfs import System, write_whole
@@ -81,10 +82,5 @@ def _arrays(data: bytes) -> dict[str, np.ndarray]:
         if not 0 <= begin <= end <= len(data) - start or prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"{name!r} lies in {begin} to {end}")
         array = np.frombuffer(data, dtype, prod(shape), start + begin).reshape(shape)
-        found[name] = widened(array) if entry["dtype"] == "BF16" else array
+        found[name] = decoded(array, "bfloat16") if entry["dtype"] == "BF16" else array
     return found
-
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    """Return bfloat16 as float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)

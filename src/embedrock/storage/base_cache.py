@@ -77,11 +77,6 @@ class BaseCache:
         """Forget all rows."""
         self._slots = SlotCache(self._slots.capacity)
 
-    @property
-    def bytes_used(self) -> int:
-        """RAM of the rows and their index."""
-        return self._slots.used_slots * self._raw.shape[1] + self._slots.bytes_used
-
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         """Write rows, which may repeat, to `out`, float32 (n, dim): see `Initializer.fill`."""
         cpu, positions = kernels.cpu, counting(len(ids))
@@ -104,19 +99,16 @@ class BaseCache:
 
     def bring_ahead(self, ids: np.ndarray) -> Pin:
         """Read rows, which may repeat, and hold as many as fit until the pin is released."""
-        ids = np.unique(ids)
+        ids, pin = np.unique(ids), _BasePin(self)
         with held_back(), self.lock:
             slots = self._slots.find(ids)
-            held = slots[slots >= 0]
-            self._slots.pin(held)
-            pin, missing = _BasePin(self, [held]), ids[slots < 0]
+            pin.hold(slots[slots >= 0])
+        missing = ids[slots < 0]
         if len(missing):
             with on_failure(pin.release):
                 raw = self.files.read(missing)
                 with held_back(), self.lock:
-                    kept = self._keep(missing, raw)
-                    self._slots.pin(kept)
-                    pin.held.append(kept)
+                    pin.hold(self._keep(missing, raw))
         return pin
 
     def _keep(self, ids: np.ndarray, raw: np.ndarray) -> np.ndarray:
@@ -133,11 +125,8 @@ class BaseCache:
 
     def stats(self) -> dict[str, float]:
         """Return statistics: rows that were asked for, and RAM."""
-        return {"base_hits": self.hits, "base_misses": self.misses, "base_bytes_used": self.bytes_used}
-
-    def unpin(self, slots: np.ndarray) -> None:
-        with held_back(), self.lock:
-            self._slots.unpin(slots)
+        nbytes = self._slots.used_slots * self._raw.shape[1] + self._slots.bytes_used
+        return {"base_hits": self.hits, "base_misses": self.misses, "base_bytes_used": nbytes}
 
 
 @forks.in_child
@@ -150,10 +139,15 @@ def _begin_child(missed: Set[forks.Lock]) -> None:
 class _BasePin(Pin):
     """Rows that stay in a `BaseCache` until `release`."""
 
-    def __init__(self, cache: BaseCache, held: list[np.ndarray]) -> None:
-        self._cache, self.held = cache, held
+    def __init__(self, cache: BaseCache) -> None:
+        self._cache, self._held = cache, list[np.ndarray]()
+
+    def hold(self, slots: np.ndarray) -> None:
+        """Keep rows. Caller holds the lock of the cache."""
+        self._cache._slots.pin(slots)
+        self._held.append(slots)
 
     def release(self) -> None:
-        held, self.held = self.held, []
-        for slots in held:
-            self._cache.unpin(slots)
+        with held_back(), self._cache.lock:
+            while self._held:
+                self._cache._slots.unpin(self._held.pop())

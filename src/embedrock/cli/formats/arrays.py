@@ -39,7 +39,7 @@ from embedrock.initializers import FromSafetensors
 from embedrock.initializers.published import PARTS
 from embedrock.io.safetensors import DTYPES, header_of, read_header
 
-CODED = ("F8_E4M3", "F8_E5M2")
+CODED = ("F8_E4M3", "F8_E5M2")  # types of 8-bit floats, by their names in safetensors
 SHARD = re.compile(r"\.(shards?[._]?)?\d+(\.weight)?$")
 TENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # the names of these types in safetensors
 OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
@@ -67,8 +67,7 @@ class Array:
         dtype: NumPy dtype of the elements.
         shape: of the array.
         fortran: whether columns lie one after the other.
-        bfloat16: whether the elements, uint16, are bits of bfloat16.
-        coded: name in safetensors of a type of 8-bit floats, of which the elements are bits. "": none.
+        bits: name of a type that NumPy lacks, of which the elements are bits: "bfloat16", or in `CODED`. "": none.
         member: of an archive; None: the file itself.
     """
 
@@ -78,8 +77,7 @@ class Array:
     dtype: np.dtype
     shape: tuple[int, ...]
     fortran: bool = False
-    bfloat16: bool = False
-    coded: str = ""
+    bits: str = ""
     member: str | None = None
 
     @property
@@ -90,12 +88,12 @@ class Array:
     @property
     def is_vectors(self) -> bool:
         """True if it can be a table's vectors."""
-        return len(self.shape) == 2 and (self.dtype.kind == "f" or self.bfloat16 or self.coded != "")
+        return len(self.shape) == 2 and (self.dtype.kind == "f" or self.bits != "")
 
     @property
     def kind(self) -> str:
         """Type and shape, for people."""
-        return f"{'bfloat16' if self.bfloat16 else self.coded or self.dtype} {self.shape}"
+        return f"{self.bits or self.dtype} {self.shape}"
 
     def check_size(self, nbytes: int, remedy: str) -> None:
         """Raise unless a file, or member of an archive, of `nbytes` bytes ends with the array."""
@@ -119,7 +117,7 @@ class Array:
                     expected = format_count(count * width, "byte")
                     fail(self.path, expected, f"{len(data)}", CUT_OFF, f"row {first} (from 0)")
                 part = np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
-                yield (part.astype(np.uint32) << 16).view(np.float32) if self.bfloat16 else part
+                yield (part.astype(np.uint32) << 16).view(np.float32) if self.bits == "bfloat16" else part
 
 
 class Arrays(VectorSource):
@@ -138,8 +136,8 @@ class Arrays(VectorSource):
             remedy = "Check that it is the right file."
             fail(vectors.path, "at least one row and column", vectors.kind, remedy, vectors.name)
         self.rows, self.dim = vectors.shape
-        self.coded = FromSafetensors(str(path), vectors.name) if vectors.coded else None
-        if ids is not None and (ids.shape != (self.rows,) or ids.dtype.kind not in "iu" or ids.bfloat16 or ids.coded):
+        self.coded = FromSafetensors(str(path), vectors.name) if vectors.bits in CODED else None
+        if ids is not None and (ids.shape != (self.rows,) or ids.dtype.kind not in "iu" or ids.bits):
             expected = f"{format_count(self.rows, 'whole number')} as ids, one for each vector"
             fail(ids.path, expected, ids.kind, f"Name another array, or say --ids {ROW_NUMBERS}.", ids.name)
 
@@ -311,7 +309,7 @@ def read_raw(path: Path, options: ReadOptions) -> Arrays:
         expected = f"rows of {options.dim} {name}, {dtype.itemsize * options.dim} bytes each"
         fail(path, expected, f"{format_count(path.stat().st_size, 'byte')} in all", "Check --dim and --dtype.")
     shape = rows, options.dim
-    vectors = Array(path, "", 0, dtype, shape, bfloat16=name == "bfloat16")
+    vectors = Array(path, "", 0, dtype, shape, bits="bfloat16" if name == "bfloat16" else "")
     return Arrays(path, vectors, ids_beside(path, options.ids))
 
 
@@ -364,8 +362,8 @@ def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
     scales = {name for name in tensors if has_codes and PARTS.get(name.rpartition(".")[2]) == "scale"}
     for name, (_, _, kind, shape, start, _) in tensors.items():
         if kind in DTYPES.keys() - {"BOOL", "F8_E8M0"} and name not in scales:
-            coded = kind if kind in CODED else ""
-            arrays[name] = Array(path, name, start, np.dtype(DTYPES[kind]), shape, bfloat16=kind == "BF16", coded=coded)
+            bits = kind if kind in CODED else "bfloat16" if kind == "BF16" else ""
+            arrays[name] = Array(path, name, start, np.dtype(DTYPES[kind]), shape, bits=bits)
     source = choose(path, arrays, options)
     coded = source.coded
     if coded is not None and coded.table.lacks_scale and (scales or SHARD.search(coded.tensor)):

@@ -85,40 +85,35 @@ def load_model(
     if mode not in ("w", "r"):
         raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')
     filepath = local_path(filepath, "`filepath` of erk.load_model", "file")
-    found = {state["path"]: state["commit"] for state in _references_in(filepath)}
-    loading = _Loading(mode, relocation("erk.load_model", relocate, [*found, *_bases_in(filepath)]), found)
+    found, folders = _places_in(filepath)
+    loading = _Loading(mode, relocation("erk.load_model", relocate, [*found, *folders]), found)
     with set_within(_loading, loading):
         return keras.models.load_model(filepath, custom_objects, **more)
 
 
-def _references_in(file: str) -> list[dict[str, Any]]:
-    """Return the references to tables on disk in a ``.keras`` or ``.weights.h5``."""
-    found: list[dict[str, Any]] = []
+def _places_in(file: str) -> tuple[dict[str, int], list[str]]:
+    """Return the commits of tables on disk by path, and folders of published tables, to which a file refers.
+
+    A ``.weights.h5`` refers to no published tables.
+    """
+    tables, folders = dict[str, int](), list[str]()
 
     def visit(name: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset) and name.rsplit("/", 1)[-1] == KEY:
             content = json.loads(bytes(np.asarray(item)))
-            found.extend([content] if is_reference(content) else [])
+            tables.update({content["path"]: content["commit"]} if is_reference(content) else {})
+
+    def note(part: dict[str, Any]) -> None:
+        folders.extend([part["folder"]] if part.get("name") == FromSafetensors.__name__ else [])
 
     with contextlib.ExitStack() as stack:
         content: Any = file
         if file.endswith(".keras"):
-            content = stack.enter_context(stack.enter_context(zipfile.ZipFile(file)).open("model.weights.h5"))
+            archive = stack.enter_context(zipfile.ZipFile(file))
+            json.loads(archive.read("config.json"), object_hook=note)
+            content = stack.enter_context(archive.open("model.weights.h5"))
         stack.enter_context(h5py.File(content, "r")).visititems(visit)
-    return found
-
-
-def _bases_in(file: str) -> list[str]:
-    """Return the folders of the published tables that rows start as, in a ``.keras``."""
-    found: list[str] = []
-
-    def note(part: dict[str, Any]) -> None:
-        found.extend([part["folder"]] if part.get("name") == FromSafetensors.__name__ else [])
-
-    if file.endswith(".keras"):
-        with zipfile.ZipFile(file) as archive:
-            json.loads(archive.read("config.json"), object_hook=lambda part: note(part) or part)
-    return found
+    return tables, folders
 
 
 # ---------------------------------------------------------------- tables of loading layers

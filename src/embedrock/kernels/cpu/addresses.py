@@ -30,10 +30,8 @@ def address_of(typingctx: Any, array: Any) -> Any:
 
 def _view(kind: types.Array) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        made, size = (
-            context.make_array(kind)(context, builder),
-            context.get_constant(types.intp, kind.dtype.bitwidth // 8),
-        )
+        made = context.make_array(kind)(context, builder)
+        size = context.get_constant(types.intp, kind.dtype.bitwidth // 8)
         made.data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
         made.nitems, made.itemsize = args[1], size
         made.shape, made.strides = cgutils.pack_array(builder, [args[1]]), cgutils.pack_array(builder, [size])
