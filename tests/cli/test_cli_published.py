@@ -247,6 +247,16 @@ def test_merged_shards_have_the_rows_of_the_table(run: Run, dtype: str):
         np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), rows)
 
 
+def test_what_lies_in_the_folder_of_the_base(run: Run):
+    publish()
+    os.mkdir("model/extra/delta.rock")
+    Path("model/extra/delta.rock/readme.md").write_text("of the model")
+    before = {name for name in contents("model") if not name.startswith(".git")}
+    train("model/delta.rock")
+    run("export", "model/delta.rock", "model/../model/merged", "--merge")  # no journal, and no table
+    assert contents("model/merged").keys() == before
+
+
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ids=st.sets(st.integers(0, ROWS - 1), min_size=1), data=st.data())
 def test_any_rows_are_merged(tmp_path_factory: pytest.TempPathFactory, ids: set[int], data: st.DataObject):

@@ -393,9 +393,10 @@ def test_ctrl_c_never_leaves_a_slot_without_its_row(
         signal.raise_signal(signal.SIGINT)
         return slots
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(SlotCache, "insert", interrupted)
+    monkeypatch.setattr(SlotCache, "insert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         read(table, np.arange(100))
+    monkeypatch.setattr(SlotCache, "insert", insert)
     np.testing.assert_array_equal(all_rows(table), all_rows(own))
     cache = BaseCache.of(table.spec.init)
     assert cache is not None

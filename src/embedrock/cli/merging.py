@@ -44,7 +44,9 @@ def run_merge(arguments: Namespace) -> dict[str, Any]:
                 fail(part, "no such folder", "one that this command did not begin", RESTART)
             shutil.rmtree(part, ignore_errors=True)
             journal.save({"rows": 0})
-        copies = _copies(Path(base.folder), part, {part.name, os.path.basename(place.folder)})
+        copies = _copies(
+            Path(base.folder), part, {os.path.realpath(each) for each in (part, journal.path, place.folder)}
+        )
         with explained_if_full(lambda: _full_disk(path, copies)):
             _copy(copies)
             _overwrite(table, base, copies, rows)
@@ -66,12 +68,15 @@ def _base_of(table: er.Table) -> FromSafetensors:
 
 
 def _copies(folder: Path, target: Path, others: set[str]) -> Copies:
-    """Return the files of a published folder, or of one file, that are to be copied. Make their folders."""
+    """Return the files of a published folder but `others`, or of one file, to be copied. Make their folders."""
     target.mkdir(exist_ok=True)
     if folder.is_file():
         return {folder: target / folder.name}
     found = list[tuple[str, str]]()
-    ignore = shutil.ignore_patterns(".*", *others)
+
+    def ignore(within: str, names: list[str]) -> list[str]:
+        return [name for name in names if name[0] == "." or os.path.realpath(os.path.join(within, name)) in others]
+
     shutil.copytree(folder, target, ignore=ignore, copy_function=lambda *pair: found.append(pair), dirs_exist_ok=True)
     return {Path(source): Path(copy) for source, copy in found}
 
