@@ -273,11 +273,13 @@ def _given(layer: str, weights: Tensor | np.ndarray) -> Given:
         raise ArgumentError(f"`embeddings` of {layer} must be a 2-D tensor or array (rows, dim): got {got}.")
     if isinstance(weights, Tensor):
         weights = weights.detach().cpu().resolve_neg()
-    if (name := str(weights.dtype).removeprefix("torch.")).startswith(("int", "uint", "bool", "complex", "float8")):
-        remedy = "Convert them: embeddings.float()."
-        if name.startswith("float8"):
-            remedy = "Read them with their scale from their file: er.FromSafetensors(folder, tensor)."
-        raise ArgumentError(f"`embeddings` of {layer} must be floats of 16 bits or more: got {name}. {remedy}")
+    if (name := str(weights.dtype).removeprefix("torch.")).startswith(("int", "uint", "bool", "complex")):
+        raise ArgumentError(f"`embeddings` of {layer} must be floats: got {name}. Convert them: embeddings.float().")
+    if name.startswith("float8"):
+        raise ArgumentError(
+            f"`embeddings` of {layer} must be floats of 16 bits or more: got {name}. Read them with their scale from "
+            "their file: er.FromSafetensors(folder, tensor)."
+        )
     if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
         return FromBfloat16(weights.view(torch.int16).numpy())
     return FromArray(weights.numpy() if isinstance(weights, Tensor) else weights)
