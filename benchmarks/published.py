@@ -55,7 +55,7 @@ COUNTS, FEW, MANY, CALLS = (16, 512, 16_384), 16, 16_384, 50
 TOKENS, TOKEN_S = 100, 0.005  # the second: a token's other work, a sleep
 LARGE_BYTES, LARGE_SHARDS = 51_200_000_000, 48
 HEADS, VOCABULARY, CHUNK = 8, 32_768, 512
-MEMORY, SPARE_BYTES = 64 << 20, 16 << 20  # for hits; what such a process holds beside pages of files
+MEMORY, SPARE_BYTES = 64 << 20, 36 << 20  # for hits; what such a process holds beside pages of files
 
 Lines = list[dict[str, Any]]
 
