@@ -23,7 +23,7 @@ NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d{1,6})\.safetensors")
 SHARD = r"(?:\.(?:shards?[._]?)?([0-9]+))?"  # between the name of a table and that of its tensor
 PARTS = {"weight": "weight", "": "weight", "biases": "offset"}
 PARTS |= dict.fromkeys(("weight_scale", "weight_scale_inv", "scale", "scales"), "scale")
-# What a tensor beside the weights is called if it belongs to a form of weights that is not read here.
+# Names of tensors beside the weights, if these have a form that is not read here.
 OTHER_FORMS = re.compile("scale|zero|zp|bias|packed|shape|g_idx|absmax|quant|qweight|codebook|lut")
 ALIGNMENT = 4  # bytes of a row's parts in RAM
 

@@ -182,11 +182,14 @@ class FromSafetensors(Given):
 
     @forks.cached_property
     def files(self) -> RowFiles:
-        """Its files, open."""
+        """The open files of the table."""
         return RowFiles(self.table, self.memory == MAP)
 
     def fill(self, ids: np.ndarray, key: np.uint64, out: np.ndarray) -> None:
         self.files.fill(ids, out)
+
+    def is_exact_in(self, dtype: str) -> bool:
+        return self.table.is_exact_in(dtype)
 
     @forks.cached_property
     def digest(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -38,6 +38,10 @@ class Initializer(ABC):
         """Digest of values that `describe` leaves out; None: it describes them all."""
         return None
 
+    def is_exact_in(self, dtype: str) -> bool:
+        """Return whether a table of a dtype has all values as they are, without rounding. False: perhaps not."""
+        return False
+
     def describe(self) -> dict[str, Any]:
         """Return plain data for `read_initializer`."""
         return {"name": type(self).__name__, **asdict(self)}  # pyright: ignore[reportArgumentType]

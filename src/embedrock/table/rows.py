@@ -14,7 +14,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.errors import ArgumentError, ClosedTableError, EmbedrockError, UnsupportedError, counted
-from embedrock.initializers import FromSafetensors, Given
+from embedrock.initializers import Given
 from embedrock.optimizers import Rule, StepHistory
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
@@ -514,10 +514,7 @@ class TableState:
         if not len(ids):
             return values
         (self.base or self.spec.init).fill(ids, self.spec.key, values)
-        is_exact = isinstance(self.spec.init, FromSafetensors) and self.spec.init.table.is_exact_in(
-            self.spec.value_dtype
-        )
-        return values if is_exact else rounded(values, self.spec)
+        return values if self.spec.init.is_exact_in(self.spec.value_dtype) else rounded(values, self.spec)
 
     # ---------------------------------------------------------------- training
 
