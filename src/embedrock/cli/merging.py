@@ -20,10 +20,9 @@ from embedrock.cli.formats.base import FLOATS, PART, Output, PartFile, Region, f
 from embedrock.cli.imports import RESTART, Journal
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.tables import format_count, progress
-from embedrock.initializers import FromSafetensors
+from embedrock.initializers import FromSafetensors, published
 from embedrock.io.vfs import explained_if_full, full_disk
 
-MERGED = ("F32", "F16", "BF16")
 Copies = dict[Path, Path]  # files of the published folder, and their copies
 
 
@@ -61,9 +60,10 @@ def _base_of(table: er.Table) -> FromSafetensors:
     if not isinstance(init, FromSafetensors):
         got, remedy = f"init={init}", "Leave --merge out, and name a file: its rows can be exported."
         fail(Path(str(table.path)), "a table over a published one, init=er.FromSafetensors(...)", got, remedy)
-    if init.table.weight.dtype not in MERGED:
+    if init.table.weight.dtype not in published.FLOATS:
         remedy = "Export the trained rows by themselves: embedrock export TABLE delta.safetensors --dtype bfloat16."
-        fail(Path(init.folder), f"weights of {', '.join(MERGED)}, to write rows among them", f"{init.table}", remedy)
+        expected = f"weights of {', '.join(published.FLOATS)}, to write rows among them"
+        fail(Path(init.folder), expected, f"{init.table}", remedy)
     return init
 
 

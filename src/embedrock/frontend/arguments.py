@@ -164,6 +164,15 @@ def check_wire(layer: str, wire: str, are_shared_out: bool, dtype: str) -> None:
         )
 
 
+def check_no_codes(argument: str, dtype: str) -> None:
+    """Raise `ArgumentError` if pretrained rows are 8-bit floats: `argument` lacks their scale."""
+    if dtype.startswith("float8"):
+        raise ArgumentError(
+            f"{argument} must be floats of 16 bits or more: got {dtype}. Read them with their scale from their file: "
+            "er.FromSafetensors(folder, tensor)."
+        )
+
+
 def make_table(rows: int | None, dim: int, options: Mapping[str, Any], first: InitialValuesOf | None = None) -> Table:
     """Open the table at ``options["path"]``, or create it. Log the step that a reopened table resumes from.
 

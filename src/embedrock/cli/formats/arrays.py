@@ -36,11 +36,11 @@ from embedrock.cli.formats.files import check_kind
 from embedrock.cli.terminal.tables import format_count
 from embedrock.errors import did_you_mean
 from embedrock.initializers import FromSafetensors
-from embedrock.initializers.published import PARTS
+from embedrock.initializers.published import PARTS, SHARD
 from embedrock.io.safetensors import DTYPES, header_of, read_header
 
 CODED = ("F8_E4M3", "F8_E5M2")  # types of 8-bit floats, by their names in safetensors
-SHARD = re.compile(r"\.(shards?[._]?)?\d+(\.weight)?$")
+NUMBERED = re.compile(rf"{SHARD}(?:\.weight)?$")
 TENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # the names of these types in safetensors
 OF_BITS = "Take hashes by their bits, ids.view(np.int64)."
 MAPPING, MAPPING_ROWS = "mapping", 1 << 16
@@ -366,7 +366,8 @@ def read_safetensors(path: Path, options: ReadOptions) -> Arrays:
             arrays[name] = Array(path, name, start, np.dtype(DTYPES[kind]), shape, bits=bits)
     source = choose(path, arrays, options)
     coded = source.coded
-    if coded is not None and coded.table.lacks_scale and (scales or SHARD.search(coded.tensor)):
+    shard = None if coded is None else NUMBERED.search(coded.tensor)
+    if coded is not None and coded.table.lacks_scale and (scales or (shard and shard[1])):
         remedy = "Read all files in place, er.FromSafetensors(folder, name), which finds scales that shards share."
         got = ", ".join(sorted(scales)) or "none, in a file of a shard"
         source.fail("scales that are named as the tensor is", got, remedy, coded.tensor)

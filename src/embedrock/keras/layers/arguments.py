@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import initializers
 
 from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean
-from embedrock.frontend.arguments import OTHERS, make_table, needs_rows, scaled
+from embedrock.frontend.arguments import OTHERS, check_no_codes, make_table, needs_rows, scaled
 from embedrock.initializers import (
     Constant,
     FromArray,
@@ -199,11 +199,7 @@ def _given(layer: str, weights: Any) -> Given:
     if getattr(array, "ndim", None) != 2:
         got = f"shape {tuple(weights.shape)}" if hasattr(weights, "shape") else type(weights).__name__
         raise ArgumentError(f"`weights` of {layer} must be a 2-D array or tensor (rows, dim): got {got}.")
-    if array.dtype.name.startswith("float8"):
-        raise ArgumentError(
-            f"`weights` of {layer} must be floats of 16 bits or more: got {array.dtype.name}. Read them with their "
-            "scale from their file: er.FromSafetensors(folder, tensor)."
-        )
+    check_no_codes(f"`weights` of {layer}", array.dtype.name)
     return FromBfloat16(array) if array.dtype.name == "bfloat16" else FromArray(array)
 
 

@@ -21,7 +21,15 @@ from embedrock.distributed.exchange import Exchange
 from embedrock.distributed.owners import Shard
 from embedrock.distributed.resharding import Resharding, reshard
 from embedrock.errors import ArgumentError, UnsupportedError, check_choice, not_one_of
-from embedrock.frontend.arguments import check_wire, is_number, make_table, open_table, refuse, resolve_padding
+from embedrock.frontend.arguments import (
+    check_no_codes,
+    check_wire,
+    is_number,
+    make_table,
+    open_table,
+    refuse,
+    resolve_padding,
+)
 from embedrock.initializers import FromArray, FromBfloat16, Given, Initializer, Normal
 from embedrock.system.log import caller_level, tell
 from embedrock.system.paths import local_path
@@ -275,11 +283,7 @@ def _given(layer: str, weights: Tensor | np.ndarray) -> Given:
         weights = weights.detach().cpu().resolve_neg()
     if (name := str(weights.dtype).removeprefix("torch.")).startswith(("int", "uint", "bool", "complex")):
         raise ArgumentError(f"`embeddings` of {layer} must be floats: got {name}. Convert them: embeddings.float().")
-    if name.startswith("float8"):
-        raise ArgumentError(
-            f"`embeddings` of {layer} must be floats of 16 bits or more: got {name}. Read them with their scale from "
-            "their file: er.FromSafetensors(folder, tensor)."
-        )
+    check_no_codes(f"`embeddings` of {layer}", name)
     if isinstance(weights, Tensor) and weights.dtype == torch.bfloat16:
         return FromBfloat16(weights.view(torch.int16).numpy())
     return FromArray(weights.numpy() if isinstance(weights, Tensor) else weights)
