@@ -146,6 +146,11 @@ class Ngrams:
         moduli = self.moduli if isinstance(self.moduli, tuple) else (self.moduli or LIMIT - 1,) * self.ids_per_token
         return list(zip(self.multipliers, moduli, self.offsets, strict=True))
 
+    @forks.cached_property
+    def _of_heads(self) -> list[np.ndarray]:
+        """Multipliers, moduli and offsets of all heads, int64 (heads, lags) and (heads,) twice."""
+        return [np.array(each, np.int64) for each in zip(*self._heads, strict=True)]
+
     @property
     def _tokens(self) -> int:
         return self.vocabulary if self.token_map is None else max(self.token_map) + 1
@@ -212,9 +217,8 @@ class Ngrams:
         seen = np.concatenate([past, before, tokens], -1)[..., before.shape[-1] :].astype(np.int64, order="C")
         mapped = seen if self.token_map is None else self._map[seen]
         boundary = -1 if self.boundary is None else self.boundary
-        heads = [np.array(each, np.int64) for each in zip(*self._heads, strict=True)]
         ids = np.empty((tokens.size, self.ids_per_token), np.int64)
-        arguments = tokens.shape[-1], boundary, self._pad, *heads, self.mix == "sum", ids
+        arguments = tokens.shape[-1], boundary, self._pad, *self._of_heads, self.mix == "sum", ids
         kernels.cpu.launch(kernels.cpu.ngrams.ngram_ids, seen.reshape(-1), mapped.reshape(-1), *arguments)
         return ids.reshape(*tokens.shape, self.ids_per_token)
 
