@@ -32,7 +32,7 @@ import embedrock as er
 import embedrock.torch as ert
 import embedrock.torch.dcp as ert_dcp
 from disks import BALLAST, fill, memory_disk
-from embedrock.distributed.owners import owners
+from embedrock.batch.ids import owners
 from embedrock.distributed.resharding import reshard
 from reference.codec import decode, encode_nearest
 from scale import BYTES_OF_HEADS, Cluster, Load, simulate

@@ -23,7 +23,7 @@ from torch import nn
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.batch.gradients import RowGradients
-from embedrock.distributed.owners import owners
+from embedrock.batch.ids import owners
 from embedrock.torch.training.sharing import RankGroup
 from same_tables import RULES
 from suites import records_of

@@ -1,7 +1,7 @@
 """Sightings of ids, id by id: the specification of ``kernels/cpu/residents.py``.
 
 A *sketch* (Cormode and Muthukrishnan, 2005, with conservative update) is lines of 64 bytes, each cut into cells of
-1, 2, 4 or 8 bits. An id has one line, and `SKETCH_DEPTH` cells in it. Its count is the least of these, and at most what
+1, 2, 4 or 8 bits. An id has one of the `lines` of its segment, which begin at `firsts`, and `SKETCH_DEPTH` cells in it. Its count is the least of these, and at most what
 a cell can hold: never less than it was seen, up to that.
 """
 
@@ -25,23 +25,34 @@ def _get(line: np.ndarray, bits: int, cell: int) -> int:
     return int(line[cell * bits // 8]) >> (cell * bits % 8) & ((1 << bits) - 1)
 
 
-def count_seen(sketch: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray, counts: np.ndarray) -> None:
-    """Write how often each id was seen, int64, as ``sketch`` (lines, 64) uint8 tells."""
-    for i, row in enumerate(ids.tolist()):
-        line, cells = _cells(len(sketch), bits, int(key), row)
-        counts[i] = min(_get(sketch[line], bits, cell) for cell in cells)
+def count_seen(
+    sketch: np.ndarray, lines: int, bits: int, key: np.uint64, firsts: np.ndarray, ids: np.ndarray, counts: np.ndarray
+) -> None:
+    """Write the count of each id in ``sketch`` (n, 64) uint8, int64."""
+    for i, (first, row) in enumerate(zip(firsts.tolist(), ids.tolist(), strict=True)):
+        line, cells = _cells(lines, bits, int(key), row)
+        counts[i] = min(_get(sketch[first + line], bits, cell) for cell in cells)
 
 
-def lines_of(lines: int, key: np.uint64, ids: np.ndarray, numbers: np.ndarray) -> None:
-    """Write the number of the line that each id has in a sketch of so many."""
-    for i, row in enumerate(ids.tolist()):
-        numbers[i], _ = _cells(lines, 1, int(key), row)
+def lines_of(lines: int, key: np.uint64, firsts: np.ndarray, ids: np.ndarray, numbers: np.ndarray) -> None:
+    """Write the number of each id's line."""
+    for i, (first, row) in enumerate(zip(firsts.tolist(), ids.tolist(), strict=True)):
+        numbers[i] = first + _cells(lines, 1, int(key), row)[0]
 
 
-def see(sketch: np.ndarray, changed: np.ndarray, bits: int, key: np.uint64, ids: np.ndarray) -> None:
-    """Count each id once more, one after the other; write 1 to ``changed`` (lines,) uint8 for lines that change."""
-    for row in ids.tolist():
-        line, cells = _cells(len(sketch), bits, int(key), row)
+def see(
+    sketch: np.ndarray,
+    changed: np.ndarray,
+    lines: int,
+    bits: int,
+    key: np.uint64,
+    firsts: np.ndarray,
+    ids: np.ndarray,
+) -> None:
+    """Count each id once more, one after the other; write 1 to ``changed`` (n,) uint8 for lines that change."""
+    for first, row in zip(firsts.tolist(), ids.tolist(), strict=True):
+        line, cells = _cells(lines, bits, int(key), row)
+        line += first
         least = min(_get(sketch[line], bits, cell) for cell in cells)
         if least < (1 << bits) - 1:
             changed[line] = 1

@@ -18,6 +18,7 @@ from embedrock.system.arena import reserve, taken
 Arrays = Mapping[str, np.ndarray]
 Columns = Mapping[str, Written]  # arrays by name; a `Written` may change while a commit writes it
 LINE_WORDS = SKETCH_LINE_BYTES // 8
+NOTHING = np.empty(0, np.int64)
 CHANGED = "changed_"  # prefix of arrays that hold changes since the last commit
 
 
@@ -62,28 +63,46 @@ def _changed(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
 
 
 def _lines(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
-    words, at = int64(before, "sketch").copy(), int64(changes, "changed_lines")
-    lines, rest = divmod(len(words), LINE_WORDS)
-    new = int64(changes, "changed_sketch")
+    had, at, new = int64(before, "sketch"), int64(changes, "changed_lines"), int64(changes, "changed_sketch")
+    of_segments = {name: int64(changes, name) for name in ("segments", "lines") if name in changes}
+    lines, rest = divmod(len(had), LINE_WORDS)
+    if len(each := of_segments.get("lines", NOTHING)):  # new segments come after those before
+        lines = max(lines, len(of_segments["segments"]) * int(each[0]))
     if rest or not _ascend(at, lines) or len(new) != len(at) * LINE_WORDS:
         raise damaged("lines of the sketch that ascend, each with its bytes")
-    words.reshape(lines, LINE_WORDS)[at] = new.reshape(-1, LINE_WORDS)
-    return {"sketch": words}
+    words = np.zeros((lines, LINE_WORDS), np.int64)
+    words.reshape(-1)[: len(had)] = had
+    words[at] = new.reshape(-1, LINE_WORDS)
+    return {"sketch": words.reshape(-1), **of_segments}
 
 
 def _places(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
-    """Return the arrays of rows with the changed places applied and deleted rows cut off."""
-    had, at, numbers = int64(before, "ids"), int64(changes, "changed_at"), int64(changes, "count")
-    count = int(numbers[0]) if len(numbers) == 1 else -1
-    made = {name: array for name, array in changes.items() if not name.startswith(CHANGED) and name != "count"}
-    if not _ascend(at, count) or count - len(had) > np.count_nonzero(at >= len(had)):
-        raise damaged(f"places of rows that ascend, below {count}, with all that are new")
+    """Return the arrays of rows with the changed places applied and deleted rows cut off, segment by segment."""
+    had, at, counts = (int64(*each) for each in ((before, "ids"), (changes, "changed_at"), (changes, "count")))
+    is_one = "segments" not in changes
+    old = np.array([len(had)]) if is_one else int64(before, "count")
+    room = int(int64(changes, "room")[0]) if len(int64(changes, "room")) else 1 << 62
+    made = {name: array for name, array in changes.items() if not name.startswith(CHANGED)}
+    if is_one:
+        made.pop("count", None)
+    if room < 1 or len(old) > len(counts) or (counts < 0).any() or not _ascend(at, room * len(counts)):
+        raise damaged("places of rows that ascend, of segments with a count")
+    old = np.append(old, np.zeros(len(counts) - len(old), np.int64))
+    number, nth = at // room, at % room
+    is_new = nth >= old[number]
+    more = np.bincount(number[is_new], minlength=len(counts))
+    if sum(old.tolist()) != len(had) or (nth >= counts[number]).any() or (counts - old > more).any():
+        raise damaged(f"places of rows below {counts.tolist()[:4]}, with all that are new")
+    starts, old_starts = np.cumsum(counts) - counts, np.cumsum(old) - old
+    of = np.repeat(np.arange(len(old)), old)
+    stays = (place := np.arange(len(had)) - old_starts[of]) < counts[of]
     for name in ("ids", "last", "marks"):
-        old, new = int64(before, name), int64(changes, f"{CHANGED}{name}")
-        if len(new) != len(at) or len(old) != len(had):
+        were, new = int64(before, name), int64(changes, f"{CHANGED}{name}")
+        if len(new) != len(at) or len(were) != len(had):
             raise damaged("what is known of rows for each place")
-        made[name] = np.concatenate([old, np.zeros(max(0, count - len(old)), np.int64)])[:count]
-        made[name][at] = new
+        made[name] = np.zeros(int(counts.sum()), np.int64)
+        made[name][(starts[of] + place)[stays]] = were[stays]
+        made[name][starts[number] + nth] = new
     return made
 
 

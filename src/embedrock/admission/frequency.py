@@ -17,6 +17,7 @@ from embedrock.admission.copy_on_write import (
     damaged,
     int64,
 )
+from embedrock.admission.segments import Segments
 from embedrock.batch.id_table import IdNumbers
 from embedrock.kernels.constants import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.spec.admission import Admission
@@ -125,25 +126,44 @@ class CountMinSketch:
     The reference is ``tests/reference/residents.py``.
     """
 
-    def __init__(self, admission: Admission, key: np.uint64) -> None:
-        self._bits, self._key = admission.cell_bits, key
-        arena = Arena(admission.lines * SKETCH_LINE_BYTES, "the sketch of a table's admission")
+    def __init__(self, admission: Admission, key: np.uint64, segments: int = 1) -> None:
+        self._bits, self._key, self._segments = admission.cell_bits, key, Segments(segments)
+        self._each = max(1, admission.lines // segments)  # lines of a segment
+        self._changed, self._is_saved = np.zeros(0, np.uint8), False
+        self._lines, self._snapshot = np.empty((0, SKETCH_LINE_BYTES), np.uint8), LastCopy()
+        self._make_lines()
+
+    def _make_lines(self) -> None:
+        """Make the lines of segments that have none."""
+        before, lines = self._lines, self._each * len(self._segments.known)
+        arena = Arena(lines * SKETCH_LINE_BYTES, "the sketch of a table's admission")
         arena.expect_all()  # a few steps write to all of its pages
         self._lines = arena.memory.reshape(-1, SKETCH_LINE_BYTES)
-        self._changed, self._is_saved = np.zeros(admission.lines, np.uint8), False
-        self._snapshot = LastCopy()
+        self._lines[: len(before)] = before
+        self._changed = np.append(self._changed, np.zeros(lines - len(before), np.uint8))
+
+    def _firsts(self, ids: np.ndarray) -> np.ndarray:
+        """Return the first line of each id's segment, int64 (n,)."""
+        firsts = self._each * self._segments.numbers_of(ids)
+        if len(self._lines) < self._each * len(self._segments.known):
+            self._make_lines()
+        return firsts
 
     def of(self, ids: np.ndarray) -> np.ndarray:
-        counts = np.empty(len(ids), np.int64)
-        kernels.cpu.launch(kernels.cpu.residents.count_seen, self._lines, self._bits, self._key, ids, counts)
+        counts, firsts = np.empty(len(ids), np.int64), self._firsts(ids)
+        seen = kernels.cpu.residents.count_seen
+        kernels.cpu.launch(seen, self._lines, self._each, self._bits, self._key, firsts, ids, counts)
         return counts
 
     def see(self, ids: np.ndarray) -> None:
+        firsts, residents = self._firsts(ids), kernels.cpu.residents
         if (snapshot := self._snapshot.now) is not None:
             lines = np.empty(len(ids), np.int64)
-            kernels.cpu.launch(kernels.cpu.residents.lines_of, len(self._lines), self._key, ids, lines)
+            kernels.cpu.launch(residents.lines_of, self._each, self._key, firsts, ids, lines)
             snapshot.keep(lines)
-        kernels.cpu.launch(kernels.cpu.residents.see, self._lines, self._changed, self._bits, self._key, ids)
+        kernels.cpu.launch(
+            residents.see, self._lines, self._changed, self._each, self._bits, self._key, firsts, ids
+        )
 
     def drop(self, ids: np.ndarray) -> None:
         """Do nothing: a sketch cannot delete counts."""
@@ -159,13 +179,17 @@ class CountMinSketch:
         return self
 
     def whole(self) -> Columns:
-        return {"sketch": self._snapshot_of(np.ones(len(self._lines), bool)).column("sketch")}
+        return {"sketch": self._snapshot_of(np.ones(len(self._lines), bool)).column("sketch"), **self._small}
+
+    @property
+    def _small(self) -> dict[str, np.ndarray]:
+        return {} if self._segments.is_one else {"segments": self._segments.known.copy(), "lines": np.array([self._each])}
 
     def changes(self) -> Columns | None:
         if not self._is_saved or 2 * np.count_nonzero(self._changed) > len(self._lines):
             return None
         snapshot = self._snapshot_of(copied(self._changed.view(bool)))
-        return {"changed_lines": snapshot.column(""), "changed_sketch": snapshot.column("sketch")}
+        return {"changed_lines": snapshot.column(""), "changed_sketch": snapshot.column("sketch"), **self._small}
 
     def _snapshot_of(self, chosen: np.ndarray) -> CopyOnWriteArrays:
         return self._snapshot.made({"sketch": self._lines.view(np.int64)}, chosen)
@@ -199,10 +223,13 @@ class CountMinSketch:
         return (full / cells) ** SKETCH_DEPTH
 
     def state(self) -> dict[str, np.ndarray]:
-        return {"sketch": copied(self._lines.reshape(-1).view(np.int64))}
+        return {"sketch": copied(self._lines.reshape(-1).view(np.int64)), **self._small}
 
     def load(self, arrays: Arrays) -> None:
         words = int64(arrays, "sketch")
+        if not self._segments.is_one:
+            self._segments.load(int64(arrays, "segments"))
+            self._make_lines()
         if words.nbytes != self._lines.nbytes:
             raise damaged(f"a sketch of {self._lines.nbytes} bytes, as its admission says")
         self._lines.reshape(-1).view(np.int64)[:] = words

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from embedrock.admission.clock import Reading
 from embedrock.admission.copy_on_write import Arrays, Columns, damaged, merged, own_arrays
 from embedrock.admission.frequency import CountMinSketch, ExactCounter, FrequencyCounter
 from embedrock.admission.usage import UsageTracker
@@ -32,8 +33,9 @@ class AdmissionDecision(NamedTuple):
         turned_away: ids of the rows that are not admitted.
         ids: ids of the rows that the step updates.
         new: ids among them that have no record yet.
-        excess: number of rows to evict.
+        excess: number of rows to evict from each segment, int64 (k,).
         counts: whether this is a step of the rule, so that ids are counted.
+        now: time of the step; None without eviction.
     """
 
     step: int
@@ -41,8 +43,9 @@ class AdmissionDecision(NamedTuple):
     turned_away: np.ndarray
     ids: np.ndarray
     new: np.ndarray
-    excess: int
+    excess: np.ndarray
     counts: bool
+    now: Reading | None
 
 
 class RowLifecycle:
@@ -57,8 +60,9 @@ class RowLifecycle:
 
     def __init__(self, spec: Spec, subject: str) -> None:
         self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
+        self._segments = spec.segments
         self.change_layout(spec)
-        self.usage = None if self.eviction is None else UsageTracker(self.eviction)
+        self.usage = None if self.eviction is None else UsageTracker(self.eviction, spec.segments)
         # Of this period and of the one before; none without admission.
         self._period, self._counters = 0, [self._new_counter() for _ in range(2 if self.admission else 0)]
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
@@ -74,7 +78,9 @@ class RowLifecycle:
 
     def _new_counter(self) -> FrequencyCounter:
         assert self.admission is not None  # callers check it
-        return ExactCounter() if self.admission.sketch is None else CountMinSketch(self.admission, self._key)
+        if self.admission.sketch is None:
+            return ExactCounter()
+        return CountMinSketch(self.admission, self._key, self._segments)
 
     @property
     def reads_zeros(self) -> bool:
@@ -88,17 +94,19 @@ class RowLifecycle:
 
     # ---------------------------------------------------------------- a step
 
-    def vote(self, ids: np.ndarray, missing: np.ndarray, count: int, counts: bool) -> AdmissionDecision:
+    def vote(
+        self, ids: np.ndarray, missing: np.ndarray, counts: bool, time: float | None = None
+    ) -> AdmissionDecision:
         """Decide which rows of a batch are updated, and how many other rows to evict.
 
         Args:
             ids: ids of the batch, without repeats.
             missing: bool (n,), the rows without a record.
-            count: number of records in the table.
             counts: whether this is a step of the rule. If not, all ids get a record.
+            time: of the newest event of the step, in seconds since 1970; None: it is not known.
 
         Raises:
-            ArgumentError: the batch has more rows than the table may have.
+            ArgumentError: the batch has more rows than the table may have, or it lacks a time.
         """
         rows, new, nobody, step = None, ids[missing], ids[:0], self.steps + int(counts)
         turned_away = nobody
@@ -106,15 +114,16 @@ class RowLifecycle:
             rows = np.ones(len(ids), bool)
             rows[missing] = enough
             ids, new, turned_away = ids[rows], new[enough], new[~enough]
-        excess = 0
-        if self._most is not None:
-            excess = count + len(new) - self._most
-            if len(ids) > self._most:
-                raise ArgumentError(
-                    f"{self.subject} may have {counted(self._most, 'row')} ({self.eviction}), and this batch needs "
-                    f"{len(ids)} at once. Raise max_rows= or max_bytes= to that at least, or use smaller batches."
-                )
-        return AdmissionDecision(step, rows, turned_away, ids, new, max(0, excess), counts)
+        if self._most is not None and self._segments == 1 and len(ids) > self._most:
+            raise ArgumentError(
+                f"{self.subject} may have {counted(self._most, 'row')} ({self.eviction}), and this batch needs "
+                f"{len(ids)} at once. Raise max_rows= or max_bytes= to that at least, or use smaller batches."
+            )
+        excess, now = nobody, None
+        if self.usage is not None:
+            excess = self.usage.excess(new, self._most)
+            now = self.usage.clock.after(time, self.subject) if counts else self.usage.clock.read
+        return AdmissionDecision(step, rows, turned_away, ids, new, excess, counts, now)
 
     def _reach_min_count(self, ids: np.ndarray, step: int) -> np.ndarray | None:
         """Return which ids reach `min_count` in this step, bool (n,). None: all ids."""
@@ -138,11 +147,11 @@ class RowLifecycle:
         Raises:
             ArgumentError: the rows to keep leave no room for the batch.
         """
-        if self.usage is None:
+        if self.usage is None or decision.now is None:
             return decision.ids[:0]
-        self.usage.make_room(len(decision.new))
-        chosen = self.usage.victims(decision.ids, decision.excess, decision.step)
-        if len(chosen) < decision.excess:
+        self.usage.make_room(decision.new)
+        chosen = self.usage.victims(decision.ids, decision.excess, decision.step, decision.now)
+        if self._segments == 1 and len(chosen) < decision.excess[0]:  # one of many may exceed its share for a step
             raise ArgumentError(
                 f"{self.subject} may have {counted(self._most or 0, 'row')} ({self.eviction}), and this batch needs "
                 f"{len(decision.ids)} at once beside those to `keep`. Raise max_rows= or max_bytes=, or keep fewer."
@@ -153,9 +162,9 @@ class RowLifecycle:
         """Record the step of a batch. `left` are the ids of evicted rows."""
         counts, self.steps = self.counts, decision.step
         self.leave(left)
-        if self.usage is not None:
-            self.usage.pass_by(decision.excess, left)
-            self.usage.use(decision.ids, decision.step)
+        if self.usage is not None and decision.now is not None:
+            self.usage.pass_by(decision.excess, left, decision.now)
+            self.usage.use(decision.ids, decision.step, decision.now)
         if decision.counts:
             for seen in self._counters[:1]:
                 seen.see(decision.turned_away)

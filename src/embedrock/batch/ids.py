@@ -12,6 +12,7 @@ from embedrock.batch.wrong_ids import Place
 from embedrock.errors import IdTypeError
 
 _INT64 = np.dtype(np.int64)
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def check_ids(ids: npt.ArrayLike, rows: int | None, subject: str) -> np.ndarray:
@@ -78,3 +79,14 @@ def check_range(ids: np.ndarray, rows: int | None, subject: str, place: Place | 
     least, ordered = (np.minimum.reduce(ids, axis=None), ids) if is_signed else (low, ids.view(np.uint64))
     if int(least) < low or int(np.maximum.reduce(ordered, axis=None)) >= high:
         raise wrong_ids.outside(ids, rows, subject, place)
+
+
+def owners(ids: np.ndarray, ranks: int) -> np.ndarray:
+    """Return the ranks that own the rows of ids, int64 (n,).
+
+    Example:
+        >>> owners(np.arange(8), 2).tolist()
+        [0, 1, 0, 1, 0, 0, 1, 0]
+    """
+    mixed = np.asarray(ids, np.int64).view(np.uint64) * _MULTIPLIER
+    return (((mixed >> np.uint64(32)) * np.uint64(ranks)) >> np.uint64(32)).astype(np.int64)

@@ -18,21 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embedrock.batch.ids import owners
 from embedrock.batch.plan import Plan, by_owner, make_plan, moved, owned
-
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-
-
-def owners(ids: np.ndarray, ranks: int) -> np.ndarray:
-    """Return the ranks that own the rows of ids, int64 (n,).
-
-    Example:
-        >>> owners(np.arange(8), 2).tolist()
-        [0, 1, 0, 1, 0, 0, 1, 0]
-    """
-    mixed = np.asarray(ids, np.int64).view(np.uint64) * MULTIPLIER
-    return (((mixed >> np.uint64(32)) * np.uint64(ranks)) >> np.uint64(32)).astype(np.int64)
-
 
 class Split(NamedTuple):
     """Positions of a batch by destination rank.

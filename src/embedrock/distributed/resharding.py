@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from embedrock.batch.ids import owners
 from embedrock.distributed.commits import (
     FILE,
     FOLDER,
@@ -30,7 +31,7 @@ from embedrock.distributed.commits import (
     layout_of,
     marks_of,
 )
-from embedrock.distributed.owners import Shard, owners
+from embedrock.distributed.owners import Shard
 from embedrock.errors import (
     ArgumentError,
     CorruptTableError,

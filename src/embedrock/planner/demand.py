@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.distributed.owners import owners
+from embedrock.batch.ids import owners
 from embedrock.errors import ArgumentError, check_choice, did_you_mean
 from embedrock.initializers import Zeros
 from embedrock.kernels.keys import PART_BITS

@@ -23,6 +23,7 @@ def describe_spec(spec: Spec) -> dict[str, Any]:
     policies = {name: _plain(policy.describe()) for name, policy in spec.policies.items() if policy is not None}
     return {
         **policies,
+        **({} if spec.segments == 1 else {"segments": spec.segments}),
         "rows": spec.rows,
         "dim": spec.dim,
         "dtype": spec.dtype,
@@ -48,7 +49,8 @@ def read_spec(description: dict[str, Any], init: Initializer | None, where: str)
         rule = rule_of(description["rule"])
         rows, dim, dtype, seed = (description[key] for key in ("rows", "dim", "dtype", "seed"))
         first = _initializer(description["init"], init, where)
-        return Spec(rows, dim, dtype, rule, first, seed, **policies_of(description))
+        segments = description.get("segments", 1)
+        return Spec(rows, dim, dtype, rule, first, seed, **policies_of(description), segments=segments)
     except TableFileError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, UnsupportedError) as error:

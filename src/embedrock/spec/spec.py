@@ -42,6 +42,10 @@ class RecordLayout(NamedTuple):
     gaps: tuple[tuple[int, int], ...]
 
 
+SEGMENTS = (256, 512, 1024, 2048, 4096)
+ROWS_OF_A_SEGMENT = 2441  # with the most segments, at most 2 % of a table's rows leave too early
+
+
 @dataclass(frozen=True, eq=False)
 class Spec:
     """Frozen description of a table.
@@ -56,6 +60,7 @@ class Spec:
         seed: of initial values and of stochastic rounding.
         admission: admission of rows to records; None: rows get records when they are stepped.
         eviction: eviction of rows; None: none.
+        segments: parts of the hash space that admit and evict rows for themselves, 1 or a power of two: see `SEGMENTS`.
 
     Raises:
         ArgumentError: an invalid value.
@@ -70,6 +75,7 @@ class Spec:
     seed: int
     admission: Admission | None = None
     eviction: Eviction | None = None
+    segments: int = 1
 
     def __post_init__(self) -> None:
         if self.rows is not None:
@@ -78,6 +84,11 @@ class Spec:
         check_choice("dtype", self.dtype, (*STORAGES, *CODECS))
         if self.codec is not None and (self.rule is not None or self.has_residents):
             raise untrained(self.dtype, f"rule={self.rule}" if self.rule is not None else "admission= or eviction=")
+        if self.segments != 1 and (self.segments not in SEGMENTS or not self.has_residents):
+            raise ArgumentError(
+                f"`segments` must be 1, or of a table with admission or eviction one of {', '.join(map(str, SEGMENTS))}: "
+                f"got {self.segments!r}."
+            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
         self.init.check(self.rows, self.dim)
@@ -148,6 +159,15 @@ class Spec:
     def table_bytes(self) -> int | None:
         """Bytes of all records, or None for open ids."""
         return None if self.rows is None else self.rows * self.record_bytes
+
+    @property
+    def for_ranks(self) -> Spec:
+        """Return this description for a table that ranks share: with segments, if rows come and go."""
+        if not self.has_residents or self.segments > 1:
+            return self
+        most = self.eviction and self.eviction.most_rows(self.record_bytes)
+        fit = [each for each in SEGMENTS if most is None or each * ROWS_OF_A_SEGMENT <= most]
+        return replace(self, segments=max(fit, default=SEGMENTS[0]))
 
     def with_rule(self, rule: Rule | None) -> Spec:
         return replace(self, rule=rule)

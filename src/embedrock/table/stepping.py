@@ -56,6 +56,7 @@ class StepRequest(NamedTuple):
         grads: `RowGradients`, or the sums of an executor on a device.
         change: function of the stepped weights that returns the final ones, if the CPU steps them. Of one table.
         executor: of a front end, if it uses the rows.
+        time: of the newest event of the gradients, in seconds since 1970; None: it is not known.
     """
 
     tables: Sequence[TableState]
@@ -63,6 +64,7 @@ class StepRequest(NamedTuple):
     grads: Any
     change: Change | None = None
     executor: Any = None
+    time: float | None = None
 
     def check(self) -> None:
         """Raise an error if a table cannot be stepped so. Caller holds the table lock."""
@@ -452,7 +454,9 @@ class HostStep(CheckedStep):
         if self.is_step is not other.is_step or self._beside or other._beside or self.rows != other.rows:
             return False
         pairs = zip(self._requests, other._requests, strict=False)
-        return bool(self.pools) and all(mine.grads.plan.ids is its.grads.plan.ids for mine, its in pairs)
+        return bool(self.pools) and all(
+            mine.grads.plan.ids is its.grads.plan.ids and mine.time == its.time for mine, its in pairs
+        )
 
     def part(self, rows: TableState, plan: Plan) -> PoolStep | None:
         """Return what was found for the batch of one table; None if that is no longer valid."""
@@ -771,7 +775,7 @@ class PoolStep:
         rows, pool = self.tables[0], self.pool  # a pool of dynamic rows has one table
         assert rows.lifecycle is not None
         plan = self.plan.with_slots(pool.bring(self.keys, self.plan.slots), pool.epoch)
-        self.decision = rows.lifecycle.vote(plan.ids, plan.slots < 0, rows.tier.count, self._is_step)
+        self.decision = rows.lifecycle.vote(plan.ids, plan.slots < 0, self._is_step, self.requests[0].time)
         self.left = rows.lifecycle.victims(self.decision)
         if self.decision.rows is not None:
             plan, self._keys = plan.of_rows(np.flatnonzero(self.decision.rows)), None
@@ -822,7 +826,7 @@ class PoolStep:
     def more(self) -> list[NewRows]:
         """Number of additional records of each table after the step, if any."""
         # On disk, evicted rows may not have had a slot.
-        leaving = 0 if self.decision is None or self.pool.evicts else self.decision.excess
+        leaving = 0 if self.pool.evicts else len(self.left)
         return [NewRows(part, max(0, count - leaving)) for part, count in self.new]
 
     def copy_before_write(self) -> None:

@@ -25,29 +25,31 @@ def _least(line, bits, h):
     return least
 
 
-@kernel(over="ids", reads=("sketch", "ids"), grain=2048)
-def count_seen(sketch, bits, key, ids, counts, lo, hi):
+@kernel(over="ids", reads=("sketch", "firsts", "ids"), grain=2048)
+def count_seen(sketch, lines, bits, key, firsts, ids, counts, lo, hi):
     for i in range(lo, hi):
         if i + AHEAD < hi:
-            prefetch(sketch, _line(sketch.shape[0], mix(np.uint64(ids[i + AHEAD]) ^ key)), LINE_BYTES)
+            ahead = _line(lines, mix(np.uint64(ids[i + AHEAD]) ^ key))
+            prefetch(sketch, firsts[i + AHEAD] + ahead, LINE_BYTES)
         h = mix(np.uint64(ids[i]) ^ key)
-        counts[i] = _least(sketch[_line(sketch.shape[0], h)], bits, mix(h))
+        counts[i] = _least(sketch[firsts[i] + _line(lines, h)], bits, mix(h))
 
 
-@kernel(over="ids", reads=("ids",), grain=4096)
-def lines_of(lines, key, ids, numbers, lo, hi):
+@kernel(over="ids", reads=("firsts", "ids"), grain=4096)
+def lines_of(lines, key, firsts, ids, numbers, lo, hi):
     for i in range(lo, hi):
-        numbers[i] = _line(lines, mix(np.uint64(ids[i]) ^ key))
+        numbers[i] = firsts[i] + _line(lines, mix(np.uint64(ids[i]) ^ key))
 
 
-@kernel(reads=("ids",))
-def see(sketch, changed, bits, key, ids):
+@kernel(reads=("firsts", "ids"))
+def see(sketch, changed, lines, bits, key, firsts, ids):
     mask, most = np.int64(LINE_BYTES * 8 // bits - 1), np.int64((1 << bits) - 1)
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
-            prefetch_to_write(sketch, _line(sketch.shape[0], mix(np.uint64(ids[i + AHEAD]) ^ key)), LINE_BYTES)
+            ahead = _line(lines, mix(np.uint64(ids[i + AHEAD]) ^ key))
+            prefetch_to_write(sketch, firsts[i + AHEAD] + ahead, LINE_BYTES)
         h = mix(np.uint64(ids[i]) ^ key)
-        number, h = _line(sketch.shape[0], h), mix(h)
+        number, h = firsts[i] + _line(lines, h), mix(h)
         line = sketch[number]
         least = _least(line, bits, h)
         if least == most:
