@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import reference
 from embedrock import kernels
 from embedrock.batch import plan as planning
-from embedrock.batch.plan import NO_DIRECT, NO_ENTRIES, NO_INDEX, Plan, SlotIndex, make_plan, sources_of
+from embedrock.batch.plan import NO_DIRECT, NO_ENTRIES, NO_INDEX, Plan, SlotIndex, make_plan, owned, sources_of
 from embedrock.distributed.owners import Shard, owners
 from embedrock.errors import ArgumentError
 from suites.kernels import AsLaunched
@@ -205,25 +205,26 @@ def test_whole_kernels_equal_their_reference(ids, seed, poison):
     assert list(dict.fromkeys(ids.tolist())) == fast.ids.tolist(), "the order of first occurrence"
 
 
-def moved_by_owner(module, plan, ranks, memory):
+def moved_by_owner(module, plan, ranks, bits, memory):
     old = [memory.copy(each) for each in (plan.ids, plan.inverse, plan.starts, plan.order)]
     order, bounds = memory.array(plan.ids.size, np.int32), memory.array(ranks + 1, np.int64)
-    is_grouped = module.by_owner(old[0], ranks, order, bounds)
+    is_grouped = module.by_owner(old[0], ranks, bits, order, bounds)
     new = [memory.array(each.size, each.dtype) for each in old]
     module.move_rows(order, memory.array(plan.ids.size, np.int32), *old, *new)
     memory.check()
     return is_grouped, [array.tolist() for array in (order, bounds, *new)]
 
 
-@given(batches, st.integers(1, 6), st.integers(0, 2**32))
-def test_ids_of_one_owner_are_moved_together(ids, ranks, poison):
+@given(batches, st.integers(1, 6), st.sampled_from([8, 12, 32]), st.integers(0, 2**32))
+def test_ids_of_one_owner_are_moved_together(ids, ranks, bits, poison):
     plan = make_plan(ids.reshape(-1))
-    found = moved_by_owner(CPU, plan, ranks, Memory(poison))
-    assert found == moved_by_owner(reference.plan, plan, ranks, Memory(poison + 1))
+    found = moved_by_owner(CPU, plan, ranks, bits, Memory(poison))
+    assert found == moved_by_owner(reference.plan, plan, ranks, bits, Memory(poison + 1))
     _, bounds, moved, *_ = (np.array(each, np.int64) for each in found[1])
     for rank in range(ranks):
         own = moved[bounds[rank] : bounds[rank + 1]]
-        assert own.tolist() == plan.ids[owners(plan.ids, ranks) == rank].tolist(), "in their order"
+        assert own.tolist() == plan.ids[owners(plan.ids, ranks, bits) == rank].tolist(), "in their order"
+        assert own.tolist() == plan.ids[owned(plan.ids, rank, ranks, bits)].tolist(), "by either kernel"
 
 
 def test_plans_by_owner_are_plans_of_small_and_large_batches():

@@ -55,20 +55,21 @@ def segments(inverse: Int32Array, count: int, starts: Int32Array, order: Int32Ar
     order[:] = np.argsort(inverse, kind="stable")
 
 
-def by_owner(ids: Int64Array, ranks: int, order: Int32Array, bounds: Int64Array) -> bool:
+def by_owner(ids: Int64Array, ranks: int, bits: int, order: Int32Array, bounds: Int64Array) -> bool:
     """Group the positions of ids by owner, in order of occurrence.
 
     Args:
         ids: int64 (n,).
         ranks: how many share the rows: `embedrock.distributed.owners`.
+        bits: how many bits of the hash decide.
         order: int32 (n,), the positions.
         bounds: int64 (ranks + 1,), where those of each owner begin.
 
     Returns:
         Whether they were grouped already.
     """
-    mixed = (ids.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-    owners = ((mixed * np.uint64(ranks)) >> np.uint64(32)).astype(np.int64)
+    mixed = (ids.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - bits)
+    owners = ((mixed * np.uint64(ranks)) >> np.uint64(bits)).astype(np.int64)
     order[:] = np.argsort(owners, kind="stable")
     bounds[:] = np.searchsorted(owners[order], np.arange(ranks + 1))
     return bool((np.diff(owners) >= 0).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -16,6 +16,24 @@ from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class DefaultRowGradient(NamedTuple):
+    """Gradient of the default row of a table: the sum over rows that are turned away, on all processes.
+
+    Attributes:
+        ids: int64 (n,), the turned-away rows of this process.
+        values: float32 (1, dim); None: no process turns rows away.
+    """
+
+    ids: np.ndarray
+    values: np.ndarray | None
+
+    def scaled(self, factor: float) -> DefaultRowGradient:
+        if self.values is None:
+            return self
+        with np.errstate(over="ignore"):
+            return self._replace(values=np.nan_to_num(self.values * np.float32(factor)))
 
 
 @dataclass(eq=False)
@@ -30,6 +48,7 @@ class RowGradients:
         whole, number: the gradients of several tables of which `of` has taken these, and the index of the table.
         scaled_to: number to which outside code has scaled `shown`; None: it has not.
         spare: numbers on a device for outside code: none.
+        of_default: the gradient of the default row, if rows of other processes train it, too.
     """
 
     plan: Plan
@@ -39,6 +58,7 @@ class RowGradients:
     whole: RowGradients | None = None
     number: int = 0
     scaled_to: float | None = None
+    of_default: DefaultRowGradient | None = None
     spare = ()
     executor, is_current = None, True  # the CPU has the rows
 
@@ -202,6 +222,38 @@ class RowGradients:
 def shown_for(norm: float) -> float:
     """Return a norm as a float32; Inf for larger ones, and for NaN."""
     return float(np.float32(norm)) if norm <= FLOAT32_MAX else math.inf  # comparisons with NaN are false
+
+
+UNIT_BITS = 30
+
+
+def largest_of(values: np.ndarray) -> float:
+    """Return the largest size of an element; -1 without elements."""
+    return float(np.abs(values).max(initial=-1.0))
+
+
+def counted_in_units(values: np.ndarray, largest: float) -> np.ndarray:
+    """Return the sum of gradients float32 (n, dim) as a number of units, float64 (dim,).
+
+    A unit is about 2**-30 of `largest`, the largest size of all gradients that will be added. Each is rounded to units
+    first. So the sums are exact up to 2**23 rows, and do not depend on an order.
+
+    Example:
+        >>> one, other = np.float32([[0.1], [0.7]]), np.float32([[-0.3]])
+        >>> parts = counted_in_units(one, 0.7) + counted_in_units(other, 0.7)
+        >>> bool(parts == counted_in_units(np.concatenate([other, one]), 0.7)), sum_of_units(parts, 0.7).round(6)
+        (True, array([[0.5]], dtype=float32))
+    """
+    return np.rint(values.astype(np.float64) / _unit(largest)).sum(axis=0)
+
+
+def sum_of_units(units: np.ndarray, largest: float) -> np.ndarray:
+    """Return a sum of `counted_in_units`, float32 (1, dim), finite: at most the largest float32."""
+    return np.clip(units * _unit(largest), -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32)[None]
+
+
+def _unit(largest: float) -> float:
+    return math.ldexp(1.0, math.frexp(largest)[1] - UNIT_BITS)
 
 
 def as_one(parts: Sequence[RowGradients]) -> RowGradients:

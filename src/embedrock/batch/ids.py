@@ -12,6 +12,7 @@ from embedrock.batch.wrong_ids import Place
 from embedrock.errors import IdTypeError
 
 _INT64 = np.dtype(np.int64)
+HASH_BITS = 32
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -81,12 +82,17 @@ def check_range(ids: np.ndarray, rows: int | None, subject: str, place: Place | 
         raise wrong_ids.outside(ids, rows, subject, place)
 
 
-def owners(ids: np.ndarray, ranks: int) -> np.ndarray:
+def owners(ids: np.ndarray, ranks: int, bits: int = HASH_BITS) -> np.ndarray:
     """Return the ranks that own the rows of ids, int64 (n,).
+
+    Args:
+        ids: of the rows.
+        ranks: number of ranks.
+        bits: number of bits of the hash that decide. Ids with equal bits are of one rank.
 
     Example:
         >>> owners(np.arange(8), 2).tolist()
         [0, 1, 0, 1, 0, 0, 1, 0]
     """
     mixed = np.asarray(ids, np.int64).view(np.uint64) * _MULTIPLIER
-    return (((mixed >> np.uint64(32)) * np.uint64(ranks)) >> np.uint64(32)).astype(np.int64)
+    return (((mixed >> np.uint64(64 - bits)) * np.uint64(ranks)) >> np.uint64(bits)).astype(np.int64)

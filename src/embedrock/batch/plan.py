@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedrock import kernels
+from embedrock.batch.ids import HASH_BITS
 from embedrock.errors import ArgumentError
 from embedrock.system.buffers import address_of, buffers
 from embedrock.system.spans import spanned
@@ -217,8 +218,8 @@ def plan_tables(
     return _planned_by_parts(sources, tables, positions, index, epoch, shape)
 
 
-def by_owner(ids: Int64Array, ranks: int) -> tuple[Int32Array | None, list[int]]:
-    """Group the positions of ids, int64 (n,), by owner, in order of occurrence.
+def by_owner(ids: Int64Array, ranks: int, bits: int = HASH_BITS) -> tuple[Int32Array | None, list[int]]:
+    """Group the positions of ids, int64 (n,), by owner, in order of occurrence: see `owners`.
 
     Returns:
         The positions, None if they are grouped already, and where those of each owner begin and the last ones end.
@@ -229,14 +230,14 @@ def by_owner(ids: Int64Array, ranks: int) -> tuple[Int32Array | None, list[int]]
         ([0, 2, 1], [0, 2, 3])
     """
     order, bounds = np.empty(ids.size, np.int32), np.empty(ranks + 1, np.int64)
-    is_grouped = kernels.cpu.launch(kernels.cpu.plan.by_owner, as_source(ids), ranks, order, bounds)
+    is_grouped = kernels.cpu.launch(kernels.cpu.plan.by_owner, as_source(ids), ranks, bits, order, bounds)
     return None if is_grouped else order, bounds.tolist()
 
 
-def owned(ids: Int64Array, rank: int, ranks: int) -> npt.NDArray[np.bool_]:
-    """Return which ids, int64 (n,), a rank owns: see `embedrock.distributed.owners`."""
+def owned(ids: Int64Array, rank: int, ranks: int, bits: int = HASH_BITS) -> npt.NDArray[np.bool_]:
+    """Return which ids, int64 (n,), a rank owns: see `owners`."""
     here = np.empty(ids.size, np.bool_)
-    kernels.cpu.launch(kernels.cpu.plan.owned, as_source(ids), rank, ranks, here)
+    kernels.cpu.launch(kernels.cpu.plan.owned, as_source(ids), rank, ranks, bits, here)
     return here
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from embedrock.batch.gradients import RowGradients
+from embedrock.batch.gradients import (
+    DefaultRowGradient,
+    RowGradients,
+    counted_in_units,
+    largest_of,
+    sum_of_units,
+)
 from embedrock.distributed import stages
 from embedrock.distributed.messages import WORD, Letter, Mail, MessageReader, as_sent, length, pack_all
 from embedrock.distributed.owners import Shard, SharedPlan
@@ -184,13 +192,39 @@ class Exchange:
                         )
                     folded.append((member, member.fold(blocks)))
                 squares = [grads.square_norm for _, grads in folded]
-                return [*squares, *(member.table.steps for member, _ in folded)]
+                away.extend(member.turned_away(grads) for member, grads in folded)
+                largest = (0.0 if one is None else largest_of(one[1]) for one in away)
+                return [*squares, *(member.table.steps for member, _ in folded), *largest]
 
-            theirs = self._gather(_act("gradients, sums"), facts, 2 * len(tables))
+            away, count = list[tuple[np.ndarray, np.ndarray] | None](), len(tables)
+            theirs = self._gather(_act("gradients, sums"), facts, 3 * count)
+            of_default = self._of_default(away, theirs[:, 2 * count :].max(axis=0).tolist())
         found = []
         for place, (member, grads) in enumerate(folded):
-            _check_steps(member, theirs[:, len(folded) + place].tolist())
-            found.append((member, grads, member.placement.total(theirs[:, place])))
+            _check_steps(member, theirs[:, count + place].tolist())
+            summed = replace(grads, of_default=of_default.get(place))
+            found.append((member, summed, member.placement.total(theirs[:, place])))
+        return found
+
+    def _of_default(
+        self, away: Sequence[tuple[np.ndarray, np.ndarray] | None], largest: Sequence[float]
+    ) -> dict[int, DefaultRowGradient]:
+        """Return the gradients of default rows that ranks train together, by the index of the table.
+
+        Args:
+            away: ids and gradients of rows that this rank turns away, by table; None: there is no such default row.
+            largest: largest size of these gradients on all ranks, by table; below 0: no rank turns rows away.
+        """
+        own = {place: one for place, one in enumerate(away) if one is not None}
+        due = {place: values for place, (_, values) in own.items() if 0 <= largest[place] < math.inf}
+        found = {place: DefaultRowGradient(ids, None) for place, (ids, _) in own.items()}
+        if due:
+            units = [counted_in_units(values, largest[place]) for place, values in due.items()]
+            ends = np.cumsum([len(each) for each in units])
+            act = _act("gradients, default rows")
+            sums = self._gather(act, lambda: np.concatenate(units).tolist(), int(ends[-1])).sum(axis=0)
+            for place, part in zip(due, np.split(sums, ends[:-1]), strict=True):
+                found[place] = found[place]._replace(values=sum_of_units(part, largest[place]))
         return found
 
     def _scattered(self, act: Operation, brought: Brought, find: Callable[[int], ExchangeMember | None]) -> _Tables:

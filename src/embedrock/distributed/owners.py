@@ -2,8 +2,9 @@
 
 The owner of a row is a function of its id:
 
-    owner(id) = ((id * 0x9E3779B97F4A7C15 mod 2**64) >> 32) * ranks >> 32
+    owner(id) = ((id * 0x9E3779B97F4A7C15 mod 2**64) >> (64 - bits)) * ranks >> bits
 
+`bits` is 32. In a table with segments, where rows come and go, it is log2(segments): a rank owns whole segments.
 This is multiplicative hashing: it spreads multiples of a number as evenly as other ids. Initial values depend on seed,
 id and column only, so sharding does not change them. Each owner has a range of hashes. For any two numbers of ranks,
 these ranges nest or overlap by neighbours.
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embedrock.batch.ids import owners
+from embedrock.batch.ids import HASH_BITS, owners
 from embedrock.batch.plan import Plan, by_owner, make_plan, moved, owned
 
 class Split(NamedTuple):
@@ -63,11 +64,29 @@ class Shard(NamedTuple):
         rank: rank of the shard.
         ranks: number of shards.
         holder: the one rank that has all rows; None: rows are distributed by the hash of their ids.
+        segments: number of segments of the table: see `Spec`.
     """
 
     rank: int
     ranks: int
     holder: int | None = None
+    segments: int = 1
+
+    @property
+    def _bits(self) -> int:
+        return HASH_BITS if self.segments == 1 else self.segments.bit_length() - 1
+
+    @property
+    def own_segments(self) -> np.ndarray:
+        """Which segments this shard owns, bool (segments,)."""
+        segments = np.arange(self.segments)
+        of = segments * self.ranks // self.segments if self.holder is None else np.full(self.segments, self.holder)
+        return of == self.rank
+
+    @property
+    def first_segment(self) -> int:
+        """The first segment of this shard, of all by hash."""
+        return min(-(-self.rank * self.segments // self.ranks), self.segments - 1)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -75,13 +94,13 @@ class Shard(NamedTuple):
         return self.holder not in (None, self.rank)
 
     def owners(self, ids: np.ndarray) -> np.ndarray:
-        return owners(ids, self.ranks) if self.holder is None else np.full(len(ids), self.holder, np.int64)
+        return owners(ids, self.ranks, self._bits) if self.holder is None else np.full(len(ids), self.holder, np.int64)
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
         """Return which of the ids, int64 (n,), this shard owns."""
         if self.holder is not None:
             return np.full(len(ids), self.holder == self.rank)
-        return owned(ids, self.rank, self.ranks)
+        return owned(ids, self.rank, self.ranks, self._bits)
 
     def total(self, squares: np.ndarray) -> float:
         """Sum the square norms of all ranks, float64 (ranks,)."""
@@ -91,7 +110,7 @@ class Shard(NamedTuple):
         """Split the positions of ids, int64 (n,), by owner."""
         if self.holder is not None:
             return Split(None, [len(ids) * (rank > self.holder) for rank in range(self.ranks + 1)])
-        return Split(*by_owner(ids, self.ranks))
+        return Split(*by_owner(ids, self.ranks, self._bits))
 
     def plan(self, ids: np.ndarray, fetch: Callable[[SharedPlan], np.ndarray] | None = None) -> SharedPlan:
         """Plan a batch of ids, with the ids of one owner together."""

@@ -63,7 +63,7 @@ class ShardedBackend(Backend):
     evicts = True
 
     def __init__(self, spec: Spec, parts: Sequence[TableState], subject: str) -> None:
-        self._parts, self._shard = parts, Shard(0, len(parts))
+        self._parts, self._shard = parts, Shard(0, len(parts), segments=spec.segments)
         super().__init__(spec, RamLayout(sum(part.tier.budget_bytes for part in parts), 0, direct=False), subject)
 
     def _allocated(self, placement: RamLayout) -> tuple[Arena, Records]:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from embedrock.batch.ids import owners
+from embedrock.admission.lifecycle import PREFIX, RowLifecycle
+from embedrock.admission.moving import moved
 from embedrock.distributed.commits import (
     FILE,
     FOLDER,
@@ -245,8 +246,8 @@ class Resharding:
         if not missing:
             return
         self._remove(missing)
-        shards = [Shard(rank, self.after.ranks) for rank in missing]
-        olds = [Shard(rank, self.before.ranks) for rank in range(self.before.ranks)]
+        shards, olds = ([Shard(n, of.ranks) for n in range(of.ranks)] for of in (self.after, self.before))
+        shards = [shards[rank] for rank in missing]
         sources = [old.rank for old in olds if any(_overlap(old, shard) for shard in shards)]
         memory = max(LEAST_SOURCE_MEMORY, SOURCE_MEMORY // len(sources))
         made, last = list[Table](), list[Table]()
@@ -255,15 +256,21 @@ class Resharding:
                 tables = [open_table(self.before.part(n), "r", common.numbers[n], memory=memory) for n in sources]
                 for table in tables:
                     opened.callback(table.close)
+                segments = tables[0].spec.segments
+                olds, shards = ([each._replace(segments=segments) for each in of] for of in (olds, shards))
                 if not made:
                     made = [opened.enter_context(self._new_part(rank, tables[0])) for rank in missing]
                     for table in made:  # an error may leave it incomplete
                         opened.enter_context(on_failure(rows_of(table).version.commit))
                 # Records of commits with one record layout can share a shard.
+                comes_and_goes = _lifecycles(tables, [olds[n] for n in sources], shards, made)
                 if last and _layout(last[0]) == _layout(tables[0]):
                     _follow(last, tables, shards, made)
                 else:
-                    _fill(tables, shards, made)
+                    _fill(tables, shards, made, comes_and_goes)
+                for table, lifecycle in zip(made, comes_and_goes, strict=True):
+                    rows_of(table).lifecycle = None  # the mirror of an earlier commit's does not go on
+                    rows_of(table).let(lifecycle)
                 is_last = common is self.common
                 for table in made:
                     table.commit(step=common.step, name=self.name if is_last else common.name)
@@ -275,12 +282,14 @@ class Resharding:
 
     def _new_part(self, rank: int, source: Table) -> Table:
         spec = source.spec
-        if spec.has_residents:
+        if spec.has_residents and spec.segments == 1:
             raise UnsupportedError(
-                f"the rows of the table at {self.before.path!r} come and go (admission= or eviction=), and each part "
-                "decides by itself who has a record: they cannot be shared out anew."
+                f"the rows of the table at {self.before.path!r} come and go (admission= or eviction=) without segments, "
+                "and each part decides by itself who has a record: they cannot be shared out anew. Nothing has "
+                "changed. Layers with sharded= make tables with segments."
             )
         options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": self._memory}
+        options |= {"segments": spec.segments, **spec.policies}
         return Table(spec.rows, spec.dim, path=self.after.part(rank), **options)
 
     def _is_made(self, rank: int) -> bool:
@@ -308,7 +317,25 @@ def _layout(table: Table) -> tuple[Any, ...]:
     return table.spec.rows, table.spec.seed, table.spec.layout
 
 
-def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table]) -> None:
+def _lifecycles(
+    tables: Sequence[Table], olds: Sequence[Shard], shards: Sequence[Shard], made: Sequence[Table]
+) -> Sequence[RowLifecycle | None]:
+    """Return the row lifecycle of each new shard, of old shards as of one commit; None without one."""
+    sources, spec = list[tuple[int, RowLifecycle]](), tables[0].spec
+    for old, table in zip(olds, tables, strict=True):
+        if (lifecycle := rows_of(table).lifecycle) is not None:
+            sources.append((old.first_segment, lifecycle))
+    if not sources:
+        return [None] * len(made)
+    return [moved(spec, table.subject, sources, shard.own_segments) for table, shard in zip(made, shards, strict=True)]
+
+
+def _fill(
+    tables: Sequence[Table],
+    shards: Sequence[Shard],
+    made: Sequence[Table],
+    lifecycles: Sequence[RowLifecycle | None],
+) -> None:
     """Fill new shards in one pass over the old shards that overlap them, in the order of the ids.
 
     Each record is read once and written once, to its final location. Threads read and write concurrently.
@@ -318,7 +345,8 @@ def _fill(tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table
         streams = [prefetched(pool, _disk(table).record_batches(size)) for table in tables]
         batches = _SharedBatches(merged(streams), shards)
         with on_failure(batches.abort):
-            writing = [pool.submit(_write, *each, tables, batches) for each in zip(made, shards, strict=True)]
+            each_part = zip(made, shards, lifecycles, strict=True)
+            writing = [pool.submit(_write, *each, tables, batches) for each in each_part]
             errors = [error for each in writing if (error := each.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
             raise error  # the first cause
@@ -328,11 +356,11 @@ def _follow(before: Sequence[Table], now: Sequence[Table], shards: Sequence[Shar
     """Write to new shards, which have the rows of a commit, the rows that differ in a later commit."""
     size, first = max(1, BATCH_BYTES // now[0].spec.record_bytes), rows_of(now[0])
     for rows in map(rows_of, made):
-        spec = replace(rows.spec, rule=first.spec.rule)
+        spec = replace(rows.spec, rule=first.spec.rule, **first.spec.policies)
         rows.install(spec, rows.tier, first.history, first.steps, first.skipped_steps)
     for one, other in zip(before, now, strict=True):
         for ids in _changed(one, other, size):
-            of, (had, old), (has, new) = owners(ids, shards[0].ranks), _at(one, ids), _at(other, ids)
+            of, (had, old), (has, new) = shards[0].owners(ids), _at(one, ids), _at(other, ids)
             changed, gone = has & ~(had & (old == new).all(axis=1)), had & ~has
             for shard, table in zip(shards, made, strict=True):
                 own = of == shard.rank
@@ -365,7 +393,9 @@ def _disk(table: Table) -> DiskBackend:
     return cast(DiskBackend, rows_of(table).tier)  # a table alone on disk has no other backend
 
 
-def _write(made: Table, shard: Shard, sources: Sequence[Table], batches: _SharedBatches) -> None:
+def _write(
+    made: Table, shard: Shard, lifecycle: RowLifecycle | None, sources: Sequence[Table], batches: _SharedBatches
+) -> None:
     first, rows = saved_of(rows_of(sources[0]), 1), rows_of(made)
     most = sum(rows_of(table).tier.count for table in sources)
 
@@ -375,8 +405,11 @@ def _write(made: Table, shard: Shard, sources: Sequence[Table], batches: _Shared
         )
 
     with on_failure(batches.abort), rows.table_lock.whole():
-        rows.spec = rows.spec.with_rule(None)  # otherwise the state of an earlier commit would stay
-        own = SavedState({**first.header, "count": most}, first.history, batches.of(shard), ascends=True)
+        policies = sources[0].spec.policies
+        rows.spec = replace(rows.spec, rule=None, **policies)  # otherwise the state of an earlier commit would stay
+        remembered = {name: array for name, array in first.history.items() if not name.startswith(PREFIX)}
+        remembered |= {} if lifecycle is None else lifecycle.state()
+        own = SavedState({**first.header, "count": most}, remembered, batches.of(shard), ascends=True)
         load(rows, own, twice)
 
 
@@ -384,12 +417,12 @@ class _SharedBatches:
     """Batches of rows, for threads that each take the rows of one new shard. They wait for the slowest of them."""
 
     def __init__(self, batches: Iterator[Sequence[Batch]], shards: Sequence[Shard]) -> None:
-        self._batches, self._ranks, self._picked = batches, shards[0].ranks, list[tuple[Batch, np.ndarray]]()
+        self._batches, self._shard, self._picked = batches, shards[0], list[tuple[Batch, np.ndarray]]()
         self._barrier = Barrier(len(shards), self._advance)
         self.abort = self._barrier.abort
 
     def _advance(self) -> None:
-        self._picked = [(part, owners(part[0], self._ranks)) for part in next(self._batches, ())]
+        self._picked = [(part, self._shard.owners(part[0])) for part in next(self._batches, ())]
 
     def of(self, shard: Shard) -> Iterator[Batch]:
         """Iterate over the rows of a shard.

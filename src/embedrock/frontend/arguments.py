@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from numbers import Real
 from typing import Any
@@ -60,6 +60,7 @@ def open_table(
     names: tuple[str, str],
     group: Group | None = None,
     is_loaded: bool = False,
+    owns: Callable[[Table, int], bool] = lambda table, row: True,
 ) -> Table:
     """Return the table of a layer: a ready-made one, or one made from the layer's arguments.
 
@@ -73,6 +74,7 @@ def open_table(
         names: the layer's names for `rows` and `dim`.
         group: the group that gets the table as a member; None for a table alone.
         is_loaded: the layer comes from a file, which names shared tables.
+        owns: returns whether this process has a row of the table.
     """
     rows_name, dim_name = names
     if isinstance(rows, Table):
@@ -100,7 +102,7 @@ def open_table(
     except ArgumentError:
         table.close()  # the error may keep the array, and the array its path
         raise
-    if padding is not None and not rows_of(table).tier.count:
+    if padding is not None and not rows_of(table).tier.count and owns(table, padding):
         zero_rows(table, [padding])
     return table
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embedrock.batch.ids import owners
+from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, check_choice, did_you_mean
 from embedrock.initializers import Zeros
 from embedrock.kernels.keys import PART_BITS
@@ -214,9 +214,10 @@ class Demand:
                 yield np.concatenate([ids + (number << PART_BITS) for number, ids in enumerate(batch)])
             return
         source = self.drawn(np.random.default_rng(seed)) if self.log is None else cut(self.log, self.asked)
+        shard = Shard(0, self.workers, segments=self.spec.segments)
         for ids in islice(source, count):
             rows = np.unique(ids)
-            yield rows if self.workers == 1 else rows[owners(rows, self.workers) == 0]
+            yield rows if self.workers == 1 else rows[shard.owns(rows)]
 
     def drawn(self, random: np.random.Generator) -> Iterator[np.ndarray]:
         """Yield batches of ids of this popularity, of all workers together, without end."""

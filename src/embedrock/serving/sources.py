@@ -116,8 +116,10 @@ class SourceTable(NamedTuple):
         Raises:
             TableFileError: its initial values are from an array that `init` does not have.
         """
-        parts = [SourcePart(*commit, Shard(rank, len(commits))) for rank, commit in enumerate(commits)]
-        spec = read_spec(parts[0].member.spec, init, parts[0].where)
+        first = SourcePart(*commits[0], Shard(0, len(commits)))
+        spec = read_spec(first.member.spec, init, first.where)
+        shards = [first.shard._replace(rank=rank, segments=spec.segments) for rank in range(len(commits))]
+        parts = [SourcePart(*commit, shard) for commit, shard in zip(commits, shards, strict=True)]
         default = None if spec.admission is None else spec.admission.default
         is_listed = (spec.rule is None or spec.rule.history() is None) and default != "shared"
         init = Zeros() if default == "zeros" or isinstance(spec.init, FromArray) else spec.init

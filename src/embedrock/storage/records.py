@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from embedrock import kernels
+from embedrock.batch.gradients import counted_in_units, largest_of, sum_of_units
 from embedrock.batch.plan import Plan, counting
 from embedrock.batch.pooling import ONES, Bags, places_of, sum_bags
 from embedrock.errors import GradientError, counted
@@ -171,10 +172,13 @@ class SharedRow:
         return out[0]
 
     def gradient(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the sum of some rows of gradients float32 (n, dim), in their order: float32 (1, dim), finite.
+        """Return the sum of some rows of gradients float32 (n, dim): float32 (1, dim), finite.
 
-        A sum of finite values may overflow. It is then the largest float32, and the step moves the row as far.
+        In a table without segments they are added in their order. A sum of finite values may overflow. It is then the largest float32, and the step moves the row as far.
         """
+        if self._spec.segments > 1:
+            own, largest = values[positions], largest_of(values[positions])
+            return sum_of_units(counted_in_units(own, largest), largest)
         order = positions.astype(np.int32)
         plan = Plan(order.shape, np.zeros(1, np.int64), order, np.array([0, len(order)], np.int32), order)
         bags = Bags.of_rows(plan)._replace(bounds=np.array([0, len(values)]))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.admission.lifecycle import RowLifecycle
-from embedrock.errors import ArgumentError, check_choice, with_article
+from embedrock.errors import ArgumentError, UnsupportedError, check_choice, with_article
 from embedrock.initializers import Initializer, Normal
 from embedrock.optimizers import Rule
 from embedrock.spec.admission import Admission
@@ -55,6 +55,7 @@ def make_rows(
     check_choice("directory", options["directory"], DIRECTORIES)
     check_on_nonfinite(options["on_nonfinite"])
     spec, asked = new_spec(rows, dim, options, first)
+    asked.pop("segments", None)  # as the existing table has them
     if options["path"] is None:
         return _in_ram(spec, options), None
     # The rule, the admission and the eviction may change.
@@ -74,7 +75,9 @@ def new_spec(
         first = InitialValuesOf(Normal(), int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1))
     drawn = {**options, **{name: getattr(first, name) for name in left_out}}
     policies = check_policies(options)
-    spec = Spec(index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"]), **policies)
+    own = index(rows), index(dim), drawn["dtype"], drawn["rule"], drawn["init"], index(drawn["seed"])
+    segments = options.get("segments", 1)
+    spec = Spec(*own, **policies).for_ranks if segments is None else Spec(*own, **policies, segments=segments)
     BaseCache.of(spec.init)  # too little `memory` is an error before anything is made
     return spec, describe_spec(spec) | left_out
 
@@ -132,10 +135,27 @@ def rows_of_last_commit(
             with held_back():
                 set_rule(rows, rule)
             rows.given_rule = rule
-        change_policies(rows, check_policies(options), storage.writes)
+        policies = check_policies(options)
+        if options.get("segments", 1) is None:
+            check_segments(rows, any(policies.values()))
+        change_policies(rows, policies, storage.writes)
         if storage.writes:
             rows.tell()
     return rows, storage
+
+
+def check_segments(rows: TableState, has_policies: bool = False) -> None:
+    """Raise `UnsupportedError` if ranks are to share a table whose rows come and go, and it was not made for that.
+
+    `has_policies`: it gets an admission or an eviction.
+    """
+    if rows.spec.segments == 1 and (has_policies or rows.spec.has_residents):
+        raise UnsupportedError(
+            f"rows of {rows.subject} cannot come and go (admission= or eviction=) where processes share them "
+            "(sharded=): the table was made with segments=1, and each process must decide for whole segments of its "
+            "ids. Nothing has changed. Leave the policies out, or make a new table: a layer with sharded= and the "
+            "policies chooses segments, and er.Table(..., segments=None) does."
+        )
 
 
 def check_rule(rule: Any) -> None:

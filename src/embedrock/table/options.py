@@ -83,6 +83,7 @@ class TableOptions(LayerOptions, OpenArguments, total=False):
 
     dtype: Annotated[str, TableOption(4, "float32")]
     mode: Annotated[str, TableOption(13, "w", of_files=True)]
+    segments: Annotated[int | None, TableOption(20, 1)]
 
 
 @functools.cache

@@ -776,6 +776,12 @@ class PoolStep:
         assert rows.lifecycle is not None
         plan = self.plan.with_slots(pool.bring(self.keys, self.plan.slots), pool.epoch)
         self.decision = rows.lifecycle.vote(plan.ids, plan.slots < 0, self._is_step, self.requests[0].time)
+        of_default = self._grads.of_default
+        if of_default is not None and not np.array_equal(of_default.ids, self.decision.turned_away):
+            raise ArgumentError(
+                f"rows of {rows.subject} got or lost records since backward(), which has told all processes whose "
+                "gradients train the default row. Nothing has changed. Call zero_grad() and backward() again."
+            )
         self.left = rows.lifecycle.victims(self.decision)
         if self.decision.rows is not None:
             plan, self._keys = plan.of_rows(np.flatnonzero(self.decision.rows)), None
@@ -794,7 +800,9 @@ class PoolStep:
 
     def _gradient_of_others(self) -> np.ndarray | None:
         """Return the gradient of the default row: the sum over rows that are not admitted. None without such rows."""
-        shared = self.tables[0].shared
+        shared, of_default = self.tables[0].shared, self._grads.of_default
+        if of_default is not None:
+            return of_default.values
         if shared is None or self.decision is None or self.decision.rows is None:
             return None
         return shared.gradient(self._grads.values, np.flatnonzero(~self.decision.rows))

@@ -105,6 +105,8 @@ class Table(StoredVerbs):
             memory; of a table on disk 0.
         admission: admission of rows to records, an `Admission`; None: rows get records when they are stepped.
         eviction: eviction of rows from the table, an `Eviction`; None: no eviction.
+        segments: of a new table with admission or eviction that processes will share (``sharded=`` of layers): number of
+            parts of its ids that decide for themselves. 1, or 256, 512, 1024, 2048 or 4096. None: as layers choose.
 
     Attributes:
         device_memory, name: see above.
@@ -646,7 +648,7 @@ class Table(StoredVerbs):
         with rows.table_lock.alone():  # the state may have views of rows
             state = saved.state(rows, "copy.deepcopy")
             own: dict[str, Any] = {**self.options, "name": None, "rule": spec.rule, "init": spec.init} | spec.policies
-            made = Table(spec.rows, spec.dim, seed=spec.seed, dtype=spec.dtype, **own)
+            made = Table(spec.rows, spec.dim, seed=spec.seed, dtype=spec.dtype, segments=spec.segments, **own)
             made.load_state(state)
             made._rows.given_rule, made._rows.is_rule_bound = rows.given_rule, rows.is_rule_bound
         memo[id(self)] = made

@@ -306,7 +306,7 @@ class WorkerLookup:
         return [stages.RowSource.of(handle.table, wire_of(handle.table)) for handle in self._handles]
 
     def _splits(self, ids: Sequence[np.ndarray]) -> list[Split]:
-        return [self._shard.split(own) for own in ids]
+        return [(each.shard or self._shard).split(own) for each, own in zip(self._handles, ids, strict=True)]
 
     def _taken(self, messages: np.ndarray) -> list[np.ndarray]:
         return taken(messages, self._shard.rank, self._shard.ranks)

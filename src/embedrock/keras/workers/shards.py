@@ -34,10 +34,10 @@ def wire_of(table: Table) -> str:
     return _shards.get(table, (None, "float32"))[1]
 
 
-def current_shard() -> Shard:
+def current_shard(segments: int = 1) -> Shard:
     """Return this worker's shard under the current strategy; in one process, the shard of everything."""
     workers = WorkerGroup(tf.distribute.get_strategy())
-    return Shard(workers.rank, workers.count)
+    return Shard(workers.rank, workers.count, segments=segments)
 
 
 # ---------------------------------------------------------------- opening
@@ -78,12 +78,12 @@ def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
 
 def note(table: Table, wire: str) -> None:
     """Record that a table is this worker's shard, whose rows are sent as `wire`."""
-    _shards[table] = current_shard(), wire
+    _shards[table] = current_shard(table.spec.segments), wire
 
 
 def check_strategy(table: Table, label: str) -> None:
     """Raise an error if a layer is built under another strategy than its table was made under."""
-    made, now = _shards.get(table, (None, None))[0], current_shard()
+    made, now = _shards.get(table, (None, None))[0], current_shard(table.spec.segments)
     if made is not None and made != now:
         raise ArgumentError(
             f"{label} is sharded and was made as part {made.rank} of {made.ranks}, but is built as part {now.rank} "

@@ -109,25 +109,26 @@ def segments(inverse, count, starts, order):
 
 
 @kernel()
-def _owner(key, ranks):
-    return np.int64((((np.uint64(key) * _MULTIPLIER_1) >> _HALF) * np.uint64(ranks)) >> _HALF)
+def _owner(key, ranks, bits):
+    mixed = (np.uint64(key) * _MULTIPLIER_1) >> np.uint64(64 - bits)
+    return np.int64((mixed * np.uint64(ranks)) >> np.uint64(bits))
 
 
 @kernel(reads=("ids",))
-def by_owner(ids, ranks, order, bounds):
+def by_owner(ids, ranks, bits, order, bounds):
     """Group the positions of ids by owner, in order of occurrence; return whether they were grouped already."""
     for r in range(ranks + 1):
         bounds[r] = 0
     last, is_grouped = 0, True
     for k in range(ids.shape[0]):
-        owner = _owner(ids[k], ranks)
+        owner = _owner(ids[k], ranks, bits)
         bounds[owner + 1] += 1
         is_grouped &= owner >= last
         last = owner
     for r in range(ranks):
         bounds[r + 1] += bounds[r]
     for k in range(ids.shape[0] - 1, -1, -1):  # from the back, so that `bounds` end where each owner's ids begin
-        owner = _owner(ids[k], ranks)
+        owner = _owner(ids[k], ranks, bits)
         bounds[owner + 1] -= 1
         order[bounds[owner + 1]] = k
     for r in range(ranks):
@@ -154,10 +155,10 @@ def move_rows(moves, places, ids, inverse, starts, order, new_ids, new_inverse, 
 
 
 @kernel(reads=("ids",))
-def owned(ids, rank, ranks, here):
+def owned(ids, rank, ranks, bits, here):
     """Write which ids a rank owns."""
     for k in range(ids.shape[0]):
-        here[k] = _owner(ids[k], ranks) == rank
+        here[k] = _owner(ids[k], ranks, bits) == rank
 
 
 @kernel()

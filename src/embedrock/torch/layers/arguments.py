@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from embedrock.frontend.arguments import (
     make_table,
     open_table,
     refuse,
-    resolve_padding,
 )
 from embedrock.initializers import FromArray, FromBfloat16, Given, Initializer, Normal
 from embedrock.system.log import caller_level, tell
@@ -177,13 +177,18 @@ def _check_group(layer: str, group: Any, sharded: Sharded, positions: bool) -> N
         )
 
 
-def _is_here(sharded: Sharded, row_id: int | None) -> bool:
+def _owns(sharded: Sharded, table: Table, row_id: int) -> bool:
     """Return whether this process may have a row, as far as it knows its rank."""
-    group = None if sharded is False or row_id is None else group_of(sharded)
+    group = None if sharded is False else group_of(sharded)
     if group is None:
         return True
     holder = holder_of(sharded) if isinstance(sharded, str) else None
-    return bool(Shard(group.rank(), group.size(), holder).owns(np.array([row_id]))[0])
+    return bool(Shard(group.rank(), group.size(), holder, table.spec.segments).owns(np.array([row_id]))[0])
+
+
+def _segments(sharded: Sharded) -> int | None:
+    """Return the option `segments` of a new table: ranks that share it need them if its rows come and go."""
+    return 1 if sharded is False else None
 
 
 def _is_launched(layer: str) -> bool:
@@ -213,12 +218,11 @@ def table_of(
     stored = {**given, "dtype": _dtype_name(layer, given["dtype"])}
     if not isinstance(rows, Table):
         stored["init"] = initializer_of(layer, given["init"], rows, dim)
-    first = None if isinstance(rows, Table) else first_values(stored["seed"])
-    if isinstance(rows, int | None) and not _is_here(sharded, resolve_padding(padding_idx, rows)):
-        padding_idx = None  # the owner of that row has it
+        stored["segments"] = _segments(sharded)
+    first, owns = None if isinstance(rows, Table) else first_values(stored["seed"]), partial(_owns, sharded)
 
     def make(own: dict[str, Any]) -> Table:
-        return open_table(layer, rows, dim, padding_idx, {**stored, **own}, first, names=SIZES, group=group)
+        return open_table(layer, rows, dim, padding_idx, {**stored, **own}, first, names=SIZES, group=group, owns=owns)
 
     made = _opened(layer, make, sharded, reshard, stored)
     if sharded is not False and not are_there_groups():
@@ -263,6 +267,7 @@ def pretrained_table(
         )
     rows, dim = init.shape
     made_of = {"init": init, "dtype": init.dtype if dtype is None else _dtype_name(layer, dtype)}
+    made_of["segments"] = _segments(sharded)
     check_wire(layer, options.get("wire", "float32"), sharded is not False, made_of["dtype"])
     _check_commit_every(layer, sharded, options.get("commit_every"))
     of_table = {name: value for name, value in options.items() if name not in OF_LAYERS}

@@ -13,17 +13,20 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embedrock.admission.lifecycle import PREFIX, RowLifecycle
+from embedrock.admission.moving import moved
 from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.references import is_reference, lasting_reference_to, reference_to_parts
 from embedrock.initializers import Zeros
-from embedrock.spec.description import rule_of
+from embedrock.spec.description import policies_of, rule_of
 from embedrock.spec.spec import STATE_BYTES, Spec
 from embedrock.system.scopes import set_within
 from embedrock.table import saved
@@ -33,6 +36,7 @@ from embedrock.torch.training.averages import RowAverage
 
 ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
+LIFECYCLE = HISTORY + PREFIX
 OF_PART = re.compile(r"part-(\d+)-of-(\d+)\.(.+)")
 META_BYTES = 512  # minimal size: code that keeps tensors of equal shapes must not drop it by its length
 HOLDER = "state_dict"  # holder of commits that state dicts refer to
@@ -139,23 +143,44 @@ def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label:
             f"the state of {label} must have the rows of all {ranks} ranks that saved it: got those of {got}. Load "
             "it by torch.distributed.checkpoint with planner=embedrock.torch.dcp.LoadPlanner(), which brings all."
         )
-    found = _joined([parts[ranks, rank] for rank in range(ranks)], shard)
+    found = _joined([parts[ranks, rank] for rank in range(ranks)], shard, label)
     return rest | {prefix + name: tensor for name, tensor in found.items()}
 
 
-def _joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str, Tensor]:
+def _joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None, label: str) -> dict[str, Tensor]:
     """Return the tensors of the rows that belong to `shard`, out of all shards; None: of all rows."""
     metas = [_meta(one[META], "a layer") for one in parts]
     leading = max(range(len(parts)), key=lambda rank: metas[rank].get("steps", 0))  # a rank without rows makes no steps
     filled = [one for one in parts if IDS in one and len(one[IDS])]
     owned = [np.ones(len(one[IDS]), bool) if shard is None else shard.owns(one[IDS].numpy()) for one in filled]
     found = {name: tensor for name, tensor in parts[leading].items() if name.startswith(HISTORY)}  # equal in all shards
-    for name in {name for one in filled for name in one} - {META, *found}:
-        of_rows = [(one[name], mask) for one, mask in zip(filled, owned, strict=True) if name in one]
-        found[name] = torch.cat([tensor[torch.from_numpy(mask)] for tensor, mask in of_rows])
+    if any(name.startswith(LIFECYCLE) for name in found):
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(LIFECYCLE)}
+        found |= _lifecycle(parts, leading, shard, label)
+    of_rows = {name for one in filled for name in one if not name.startswith(HISTORY)} - {META}
+    for name in of_rows:
+        picked = [(one[name], mask) for one, mask in zip(filled, owned, strict=True) if name in one]
+        found[name] = torch.cat([tensor[torch.from_numpy(mask)] for tensor, mask in picked])
     meta = {**metas[leading], "count": int(sum(mask.sum() for mask in owned)), PART: shard and shard[:2]}
     found[META] = _json_tensor({key: value for key, value in meta.items() if key != PART or value})
     return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+
+def _lifecycle(
+    parts: Sequence[Mapping[str, Tensor]], leading: int, shard: Shard | None, label: str
+) -> dict[str, Tensor]:
+    """Return the tensors of the row lifecycle of a shard, out of those of all shards. `leading` has made the steps."""
+    meta = _meta(parts[leading][META], label)
+    spec = replace(_spec(meta, label), seed=meta["seed"], segments=meta.get("segments", 1), **policies_of(meta))
+    sources = list[tuple[int, RowLifecycle]]()
+    for rank in sorted(range(len(parts)), key=lambda rank: rank != leading):
+        own = {name: tensor.numpy() for name, tensor in parts[rank].items() if name.startswith(LIFECYCLE)}
+        lifecycle = RowLifecycle(spec, label)
+        lifecycle.load({name.removeprefix(HISTORY): array for name, array in own.items()})
+        sources.append((Shard(rank, len(parts), segments=spec.segments).first_segment, lifecycle))
+    owner = Shard(0, 1) if shard is None else shard
+    made = moved(spec, label, sources, owner._replace(segments=spec.segments).own_segments)
+    return {HISTORY + name: torch.from_numpy(array) for name, array in made.state().items()}
 
 
 def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from embedrock.errors import ArgumentError, ForgottenGradientsError, Unsupported
 from embedrock.frontend.arguments import lags_behind
 from embedrock.optimizers import Rule
 from embedrock.table.missing import Missing
+from embedrock.table.opening import check_segments
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass, accumulates, as_it_is
 from embedrock.torch.training.cpu_executor import CpuExecutor
@@ -426,12 +427,8 @@ class Handle(HandleValue, nn.Parameter):
                 f"the rows of {self.label} are shared with other processes by {self.terms.told} already: got "
                 f"{terms.told}. Say so in the first layer on a table."
             )
-        if terms.sharded is not False and self.table.spec.has_residents:
-            raise UnsupportedError(
-                f"the rows of {self.label} come and go (admission= or eviction=), and cannot be shared out by "
-                f"sharded={terms.sharded!r}, as processes would have to decide together who has a record. Leave one of "
-                "them out."
-            )
+        if terms.sharded is not False:
+            check_segments(rows_of(self.table))
         self.terms = terms
         self.name_for_others()
 

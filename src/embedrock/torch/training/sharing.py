@@ -29,8 +29,8 @@ from embedrock.distributed.stages import GradientBlock
 from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.optimizers import Rule
-from embedrock.table.rows import TableState
-from embedrock.table.stepping import StepRequest, step_all
+from embedrock.table.rows import NOBODY, TableState
+from embedrock.table.stepping import StepRequest, prepare, step_all
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
 from embedrock.torch.training.cpu_executor import CpuExecutor
@@ -414,6 +414,20 @@ class SharedTable:
             handle.table.check_step(merged)  # otherwise only ranks with room would make the step
         return merged
 
+    def turned_away(self, grads: RowGradients) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return ids and gradients of the rows of `fold` that a step turns away here: int64 (n,), float32 (n, dim).
+
+        None: the table has no default row that ranks train together.
+        """
+        rows = rows_of(self.table)
+        if rows.shared is None or not isinstance(self.placement, Shard) or self.placement.holder is not None:
+            return None
+        with rows.table_lock.whole():
+            decision = prepare(rows, grads.plan).decision
+        if decision is None or decision.rows is None:
+            return NOBODY, grads.values[:0]
+        return decision.turned_away, grads.values[~decision.rows]
+
     def _planned(self, ids: Sequence[np.ndarray]) -> Plan:
         """Return the plan of the ids of blocks, which are usually those of the last lookup."""
         served, self.served = self.served, None
@@ -434,7 +448,7 @@ def _placement(handle: Any, ranks: Ranks) -> Placement:
             f"`max_norm` of {handle.label} does not go with rows that several processes share: a lookup would change "
             "them on one only. Leave it out, or clip by a constraint of your own."
         )
-    return Shard(ranks.rank, ranks.ranks, holder)
+    return Shard(ranks.rank, ranks.ranks, holder, handle.table.spec.segments)
 
 
 def known_as(handle: Any) -> str:
@@ -474,7 +488,9 @@ class SharedGradients(RowGradients):
         ranks, is_finite = sharing.placement.ranks, math.isfinite(square)
         shown = shown_for(math.sqrt(square) / ranks if is_finite else math.inf)
         own = {"factor": 1.0 / ranks, "is_finite_everywhere": is_finite, "sharing": sharing}
-        return SharedGradients(rows.plan, rows.values, rows.square_norm, scaled_to=shown, **own)
+        return SharedGradients(
+            rows.plan, rows.values, rows.square_norm, scaled_to=shown, of_default=rows.of_default, **own
+        )
 
     @property
     def sums(self) -> RowGradients:
@@ -485,7 +501,11 @@ class SharedGradients(RowGradients):
         return replace(self, scaled_to=shown, factor=self.factor * (_snapped(factor) if self.shown else factor))
 
     def clipped(self, clip_value: float | None) -> RowGradients:
+        if clip_value is not None:
+            self._check_no_default(f"clip_value={clip_value}")
         due = self.scaled(self.factor, clip_value)
+        if self.of_default is not None:
+            due = replace(due, of_default=self.of_default.scaled(self.factor))
         # So all ranks refuse or skip a step together.
         return due if self.is_finite_everywhere else RowGradients(due.plan, due.values, math.nan)
 
@@ -499,8 +519,17 @@ class SharedGradients(RowGradients):
             return float(norms.sum() if order == 0 else norms.max())
         return float((norms**order).sum() ** (1.0 / order))
 
+    def _check_no_default(self, got: str) -> None:
+        if self.of_default is not None:
+            raise UnsupportedError(
+                f"elements of gradients of {self.sharing.label} cannot be clipped: rows that are not admitted train one "
+                f"default row (Admission(default='shared')), and only its sum is known on all processes. Got {got}. "
+                "Nothing has changed. Clip by the norm, torch.nn.utils.clip_grad_norm_, or take default='first'."
+            )
+
     def clamped(self, low: float | None, high: float | None) -> SharedGradients:
         """Return the gradients with every element of the mean clamped to ``[low, high]``. All ranks call it."""
+        self._check_no_default(f"a clamp to [{low}, {high}]")
         placement = self.sharing.placement
         mean = self.scaled(self.factor)
         clamped = mean.with_values(np.clip(mean.values, low, high) * np.float32(placement.ranks))
