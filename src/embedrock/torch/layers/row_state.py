@@ -124,7 +124,7 @@ def are_apart() -> bool:
 
 
 def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
-    """Return a state dict with this process's rows in place of all shards under a prefix. `label` names the layer.
+    """Return a state dict with this process's rows in place of all rows under a prefix. `label` names the layer.
 
     Raises:
         ArgumentError: some shards are missing.
@@ -135,7 +135,10 @@ def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label:
         if match:
             parts.setdefault((int(match[2]), int(match[1])), {})[ROWS + match[3]] = rest.pop(key)
     if not parts:
-        return rest
+        meta = None if shard is None else rest.get(prefix + META)
+        if meta is None or is_reference(_meta(meta, label)) or part_of(meta) is not None:
+            return rest
+        parts[1, 0] = {key.removeprefix(prefix): rest.pop(key) for key in states if key.startswith(start)}  # has all rows
     ranks = min(parts)[0]
     if set(parts) != {(ranks, rank) for rank in range(ranks)}:
         got = ", ".join(f"{rank} of {of}" for of, rank in sorted(parts))
