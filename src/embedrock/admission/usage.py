@@ -12,7 +12,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.admission.clock import Clock, Reading
 from embedrock.admission.copy_on_write import Arrays, Columns, LastCopy, copied, damaged, int64
-from embedrock.admission.segments import Segments, counting_each, nth_of_equals
+from embedrock.admission.hash_segments import HashSegments, counting_each, nth_of_equals
 from embedrock.batch.id_table import IdNumbers
 from embedrock.spec.eviction import Eviction
 from embedrock.system.arena import returned
@@ -46,7 +46,7 @@ class UsageTracker:
 
     def __init__(self, eviction: Eviction, segments: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._eviction, self.clock = eviction, Clock(eviction.idle_seconds(), clock)
-        self._segments, self._room = Segments(segments), FIRST_ROWS if segments == 1 else FIRST_ROWS // 64
+        self._segments, self._room = HashSegments(segments), FIRST_ROWS if segments == 1 else FIRST_ROWS // 64
         self._counts, self._hands = (np.zeros(int(segments == 1), np.int64) for _ in range(2))  # by segment
         self._numbers, self._kept = IdNumbers(), eviction.kept()
         size = self._room * len(self._counts)
