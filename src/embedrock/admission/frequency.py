@@ -17,7 +17,7 @@ from embedrock.admission.copy_on_write import (
     damaged,
     int64,
 )
-from embedrock.admission.segments import Segments
+from embedrock.admission.hash_segments import HashSegments
 from embedrock.batch.id_table import IdNumbers
 from embedrock.kernels.constants import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.spec.admission import Admission
@@ -127,7 +127,7 @@ class CountMinSketch:
     """
 
     def __init__(self, admission: Admission, key: np.uint64, segments: int = 1) -> None:
-        self._bits, self._key, self._segments = admission.cell_bits, key, Segments(segments)
+        self._bits, self._key, self._segments = admission.cell_bits, key, HashSegments(segments)
         self._each = max(1, admission.lines // segments)  # lines of a segment
         self._changed, self._is_saved = np.zeros(0, np.uint8), False
         self._lines, self._snapshot = np.empty((0, SKETCH_LINE_BYTES), np.uint8), LastCopy()
@@ -156,14 +156,13 @@ class CountMinSketch:
         return counts
 
     def see(self, ids: np.ndarray) -> None:
+        ids = ids if self._segments.is_one else np.sort(ids)  # their order in a batch depends on the number of ranks
         firsts, residents = self._firsts(ids), kernels.cpu.residents
         if (snapshot := self._snapshot.now) is not None:
             lines = np.empty(len(ids), np.int64)
             kernels.cpu.launch(residents.lines_of, self._each, self._key, firsts, ids, lines)
             snapshot.keep(lines)
-        kernels.cpu.launch(
-            residents.see, self._lines, self._changed, self._each, self._bits, self._key, firsts, ids
-        )
+        kernels.cpu.launch(residents.see, self._lines, self._changed, self._each, self._bits, self._key, firsts, ids)
 
     def drop(self, ids: np.ndarray) -> None:
         """Do nothing: a sketch cannot delete counts."""
@@ -183,7 +182,9 @@ class CountMinSketch:
 
     @property
     def _small(self) -> dict[str, np.ndarray]:
-        return {} if self._segments.is_one else {"segments": self._segments.known.copy(), "lines": np.array([self._each])}
+        return (
+            {} if self._segments.is_one else {"segments": self._segments.known.copy(), "lines": np.array([self._each])}
+        )
 
     def changes(self) -> Columns | None:
         if not self._is_saved or 2 * np.count_nonzero(self._changed) > len(self._lines):

@@ -12,7 +12,7 @@ import numpy as np
 from embedrock import kernels
 from embedrock.admission.clock import Clock, Reading
 from embedrock.admission.copy_on_write import Arrays, Columns, LastCopy, copied, damaged, int64
-from embedrock.admission.segments import Segments, counting_each, nth_of_equals
+from embedrock.admission.hash_segments import HashSegments, counting_each, nth_of_equals
 from embedrock.batch.id_table import IdNumbers
 from embedrock.spec.eviction import Eviction
 from embedrock.system.arena import returned
@@ -46,7 +46,7 @@ class UsageTracker:
 
     def __init__(self, eviction: Eviction, segments: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._eviction, self.clock = eviction, Clock(eviction.idle_seconds(), clock)
-        self._segments, self._room = Segments(segments), FIRST_ROWS if segments == 1 else FIRST_ROWS // 64
+        self._segments, self._room = HashSegments(segments), FIRST_ROWS if segments == 1 else FIRST_ROWS // 64
         self._counts, self._hands = (np.zeros(int(segments == 1), np.int64) for _ in range(2))  # by segment
         self._numbers, self._kept = IdNumbers(), eviction.kept()
         size = self._room * len(self._counts)
@@ -135,7 +135,9 @@ class UsageTracker:
     def _numbers_of_segments(self, ids: np.ndarray) -> np.ndarray:
         numbers = self._segments.numbers_of(ids)
         if more := len(self._segments.known) - len(self._counts):
-            self._counts, self._hands = (np.append(old, np.zeros(more, np.int64)) for old in (self._counts, self._hands))
+            self._counts, self._hands = (
+                np.append(old, np.zeros(more, np.int64)) for old in (self._counts, self._hands)
+            )
         return numbers
 
     def _lay_out(self, room: int) -> None:
@@ -339,8 +341,14 @@ class UsageTracker:
         counts = self._counts if self._segments.is_one else int64(arrays, "count")
         if not np.array_equal(counts, self._counts) or not np.array_equal(self._ids[self._places], ids):
             raise damaged("the rows of each segment, one segment after the other")
-        if len(hands) not in (0, len(counts)) or not ((hands >= 0) & (hands < np.maximum(1, counts[: len(hands)]))).all():
+        if (
+            len(hands) not in (0, len(counts))
+            or not ((hands >= 0) & (hands < np.maximum(1, counts[: len(hands)]))).all()
+        ):
             raise damaged("a hand for each segment, at one of its rows")
         self._last[self._places], self._marks[self._places], self._hands[: len(hands)] = last, marks, hands
         self.clock.load(ticks.reshape(-1, 2), len(int64(arrays, "events")) > 0)
 
+    def adopt(self, ids: np.ndarray, step: int) -> None:
+        """Register existing records, as if the last step had used them."""
+        self._add(np.sort(ids), step)

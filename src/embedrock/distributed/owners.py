@@ -22,6 +22,7 @@ import numpy as np
 from embedrock.batch.ids import HASH_BITS, owners
 from embedrock.batch.plan import Plan, by_owner, make_plan, moved, owned
 
+
 class Split(NamedTuple):
     """Positions of a batch by destination rank.
 

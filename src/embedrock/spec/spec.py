@@ -86,8 +86,8 @@ class Spec:
             raise untrained(self.dtype, f"rule={self.rule}" if self.rule is not None else "admission= or eviction=")
         if self.segments != 1 and (self.segments not in SEGMENTS or not self.has_residents):
             raise ArgumentError(
-                f"`segments` must be 1, or of a table with admission or eviction one of {', '.join(map(str, SEGMENTS))}: "
-                f"got {self.segments!r}."
+                f"`segments` must be 1, or one of {', '.join(map(str, SEGMENTS))} with admission or eviction: got "
+                f"{self.segments!r}."
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
