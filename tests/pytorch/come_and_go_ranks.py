@@ -80,7 +80,7 @@ def drawn(seed: int, most_ranks: int) -> Program:
     for number in range(rng.choice((2, 3, 4))):
         least = 2 if on_disk and number == 0 and most_ranks > 1 else 1  # a table that one rank made has no parts
         names = [rng.choice(ACTS) for _ in range(rng.randint(1, 4))]
-        if ("look", "forget") in itertools.pairwise(names):  # rows that were looked up may be stepped, and stay
+        while ("look", "forget") in itertools.pairwise(names):  # rows that were looked up may be stepped, and stay
             names.remove("look")
         acts = tuple((name, rng.randrange(2**31)) for name in names)
         lives.append(Life(rng.randint(least, most_ranks), (("train", rng.randrange(2**31)), *acts), rng.random() < 0.8))

@@ -108,7 +108,9 @@ class RowLifecycle:
         """
         rows, new, nobody, step = None, ids[missing], ids[:0], self.steps + int(counts)
         turned_away = nobody
-        if counts and len(new) and (enough := self._reach_min_count(new, step)) is not None and not enough.all():
+        if counts:  # also without new ids: all ranks that share a table begin a period in the same step
+            self.begin_period(step)
+        if counts and len(new) and (enough := self._reach_min_count(new)) is not None and not enough.all():
             rows = np.ones(len(ids), bool)
             rows[missing] = enough
             ids, new, turned_away = ids[rows], new[enough], new[~enough]
@@ -123,11 +125,10 @@ class RowLifecycle:
             now = self.usage.clock.after(time, self.subject) if counts else self.usage.clock.read
         return AdmissionDecision(step, rows, turned_away, ids, new, excess, counts, now)
 
-    def _reach_min_count(self, ids: np.ndarray, step: int) -> np.ndarray | None:
-        """Return which ids reach `min_count` in this step, bool (n,). None: all ids."""
+    def _reach_min_count(self, ids: np.ndarray) -> np.ndarray | None:
+        """Return which ids reach `min_count` in a step, bool (n,). None: all ids."""
         if self.admission is None or self.admission.min_count == 1:
             return None
-        self.begin_period(step)
         now, before = self._counters
         return now.of(ids) + before.of(ids) + 1 >= self.admission.min_count
 
