@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 
 import numpy as np
 
+from embedrock.admission.lifecycle import RowLifecycle
+from embedrock.admission.moving import moved
 from embedrock.batch.plan import NO_DIRECT, SlotIndex
 from embedrock.distributed.commits import ShardCommit, ShardFolders, commits_of, last_of, layout_of, readable_of
 from embedrock.distributed.owners import Shard
@@ -226,6 +228,19 @@ class ShardChanges(RowChanges):
         return itertools.chain.from_iterable(self._shards)
 
 
+def lifecycles_of(
+    spec: Spec, tables: Sequence[Table], olds: Sequence[Shard], shards: Sequence[Shard]
+) -> Sequence[RowLifecycle | None]:
+    """Return the row lifecycle of each shard, out of those of old shards as of one commit; None without one."""
+    sources = list[tuple[int, RowLifecycle]]()
+    for old, table in zip(olds, tables, strict=True):
+        if (lifecycle := rows_of(table).lifecycle) is not None:
+            sources.append((old.first_segment, lifecycle))
+    if not sources:
+        return [None] * len(shards)
+    return [moved(spec, tables[0].subject, sources, shard.own_segments) for shard in shards]
+
+
 class ShardedTableReader(StorageManager):
     """The files of a sharded table, read as of a commit that all shards have."""
 
@@ -291,7 +306,18 @@ class ShardedTableReader(StorageManager):
         """Return admission and eviction statistics of all shards; each shard decides by itself."""
         found = [rows.lifecycle for part in self._parts.tables if (rows := rows_of(part)).lifecycle is not None]
         each = [lifecycle.stats() for lifecycle in found if lifecycle is not None]
-        return {name: sum(one[name] for one in each) for one in each[:1] for name in one}
+        made = {name: sum(one[name] for one in each) for one in each[:1] for name in one}
+        if made.get("pending", 0) < 0:  # unknown, in each of them
+            made["pending"] = -1
+        return made | ({"sketch_error": made["sketch_error"] / len(each)} if "sketch_error" in made else {})
+
+    def lifecycle_of(self, rows: TableState) -> RowLifecycle | None:
+        """Return the row lifecycle of all shards as one; that of the first shard for tables without segments."""
+        spec, tables = rows.spec, self._parts.tables
+        if spec.segments == 1:
+            return rows.lifecycle
+        shards = [Shard(rank, len(tables), segments=spec.segments) for rank in range(len(tables))]
+        return lifecycles_of(spec, tables, shards, [Shard(0, 1, segments=spec.segments)])[0]
 
     @property
     def where(self) -> str:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from embedrock.admission.lifecycle import PREFIX, RowLifecycle
-from embedrock.admission.moving import moved
 from embedrock.distributed.commits import (
     FILE,
     FOLDER,
@@ -33,6 +32,7 @@ from embedrock.distributed.commits import (
     marks_of,
 )
 from embedrock.distributed.owners import Shard
+from embedrock.distributed.reader import lifecycles_of
 from embedrock.errors import (
     ArgumentError,
     CorruptTableError,
@@ -263,12 +263,12 @@ class Resharding:
                     for table in made:  # an error may leave it incomplete
                         opened.enter_context(on_failure(rows_of(table).version.commit))
                 # Records of commits with one record layout can share a shard.
-                comes_and_goes = _lifecycles(tables, [olds[n] for n in sources], shards, made)
+                lifecycles = lifecycles_of(tables[0].spec, tables, [olds[n] for n in sources], shards)
                 if last and _layout(last[0]) == _layout(tables[0]):
                     _follow(last, tables, shards, made)
                 else:
-                    _fill(tables, shards, made, comes_and_goes)
-                for table, lifecycle in zip(made, comes_and_goes, strict=True):
+                    _fill(tables, shards, made, lifecycles)
+                for table, lifecycle in zip(made, lifecycles, strict=True):
                     rows_of(table).lifecycle = None  # the mirror of an earlier commit's does not go on
                     rows_of(table).let(lifecycle)
                 is_last = common is self.common
@@ -315,19 +315,6 @@ class Resharding:
 
 def _layout(table: Table) -> tuple[Any, ...]:
     return table.spec.rows, table.spec.seed, table.spec.layout
-
-
-def _lifecycles(
-    tables: Sequence[Table], olds: Sequence[Shard], shards: Sequence[Shard], made: Sequence[Table]
-) -> Sequence[RowLifecycle | None]:
-    """Return the row lifecycle of each new shard, of old shards as of one commit; None without one."""
-    sources, spec = list[tuple[int, RowLifecycle]](), tables[0].spec
-    for old, table in zip(olds, tables, strict=True):
-        if (lifecycle := rows_of(table).lifecycle) is not None:
-            sources.append((old.first_segment, lifecycle))
-    if not sources:
-        return [None] * len(made)
-    return [moved(spec, table.subject, sources, shard.own_segments) for table, shard in zip(made, shards, strict=True)]
 
 
 def _fill(

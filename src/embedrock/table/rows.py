@@ -210,6 +210,10 @@ class Location(ABC):
         """Record deleted ids, `count` of which had records; return whether the next commit must contain them."""
         return False
 
+    def lifecycle_of(self, rows: TableState) -> RowLifecycle | None:
+        """Return the row lifecycle of a table, with all of its rows."""
+        return rows.lifecycle
+
     def look(self) -> None:  # noqa: B027
         """Start an automatic commit if it is due. Takes the table lock."""
 

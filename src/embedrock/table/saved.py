@@ -32,7 +32,7 @@ WHOLE_NUMBERS = {"steps", "skipped_steps", "seed", "count"}
 HISTORY = "history_"
 LOADED_BYTES = 8 << 20  # of records, at a time
 DIGEST = "init_digest"  # of initial values from an array
-OPTIONAL = {DIGEST, *POLICIES}
+OPTIONAL = {DIGEST, "segments", *POLICIES}
 _NOBODY = np.empty(0, np.int64)
 
 
@@ -72,8 +72,8 @@ def saved_of(rows: TableState, batch_rows: int) -> SavedState:
 
 def remembered(rows: TableState) -> dict[str, np.ndarray]:
     """Return the state of a table outside of its records, by name: step history and row lifecycle."""
-    history = {} if rows.history is None else rows.history.state()
-    return {**history, **({} if rows.lifecycle is None else rows.lifecycle.state())}
+    history, lifecycle = {} if rows.history is None else rows.history.state(), rows.location.lifecycle_of(rows)
+    return {**history, **({} if lifecycle is None else lifecycle.state())}
 
 
 def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndarray], Exception]) -> None:
@@ -178,6 +178,13 @@ def check_header(header: dict[str, Any], rows: TableState) -> None:
         raise ArgumentError(
             f"a state for {rows.subject} must have counts of its admission, {own}: got those of {counted_by}. Make the "
             "table with the admission it was saved with."
+        )
+    had, segments = header.get("segments", 1), rows.spec.segments
+    if had != segments and rows.spec.has_residents and any(header.get(name) is not None for name in POLICIES):
+        raise ArgumentError(
+            f"a state for {rows.subject} must be of rows that come and go in {counted(segments, 'segment')}: got "
+            f"{had}. Make the table with segments={had}, as it was saved. Layers with sharded= make tables with "
+            "segments, and all others have one."
         )
     digest = header.get(DIGEST, expected[DIGEST])  # older headers have none
     if digest != expected[DIGEST]:

@@ -148,6 +148,7 @@ class KerasRowLayer(keras.layers.Layer):
         rows, dim = config["input_dim"], config["output_dim"]
         if config["sharded"]:
             shards.check_options(kind, rows, options)
+            options["segments"] = None  # as workers need them, if rows come and go
         group = config["group"]
         if group is not None and config["sharded"]:
             raise UnsupportedError(f"`group` of {kind} does not go with `sharded`. Leave one of them out.")

@@ -15,7 +15,7 @@ from embedrock.distributed.commits import layout_of, part_to_open
 from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.workers.cluster import WorkerGroup
-from embedrock.spec.description import POLICIES
+from embedrock.spec.admission import Admission
 from embedrock.system.paths import local_path
 from embedrock.table.table import Table
 
@@ -44,13 +44,13 @@ def current_shard(segments: int = 1) -> Shard:
 
 
 def check_options(kind: str, rows: Any, options: Mapping[str, Any]) -> None:
-    """Raise an error if a layer cannot be sharded: it has a ready-made table, or dynamic rows."""
-    for name in POLICIES:
-        if options[name] is not None:
-            raise UnsupportedError(
-                f"`{name}` of {kind} does not go with `sharded`, as workers would have to decide together who has a "
-                "record. Leave one of them out."
-            )
+    """Raise an error if a layer cannot be sharded: it has a ready-made table, or a default row."""
+    admission = options["admission"]
+    if isinstance(admission, Admission) and admission.default == "shared":
+        raise UnsupportedError(
+            f"`admission` of {kind} with default='shared' does not go with `sharded`, as each worker would train the "
+            "default row by its own part of the ids. Take default='first' or 'zeros'."
+        )
     if options["commit_every"] is not None:
         raise UnsupportedError(
             f"`commit_every` of {kind} does not go with `sharded`, as workers that are killed would begin again from "
