@@ -12,20 +12,24 @@ import pytest
 from embedrock.distributed import commits
 
 
-def run(lives: int, seed: int, latest: float) -> str:
+def run(lives: int, seed: int, latest: float, kind: str) -> str:
     program = Path(__file__).with_name("kill_ranks.py")
-    done = subprocess.run([sys.executable, program, str(lives), str(seed), str(latest)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, program, str(lives), str(seed), str(latest), kind], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_two_lives_leave_what_one_table_has() -> None:
-    assert re.match(r"2 lives, \d different commits, \d+ steps", run(2, 3, 2.0))
+@pytest.mark.parametrize("kind", ["stays", "goes"])
+def test_two_lives_leave_what_one_table_has(kind: str) -> None:
+    assert re.match(r"2 lives, \d different commits, \d+ steps", run(2, 3, 2.0, kind))
 
 
 @pytest.mark.slow
-def test_a_hundred_lives_leave_what_one_table_has() -> None:
-    found = re.match(r"100 lives, (\d+) different commits", run(100, 4, 4.0))
+@pytest.mark.parametrize("kind", ["stays", "goes"])
+def test_a_hundred_lives_leave_what_one_table_has(kind: str) -> None:
+    found = re.match(r"100 lives, (\d+) different commits", run(100, 4, 4.0, kind))
     assert found is not None
     assert int(found[1]) > 10  # many of them had time to commit
 

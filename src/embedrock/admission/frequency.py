@@ -221,7 +221,7 @@ class CountMinSketch:
             part = flat[start : start + SCANNED_BYTES]
             for shift in range(0, 8, self._bits):
                 full += int(np.count_nonzero((part >> shift & ((1 << self._bits) - 1)) >= count))
-        return (full / cells) ** SKETCH_DEPTH
+        return (full / max(1, cells)) ** SKETCH_DEPTH  # no segment has lines at first
 
     def state(self) -> dict[str, np.ndarray]:
         return {"sketch": copied(self._lines.reshape(-1).view(np.int64)), **self._small}

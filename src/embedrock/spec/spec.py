@@ -89,6 +89,12 @@ class Spec:
                 f"`segments` must be 1, or one of {', '.join(map(str, SEGMENTS))} with admission or eviction: got "
                 f"{self.segments!r}."
             )
+        most = None if self.segments == 1 or self.eviction is None else self.eviction.most_rows(self.record_bytes)
+        if most is not None and most < self.segments:
+            raise ArgumentError(
+                f"`max_rows` of a table with segments, as processes share it, must be at least their number, "
+                f"{self.segments}: got {most}, by {self.eviction}. Raise max_rows= or max_bytes=."
+            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
         self.init.check(self.rows, self.dim)
