@@ -54,9 +54,13 @@ def test_what_is_served_reads_rows_without_a_record_as_the_layer_does(default: s
     assert (layer.table.lookup([99]) != 0).all() == (default == "shared")
 
 
-def test_it_does_not_go_with_sharded():
-    with pytest.raises(er.UnsupportedError, match=r"`eviction` of erk.Embedding does not go with `sharded`"):
-        erk.Embedding(None, 4, sharded=True, eviction=er.Eviction(max_rows=9))
+def test_a_default_row_does_not_go_with_sharded():
+    with pytest.raises(
+        er.UnsupportedError, match=r"`admission` of erk.Embedding with default='shared' does not go with"
+    ):
+        erk.Embedding(None, 4, sharded=True, admission=er.Admission(2, default="shared"))
+    layer = erk.Embedding(None, 4, sharded=True, admission=er.Admission(2), eviction=er.Eviction(max_rows=999))
+    assert layer.table.spec.segments == 256
 
 
 def test_a_constraint_gives_nobody_a_record():

@@ -24,6 +24,7 @@ import embedrock.torch as ert
 from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import owners
 from embedrock.table.table import rows_of
+from lifecycles import whole_of
 from suites import records_of
 
 DIM, SPREAD, BLOCK = 3, 900, 24
@@ -126,9 +127,7 @@ class Player:
         if program.on_disk:
             options |= {"path": self.folder / "t.rock", "memory": "1MiB", "reshard": "auto", "keep": 3}
         kind = getattr(torch, program.dtype)
-        self.layer = ert.Embedding(
-            None, DIM, dtype=kind, sharded=group, positions=program.positions, **options  # pyright: ignore[reportArgumentType]
-        )
+        self.layer = ert.Embedding(None, DIM, dtype=kind, sharded=group, positions=program.positions, **options)
         rule: Any = program.rule
         given = {field.name: getattr(rule, field.name) for field in fields(rule)}
         self.rows = getattr(ert, type(rule).__name__)(self.layer, **given)
@@ -257,14 +256,14 @@ class Oracle:
             blocks = [block_of(seed + step, place) for place in range(count)]
             if self.program.positions:  # those of all ranks are one batch
                 rounds = [blocks[first : first + life.ranks] for first in range(0, count, life.ranks)]
-                blocks = [tuple(map(np.concatenate, zip(*each, strict=True))) for each in rounds]  # pyright: ignore
+                blocks = [tuple(map(np.concatenate, zip(*each, strict=True))) for each in rounds]
             self._step(blocks)
 
     def unevenly(self, seed: int, life: Life) -> None:
         for step in range(3):
             blocks = [block_of(seed + step, rank) for rank in range(life.ranks) if step < 3 - rank]
             if self.program.positions:
-                blocks = [tuple(map(np.concatenate, zip(*blocks, strict=True)))]  # pyright: ignore
+                blocks = [tuple(map(np.concatenate, zip(*blocks, strict=True)))]
             self._step(blocks)
 
     def _step(self, blocks: Sequence[Any]) -> None:
@@ -302,26 +301,3 @@ def check_life(oracle: Oracle, found: Sequence[Mapping[str, Any]]) -> None:
         total = sum(one["stats"][name] for one in found)
         assert total == stats[name] or stats[name] == -1, (name, total, stats[name])
     assert whole_of([one["state"] for one in found]) == whole_of([lifecycle.state()])
-
-
-def whole_of(states: Sequence[Mapping[str, np.ndarray]]) -> dict[Any, Any]:
-    """Return what is known of rows in lifecycles of all parts: of each id, and of each segment, in its order."""
-    found: dict[Any, Any] = {}
-    for state in states:
-        for counter in ("now", "before"):
-            own = {name: state.get(f"residents_{counter}_{name}") for name in ("ids", "counts", "segments", "sketch")}
-            if own["counts"] is not None:
-                found |= {(counter, each): count for each, count in zip(own["ids"], own["counts"], strict=True)}
-            elif own["segments"] is not None and len(own["segments"]):
-                lines = own["sketch"].reshape(len(own["segments"]), -1)
-                kept = zip(own["segments"].tolist(), lines, strict=True)
-                found |= {(counter, segment): line.tobytes() for segment, line in kept if line.any()}
-        if len(state.get("residents_uses_segments", ())):
-            names = ("segments", "count", "hand", "ids", "last", "marks")
-            segments, counts, hands, *rows = (state[f"residents_uses_{name}"] for name in names)
-            cuts = np.cumsum(counts)[:-1]
-            each = zip(segments, counts, hands, *(np.split(one, cuts) for one in rows), strict=True)
-            for segment, count, hand, *parts in each:
-                if count:
-                    found["uses", int(segment)] = (int(hand), *(part.tolist() for part in parts))
-    return found

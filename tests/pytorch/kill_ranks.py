@@ -1,8 +1,8 @@
 """Kill ranks that train and commit one table in parts, at random moments, and compare what is left with one table.
 
-``python kill_ranks.py LIVES SEED LATEST [KIND]``: each life has 1, 2 or 4 ranks, which go on from what the one before left, so
-that rows are shared out anew as they open. Whatever their number, a step has the same two blocks. Of kind
-``goes``, the table has an admission with a default row and an eviction.
+``python kill_ranks.py LIVES SEED LATEST [KIND]``: each life has 1, 2 or 4 ranks, which go on from what the one before
+left, so that rows are shared out anew as they open. Whatever their number, a step has the same two blocks. Of kind
+"goes", the table has an admission with a default row and an eviction.
 """
 
 from __future__ import annotations

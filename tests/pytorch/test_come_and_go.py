@@ -60,8 +60,8 @@ def test_a_shared_row_trains_and_goes_where_the_rows_go():
 
 @pytest.mark.filterwarnings("ignore:sharded=:UserWarning")
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(er.UnsupportedError, match=r"come and go .*, and cannot be shared out by sharded=True"):
-        ert.Embedding(None, 4, sharded=True, admission=er.Admission(2))
+    with pytest.raises(er.UnsupportedError, match=r"cannot come and go .* made with segments=1, and each process must"):
+        ert.Embedding(er.Table(None, 4, admission=er.Admission(2)), sharded=True)
     with pytest.raises(
         er.UnsupportedError, match=r"`max_norm` \(1.0\) of .* cannot go with admission=: a lookup would"
     ):

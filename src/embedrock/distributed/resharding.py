@@ -284,9 +284,9 @@ class Resharding:
         spec = source.spec
         if spec.has_residents and spec.segments == 1:
             raise UnsupportedError(
-                f"the rows of the table at {self.before.path!r} come and go (admission= or eviction=) without segments, "
-                "and each part decides by itself who has a record: they cannot be shared out anew. Nothing has "
-                "changed. Layers with sharded= make tables with segments."
+                f"the rows of the table at {self.before.path!r} come and go (admission= or eviction=) without "
+                "segments, and each part decides by itself who has a record: they cannot be shared out anew. Nothing "
+                "has changed. Layers with sharded= make tables with segments."
             )
         options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": self._memory}
         options |= {"segments": spec.segments, **spec.policies}

@@ -174,7 +174,8 @@ class SharedRow:
     def gradient(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the sum of some rows of gradients float32 (n, dim): float32 (1, dim), finite.
 
-        In a table without segments they are added in their order. A sum of finite values may overflow. It is then the largest float32, and the step moves the row as far.
+        In a table without segments they are added in their order. A sum of finite values may overflow. It is then the
+        largest float32, and the step moves the row as far.
         """
         if self._spec.segments > 1:
             own, largest = values[positions], largest_of(values[positions])

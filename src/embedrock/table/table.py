@@ -105,8 +105,9 @@ class Table(StoredVerbs):
             memory; of a table on disk 0.
         admission: admission of rows to records, an `Admission`; None: rows get records when they are stepped.
         eviction: eviction of rows from the table, an `Eviction`; None: no eviction.
-        segments: of a new table with admission or eviction that processes will share (``sharded=`` of layers): number of
-            parts of its ids that decide for themselves. 1, or 256, 512, 1024, 2048 or 4096. None: as layers choose.
+        segments: of a new table with admission or eviction that processes will share (``sharded=`` of layers): the
+            number of parts of its ids that decide for themselves, 1, or 256, 512, 1024, 2048 or 4096. None: as layers
+            choose.
 
     Attributes:
         device_memory, name: see above.

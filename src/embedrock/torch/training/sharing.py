@@ -522,9 +522,10 @@ class SharedGradients(RowGradients):
     def _check_no_default(self, got: str) -> None:
         if self.of_default is not None:
             raise UnsupportedError(
-                f"elements of gradients of {self.sharing.label} cannot be clipped: rows that are not admitted train one "
-                f"default row (Admission(default='shared')), and only its sum is known on all processes. Got {got}. "
-                "Nothing has changed. Clip by the norm, torch.nn.utils.clip_grad_norm_, or take default='first'."
+                f"elements of gradients of {self.sharing.label} cannot be clipped: rows that are not admitted train "
+                "one default row (Admission(default='shared')), and only its sum is known on all processes. Got "
+                f"{got}. Nothing has changed. Clip by the norm, torch.nn.utils.clip_grad_norm_, or take "
+                "default='first'."
             )
 
     def clamped(self, low: float | None, high: float | None) -> SharedGradients:
