@@ -25,6 +25,7 @@ from embedrock.store import compaction
 from embedrock.store.segments import Log
 from embedrock.system import platform
 from embedrock.table.table import rows_of
+from lifecycles import whole_of
 from slow import slow
 
 DIM, ROWS = 4, 300
@@ -282,9 +283,11 @@ def test_what_cannot_be_resharded_is_told(tmp_path: Path) -> None:
 class Model:
     """A table in parts, beside one in RAM that is told the same: what each commit with a name must be."""
 
-    def __init__(self, path: str, seed: int) -> None:
+    def __init__(self, path: str, seed: int, policies: dict[str, Any]) -> None:
         self.path, self.draw, self.ranks, self.steps = path, np.random.default_rng(seed), 2, 0
-        self.alone = er.Table(1000, DIM, seed=3, rule=er.Adam(lr=0.1))
+        self.made_by: dict[str, Any] = {"seed": 3, "rule": er.Adam(lr=0.1), **policies}
+        self.made_by |= {"segments": None} if policies else {}
+        self.alone = er.Table(1000, DIM, **self.made_by)
         self.named: dict[str, dict[str, Any]] = {}
         # Ids that were forgotten since a commit: whether it has them still is not looked at here.
         self.gone: dict[str, set[int]] = {}
@@ -298,10 +301,11 @@ class Model:
         if (self.committed or {}).get("steps"):
             self.tables = [er.open(path, **options) for path in paths]
         else:
-            self.tables = [er.Table(1000, DIM, path=path, seed=3, rule=er.Adam(lr=0.1), **options) for path in paths]
+            self.tables = [er.Table(1000, DIM, path=path, **self.made_by, **options) for path in paths]
 
     def own(self, ids: np.ndarray) -> list[np.ndarray]:
-        return [Shard(rank, self.ranks).owns(ids) for rank in range(self.ranks)]
+        segments = self.alone.spec.segments
+        return [Shard(rank, self.ranks, segments=segments).owns(ids) for rank in range(self.ranks)]
 
     def train(self) -> None:
         for _ in range(int(self.draw.integers(1, 4))):
@@ -392,20 +396,42 @@ class Model:
                 told.append([each[order][~np.isin(got[order], list(self.gone[name]))] for each in (got, of)])
             for ours, expected in zip(*told, strict=True):
                 np.testing.assert_array_equal(ours, expected)
+            self.check_lifecycle([table.spec for table in found], [rows_of(table).lifecycle for table in found], state)
             for table in found:
                 table.close()
+
+    def check_lifecycle(self, specs: list[Any], found: list[Any], state: dict[str, Any]) -> None:
+        """Compare what all parts know of rows with what one table knew."""
+        if None in found:
+            return
+        assert {spec.segments for spec in specs} == {self.alone.spec.segments}
+        of_one = er.Table(1000, DIM, **self.made_by)
+        of_one.load_state(state)
+        one: Any = rows_of(of_one).lifecycle
+        for each in (*found, one):
+            each.begin_period(each.steps + 1)
+        assert {each.steps for each in found} == {one.steps}
+        assert {name: sum(each.counts[name] for each in found) for name in one.counts} == one.counts
+        assert whole_of([each.state() for each in found]) == whole_of([one.state()])
 
 
 ACTS = ["train"] * 4 + ["commit_named"] * 2 + ["commit_plain", "cut_short", "lose", "compact", "release", "go_back"]
 ACTS += ["reshard"] * 2 + ["forget"]
+POLICIES: list[dict[str, Any]] = [
+    {"admission": er.Admission(2, within=3), "eviction": er.Eviction(max_rows=300, idle=9)},
+    {"admission": er.Admission(2, within=4, sketch="64KiB", default="zeros"), "eviction": er.Eviction(max_rows=256)},
+]
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.filterwarnings("ignore::embedrock.UncommittedWarning")
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 40))])
-def test_every_commit_with_a_name_stays_whatever_happens(tmp_path: Path, seed: int) -> None:
-    model = Model(str(tmp_path / "users.rock"), seed)
-    for act in ["train", "commit_named", *model.draw.choice(ACTS, 25)]:
+@pytest.mark.parametrize("comes_and_goes", [False, True])
+def test_every_commit_with_a_name_stays_whatever_happens(tmp_path: Path, seed: int, comes_and_goes: bool) -> None:
+    model = Model(str(tmp_path / "users.rock"), seed, POLICIES[seed % 2] if comes_and_goes else {})
+    # What was forgotten is left out of earlier commits, and one table that goes back to them has it again.
+    acts = [act for act in ACTS if act != "forget" or not comes_and_goes]
+    for act in ["train", "commit_named", *model.draw.choice(acts, 25)]:
         getattr(model, act)()
         model.check()
 

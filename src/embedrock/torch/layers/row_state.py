@@ -138,9 +138,8 @@ def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label:
         meta = None if shard is None else rest.get(prefix + META)
         if meta is None or is_reference(_meta(meta, label)) or part_of(meta) is not None:
             return rest
-        parts[1, 0] = {
-            key.removeprefix(prefix): rest.pop(key) for key in states if key.startswith(start)
-        }  # has all rows
+        own = [key for key in states if key.startswith(start)]  # of all rows
+        parts[1, 0] = {key.removeprefix(prefix): rest.pop(key) for key in own}
     ranks = min(parts)[0]
     if set(parts) != {(ranks, rank) for rank in range(ranks)}:
         got = ", ".join(f"{rank} of {of}" for of, rank in sorted(parts))
