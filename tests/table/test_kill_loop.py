@@ -233,7 +233,7 @@ class Story:
 
     def _check_kept(self, table: er.Table) -> None:
         """Fail unless all commits that have a name are there, and open the oldest of them."""
-        steps = {commit["commit"]: commit["step"] for commit in table.commits()}
+        steps = {commit["commit"]: commit["step"] or 0 for commit in table.commits()}  # commit 0 has none
         assert all(steps.get(commit) in possible for commit, possible in self._kept.items()), (steps, self._kept)
         since = min(steps)
         check_changes(table, since, self.ram.after(steps[since]), self.ram.after(steps[table.last_commit]))
