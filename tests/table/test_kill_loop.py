@@ -63,6 +63,8 @@ class Clock(threading.Thread):
             except BaseException as error:
                 self.error = error
         os.kill(self._pid, {"term": signal.SIGTERM, "int": signal.SIGINT}.get(self._way, signal.SIGKILL))
+        if self._way == "int" and not self._cancelled.wait(60):
+            os.kill(self._pid, signal.SIGKILL)  # Python drops a KeyboardInterrupt of a callback of a weak reference
 
     def cancel(self) -> None:
         self._cancelled.set()
