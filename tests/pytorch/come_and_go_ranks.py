@@ -52,6 +52,7 @@ class Program:
     eviction: er.Eviction | None
     on_disk: bool
     positions: bool
+    depth: int
     lives: tuple[Life, ...]
 
     @property
@@ -93,6 +94,7 @@ def drawn(seed: int, most_ranks: int) -> Program:
         None if have == "admission" else eviction,
         on_disk,
         rng.random() < 0.2,
+        rng.choice((0, 0, 1, 3)),
         tuple(lives),
     )
 
@@ -135,23 +137,27 @@ class Player:
             ert.load(self.layer, self.folder / "saved")
 
     def train(self, seed: int) -> None:
+        batches = []
         for step, count in enumerate(steps_of(seed)):
             for first in range(0, count, self.life.ranks):
-                place = first + self.rank
-                ids, grads = block_of(seed + step, place if place < count else 10**6)
-                ids, grads = (ids, grads) if place < count else (ids[:0], grads[:0])
-                out = self.layer(torch.from_numpy(ids))
-                out.backward(torch.from_numpy(grads).to(out.dtype))
-            self.step()
+                ids, grads = block_of(seed + step, first + self.rank)
+                there = slice(None if first + self.rank < count else 0)
+                batches.append((ids[there], grads[there], first + self.life.ranks >= count))
+        self._train(batches)
+
+    def _train(self, batches: Sequence[tuple[np.ndarray, np.ndarray, bool]]) -> None:
+        """Train by ids and gradients of batches. The last batch of a step says so."""
+        depth = self.program.depth
+        for ids, grads, is_last in ert.prefetch(batches, {self.layer: lambda one: one[0]}, depth) if depth else batches:
+            out = self.layer(torch.from_numpy(ids))
+            out.backward(torch.from_numpy(grads).to(out.dtype))
+            if is_last:
+                self.step()
 
     def unevenly(self, seed: int) -> None:
         """Train by batches of which each rank has another number."""
         with ert.uneven(self.layer):
-            for step in range(3 - self.rank):
-                ids, grads = block_of(seed + step, self.rank)
-                out = self.layer(torch.from_numpy(ids))
-                out.backward(torch.from_numpy(grads).to(out.dtype))
-                self.step()
+            self._train([(*block_of(seed + step, self.rank), True) for step in range(3 - self.rank)])
         self.layer.handle.sharing  # noqa: B018  # waits until all have left: verbs of tables do not
 
     def step(self) -> None:

@@ -81,7 +81,7 @@ def test_programs_of_a_few_seeds_have_everything_that_can_be_drawn() -> None:
 def test_a_count_too_many_is_found(tmp_path: Path) -> None:
     admission = er.Admission(3)
     life = Life(1, (("train", 5),), False)
-    program = Program(1, er.SGD(lr=0.5), "float32", admission, er.Eviction(max_rows=300), False, False, (life,))
+    program = Program(1, er.SGD(lr=0.5), "float32", admission, er.Eviction(max_rows=300), False, False, 0, (life,))
     oracle, found = Oracle(program), play(0, program, 0, str(tmp_path))
     assert found is not None
     oracle.live(life)
