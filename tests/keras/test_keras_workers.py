@@ -21,6 +21,7 @@ from workers import outcomes_of, run
 import embedrock as er
 import embedrock.keras as erk
 from benchmarks.processes import child_environment
+from embedrock.batch.ids import HASH_BITS
 from embedrock.distributed.owners import owners
 from embedrock.distributed.resharding import reshard
 from embedrock.errors import ArgumentError, EmbedrockError
@@ -62,8 +63,8 @@ def model_of(strategy: Any, embedding: Any, optimizer: Any) -> Any:
     return distribute(model) if has_several_workers(strategy) else model
 
 
-def rows_of(sharded: bool, path: Path | None = None) -> Any:
-    return erk.Embedding(twins.ROWS, twins.DIM, er.Normal(std=0.1), seed=5, path=path, sharded=sharded)
+def rows_of(sharded: bool, path: Path | None = None, **policies: Any) -> Any:
+    return erk.Embedding(twins.ROWS, twins.DIM, er.Normal(std=0.1), seed=5, path=path, sharded=sharded, **policies)
 
 
 def adam() -> Any:
@@ -80,12 +81,13 @@ def state_of(model: Any) -> dict[str, Any]:
         "dense": dense,
         "steps": table.steps,
         "path": table.path,
+        "bits": HASH_BITS if table.spec.segments == 1 else table.spec.segments.bit_length() - 1,
     }
 
 
 def merged(results: list[dict[str, Any]]) -> np.ndarray:
     """Return the rows of a sharded table, each of its owner."""
-    of = owners(np.arange(twins.ROWS), len(results))
+    of = owners(np.arange(twins.ROWS), len(results), results[0]["bits"])
     return np.stack([results[rank]["rows"][row] for row, rank in enumerate(of)])
 
 
@@ -107,14 +109,15 @@ def check_state(results: list[dict[str, Any]], expected: dict[str, Any], sharded
 def check_parts(results: list[dict[str, Any]], stepped: np.ndarray) -> None:
     """Check that each worker has its own rows, and no others."""
     for rank, result in enumerate(results):
-        np.testing.assert_array_equal(result["stepped"], stepped[owners(stepped, len(results)) == rank])
+        of = owners(stepped, len(results), result["bits"])
+        np.testing.assert_array_equal(result["stepped"], stepped[of == rank])
 
 
 # ---------------------------------------------------------------- training
 
 
-def fitted(strategy: Any, sharded: bool, path: Path | None = None) -> dict[str, Any]:
-    model = model_of(strategy, lambda: rows_of(sharded, path), adam)
+def fitted(strategy: Any, sharded: bool, path: Path | None = None, **policies: Any) -> dict[str, Any]:
+    model = model_of(strategy, lambda: rows_of(sharded, path, **policies), adam)
     history = model.fit(dataset(), epochs=2, verbose=0).history
     predicted = model.predict(dataset().map(lambda ids, _: ids), verbose=0)
     return {**state_of(model), "losses": history["loss"], "predicted": predicted}
@@ -179,6 +182,8 @@ def tour(folder: Path) -> dict[str, dict[str, Any]]:
     strategy = strategy_here()
     made = {"replicated": fitted(strategy, False), "sharded on disk": fitted(strategy, True, folder / "items.rock")}
     made["replicated"]["drawn"] = drawn_seeds(strategy)
+    policies = {"admission": er.Admission(2, within=6, default="zeros"), "eviction": er.Eviction(idle=2)}
+    made["sharded, rows come and go"] = fitted(strategy, True, **policies)
     return made
 
 
@@ -209,6 +214,7 @@ def check_tour(function: Any, folder: Path) -> None:
     expected = run(function, folder / "one", workers=1)[0]
     for name, one in expected.items():
         results = [each[name] for each in by_workers]
+        assert name != "sharded, rows come and go" or 0 < len(one["stepped"]) < len(expected["replicated"]["stepped"])
         check_state(results, one, "sharded" in name)
         for key in one.keys() & {"losses", "predicted", "scale", "iterations", "drawn"}:
             np.testing.assert_allclose(results[0][key], one[key], **ROUNDING)
