@@ -182,7 +182,11 @@ def tour(folder: Path) -> dict[str, dict[str, Any]]:
     strategy = strategy_here()
     made = {"replicated": fitted(strategy, False), "sharded on disk": fitted(strategy, True, folder / "items.rock")}
     made["replicated"]["drawn"] = drawn_seeds(strategy)
-    policies = {"admission": er.Admission(2, within=6, default="zeros"), "eviction": er.Eviction(idle=2)}
+    policies: dict[str, Any] = {
+        "admission": er.Admission(2, within=6, default="zeros"),
+        "eviction": er.Eviction(idle=2),
+    }
+    policies["rule"] = er.Adam()
     made["sharded, rows come and go"] = fitted(strategy, True, **policies)
     return made
 
