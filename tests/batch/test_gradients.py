@@ -6,8 +6,11 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from embedrock import RowGradients
+from embedrock.batch.gradients import counted_in_units, largest_of, sum_of_units
 from embedrock.batch.plan import SMALL_BATCH, make_plan
 
 DIM = 3
@@ -77,3 +80,30 @@ def test_nonfinite_rows_are_named() -> None:
     whole = RowGradients.sum(make_plan(ids), grads)
     assert not whole.is_finite
     assert set(whole.nonfinite_ids().tolist()) == {int(ids[7]), int(ids[30])}
+
+
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False), min_size=1, max_size=40),
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+)
+def test_sums_in_units_are_the_same_bits_in_any_order_and_in_any_parts(
+    numbers: list[float], seed: int, parts: int
+) -> None:
+    values = np.array(numbers, np.float32)[:, None]
+    largest = largest_of(values)
+    whole = sum_of_units(counted_in_units(values, largest), largest)
+    order = np.random.default_rng(seed).permutation(len(values))
+    summed = sum(counted_in_units(part, largest) for part in np.array_split(values[order], parts))
+    np.testing.assert_array_equal(sum_of_units(np.asarray(summed), largest), whole)
+    exact = math.fsum(numbers)
+    assert abs(whole.item() - exact) <= len(numbers) * largest * 2.0**-30 + abs(exact) * 2.0**-24
+
+
+def test_sums_in_units_stay_finite() -> None:
+    most = np.full((3, 1), np.finfo(np.float32).max, np.float32)
+    assert sum_of_units(counted_in_units(most, largest_of(most)), largest_of(most)) == most[:1]
+    assert sum_of_units(counted_in_units(-most, largest_of(most)), largest_of(most)) == -most[:1]
+    nothing = np.zeros((2, 3), np.float32)
+    assert sum_of_units(counted_in_units(nothing, 0.0), 0.0).tolist() == [[0.0, 0.0, 0.0]]
+    assert largest_of(nothing[:0]) == -1

@@ -15,6 +15,8 @@ import embedrock as er
 from embedrock.cli.main import main
 from embedrock.distributed.commits import ShardFolders, part_to_open
 from embedrock.distributed.owners import Shard
+from embedrock.table.table import rows_of
+from lifecycles import whole_of
 
 DIM, ROWS = 4, 3000
 
@@ -27,10 +29,11 @@ class Together:
         ranks: how many.
         rule: of all.
         seed: of all.
+        policies: of all.
     """
 
-    def __init__(self, path: Path, ranks: int, rule: er.Rule, seed: int = 3) -> None:
-        same: dict[str, Any] = {"seed": seed, "rule": rule, "init": er.Normal(std=0.1)}
+    def __init__(self, path: Path, ranks: int, rule: er.Rule, seed: int = 3, **policies: Any) -> None:
+        same: dict[str, Any] = {"seed": seed, "rule": rule, "init": er.Normal(std=0.1), **policies}
         self.path = str(path)
         self.parts = [
             er.Table(None, DIM, path=part_to_open(self.path, rank, ranks, "users"), memory="2MiB", **same)
@@ -43,7 +46,7 @@ class Together:
         ids, grads = draw.integers(0, 9000, ROWS), draw.normal(size=(ROWS, DIM)).astype(np.float32)
         self.alone.update(ids, grads)
         for rank, part in enumerate(self.parts):
-            own = Shard(rank, len(self.parts)).owns(ids)
+            own = Shard(rank, len(self.parts), segments=self.alone.spec.segments).owns(ids)
             part.update(ids[own], grads[own])
 
     def commit(self, step: int, ranks: slice = slice(None)) -> None:
@@ -197,3 +200,46 @@ def test_parts_know_which_ids_have_rows(tmp_path: Path) -> None:
     with pytest.raises(er.ArgumentError, match=r"must be a row of shape \(4,\)"):
         er.open(both.path, mode="r", missing=[0.25])
     both.close()
+
+
+COUNTS = ("admitted", "evicted", "gradients_dropped", "pending", "rows_touched")
+
+
+@pytest.mark.parametrize("sketch", [None, "64KiB"])
+def test_parts_whose_rows_come_and_go_are_one_table(tmp_path: Path, sketch: str | None) -> None:
+    policies = {"admission": er.Admission(2, sketch=sketch, default="zeros"), "eviction": er.Eviction(max_rows=1500)}
+    both = Together(tmp_path / "users.rock", 3, er.Adam(lr=0.1), segments=None, **policies)
+    both.step(0)
+    both.commit(1)
+    first = both.alone.export()
+    for step in range(1, 4):
+        both.step(step)
+    both.commit(4)
+    both.close()
+    every = np.arange(9600)
+    with er.open(both.path, mode="r") as table:
+        np.testing.assert_array_equal(table.lookup(every), both.alone.lookup(every))
+        found, expected = table.stats(), both.alone.stats()
+        assert {name: found[name] for name in COUNTS} == {name: expected[name] for name in COUNTS}
+        assert found["sketch_error"] == pytest.approx(expected["sketch_error"], rel=0.5)
+        mirror = dict(zip(*map(np.ndarray.tolist, first), strict=True))
+        for ids, rows, gone in table.changes(since=table.commits()[0]["commit"]):
+            mirror |= dict(zip(ids.tolist(), rows.tolist(), strict=True))
+            for each in gone.tolist():
+                mirror.pop(each, None)
+        ids, rows = both.alone.export()
+        assert mirror == dict(zip(ids.tolist(), rows.tolist(), strict=True))
+        # It is trained on as one table, with all that the parts knew.
+        one = er.Table(None, DIM, rule=er.Adam(lr=0.1), init=er.Normal(std=0.1), segments=256, **policies)
+        one.load_state(table)
+        other = er.Table(None, DIM, rule=er.Adam(lr=0.1), init=er.Normal(std=0.1), **policies)
+        with pytest.raises(er.ArgumentError, match=r"come and go in 1 segment: got 256\. Make .* with segments=256"):
+            other.load_state(table)
+    draw = np.random.default_rng(9)
+    for _ in range(3):
+        ids, grads = draw.integers(0, 9000, ROWS), draw.normal(size=(ROWS, DIM)).astype(np.float32)
+        one.update(ids, grads)
+        both.alone.update(ids, grads)
+    for ours, theirs in zip(one.export(), both.alone.export(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert whole_of([rows_of(one).lifecycle.state()]) == whole_of([rows_of(both.alone).lifecycle.state()])  # pyright: ignore[reportOptionalMemberAccess]

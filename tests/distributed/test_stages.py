@@ -40,6 +40,20 @@ def test_owners_are_ranges_of_hashes_so_those_of_other_numbers_of_ranks_are_neig
     assert ((low <= second) & (second < high)).all()
 
 
+@given(IDS, st.integers(1, 600), st.sampled_from([256, 1024, 4096]))
+def test_a_rank_owns_whole_segments(ids: np.ndarray, ranks: int, segments: int) -> None:
+    shards = [Shard(rank, ranks, segments=segments) for rank in range(ranks)]
+    own = np.array([shard.own_segments for shard in shards])
+    assert (own.sum(axis=0) == 1).all()
+    of = owners(ids, segments)
+    np.testing.assert_array_equal(shards[0].owners(ids), own.argmax(axis=0)[of])
+    for shard in shards[:: max(1, ranks // 5)]:
+        np.testing.assert_array_equal(shard.owns(ids), shard.own_segments[of])
+        if shard.own_segments.any():
+            assert shard.first_segment == np.flatnonzero(shard.own_segments)[0]
+        assert shard.split(ids).counts[shard.rank] == shard.owns(ids).sum()
+
+
 def test_owners_share_out_strided_ids_evenly() -> None:
     for stride in (1, 3, 1000, 2**20):
         counts = np.bincount(owners(np.arange(40_000) * stride, 4), minlength=4)

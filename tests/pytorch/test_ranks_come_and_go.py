@@ -99,6 +99,7 @@ def refused(rank: int, folder: str) -> dict[str, str]:
     said = {}
     options: dict[str, Any] = {"seed": 1, "admission": er.Admission(2, default="shared")}
     layer = ert.Embedding(None, 3, sharded=True, **options)
+    handle: Any = layer.handle
     optimizer = ert.SGD(layer, lr=1.0, clip_value=0.5)
 
     def backward() -> None:
@@ -108,7 +109,7 @@ def refused(rank: int, folder: str) -> dict[str, str]:
     said["clip_value"] = told(optimizer.step)
     optimizer.zero_grad()
     backward()
-    said["clamp"] = told(lambda: layer.handle.grad.clamp_(-1, 1))
+    said["clamp"] = told(lambda: handle.grad.clamp_(-1, 1))
     before = layer.table.steps
     optimizer = ert.SGD(layer, lr=1.0)
     own = np.arange(6)[rows_of(layer.table).owns(np.arange(6))]  # pyright: ignore[reportOptionalCall]

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from embedrock.batch.gradients import (
-    DefaultRowGradient,
-    RowGradients,
-    counted_in_units,
-    largest_of,
-    sum_of_units,
-)
+from embedrock.batch.gradients import DefaultRowGradient, RowGradients, counted_in_units, largest_of, sum_of_units
 from embedrock.distributed import stages
 from embedrock.distributed.messages import WORD, Letter, Mail, MessageReader, as_sent, length, pack_all
 from embedrock.distributed.owners import Shard, SharedPlan
@@ -202,7 +196,7 @@ class Exchange:
         found = []
         for place, (member, grads) in enumerate(folded):
             _check_steps(member, theirs[:, count + place].tolist())
-            summed = replace(grads, of_default=of_default.get(place))
+            summed = replace(grads, of_default=of_default[place]) if place in of_default else grads
             found.append((member, summed, member.placement.total(theirs[:, place])))
         return found
 

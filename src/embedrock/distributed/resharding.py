@@ -318,10 +318,7 @@ def _layout(table: Table) -> tuple[Any, ...]:
 
 
 def _fill(
-    tables: Sequence[Table],
-    shards: Sequence[Shard],
-    made: Sequence[Table],
-    lifecycles: Sequence[RowLifecycle | None],
+    tables: Sequence[Table], shards: Sequence[Shard], made: Sequence[Table], lifecycles: Sequence[RowLifecycle | None]
 ) -> None:
     """Fill new shards in one pass over the old shards that overlap them, in the order of the ids.
 

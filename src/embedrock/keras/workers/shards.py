@@ -45,12 +45,7 @@ def current_shard(segments: int = 1) -> Shard:
 
 def check_options(kind: str, rows: Any, options: Mapping[str, Any]) -> None:
     """Raise an error if a layer cannot be sharded: it has a ready-made table, or a default row."""
-    admission = options["admission"]
-    if isinstance(admission, Admission) and admission.default == "shared":
-        raise UnsupportedError(
-            f"`admission` of {kind} with default='shared' does not go with `sharded`, as each worker would train the "
-            "default row by its own part of the ids. Take default='first' or 'zeros'."
-        )
+    _check_default(kind, options["admission"])
     if options["commit_every"] is not None:
         raise UnsupportedError(
             f"`commit_every` of {kind} does not go with `sharded`, as workers that are killed would begin again from "
@@ -60,6 +55,14 @@ def check_options(kind: str, rows: Any, options: Mapping[str, Any]) -> None:
         raise ArgumentError(
             f"`sharded` of {kind} goes with a table that the layer makes: got a ready-made er.Table. Give the layer "
             "its number of rows, and path= for a table on disk."
+        )
+
+
+def _check_default(kind: str, admission: Any) -> None:
+    if isinstance(admission, Admission) and admission.default == "shared":
+        raise UnsupportedError(
+            f"`admission` of {kind} with default='shared' does not go with `sharded`, as each worker would train the "
+            "default row by its own part of the ids. Take default='first' or 'zeros'."
         )
 
 
@@ -78,6 +81,7 @@ def folder_of_shard(path: str | os.PathLike[str], label: str) -> str:
 
 def note(table: Table, wire: str) -> None:
     """Record that a table is this worker's shard, whose rows are sent as `wire`."""
+    _check_default(table.subject, table.spec.admission)  # which files may have
     _shards[table] = current_shard(table.spec.segments), wire
 
 

@@ -420,7 +420,8 @@ class SharedTable:
         None: the table has no default row that ranks train together.
         """
         rows = rows_of(self.table)
-        if rows.shared is None or not isinstance(self.placement, Shard) or self.placement.holder is not None:
+        is_whole = not isinstance(self.placement, Shard) or self.placement.holder is not None
+        if rows.shared is None or is_whole or self.table.mode != "w":
             return None
         with rows.table_lock.whole():
             decision = prepare(rows, grads.plan).decision
