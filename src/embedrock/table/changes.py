@@ -19,9 +19,10 @@ from embedrock.initializers import FromArray, FromSafetensors, Given, Initialize
 from embedrock.optimizers import Rule
 from embedrock.spec.spec import OPEN_IDS, Spec, check_count
 from embedrock.storage.backend import Backend
+from embedrock.storage.record_pools import MOVED_BYTES
 from embedrock.storage.records import SharedRow
 from embedrock.table import reading
-from embedrock.table.rows import TableState
+from embedrock.table.rows import NOBODY, TableState
 
 
 class RuleTaker(NamedTuple):
@@ -209,6 +210,61 @@ def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
     rows.grow(grown_spec(rows.spec, count, init, rows.subject))
 
 
+def has_more(spec: Spec, count: int | None) -> bool:
+    """Return whether a table has more rows than `count`. Open ids are more than any number."""
+    return isinstance(count, int) and (spec.rows is None or spec.rows > count)
+
+
+def outside(ids: np.ndarray, count: int | None) -> np.ndarray:
+    """Return which ids a table of `count` rows does not have, bool of their shape."""
+    return np.zeros(ids.shape, bool) if count is None else (ids < 0) | (ids >= count)
+
+
+def shrink(rows: TableState, count: int) -> int:
+    """Shrink to `count` rows: see `Table.shrink`."""
+    rows.check_commit()
+    check_count("`rows`", count)
+    if rows.executor is not None:
+        raise UnsupportedError(
+            f"{rows.subject} cannot shrink while its rows are used {rows.executor!r}. Call shrink({count}) of a layer, "
+            "which brings them back to the CPU first, and to the GPU again at its next call."
+        )
+    spec, lifecycle = rows.spec, rows.lifecycle
+    if not has_more(spec, count):
+        if spec.rows == count:
+            return 0
+        raise ArgumentError(f"`rows` of {rows.subject} must be less to shrink: got {count}. Call grow({count}).")
+    if isinstance(spec.init, FromSafetensors):
+        raise ArgumentError(
+            f"first values of {rows.subject} are those of a published table, {spec.init}, which has as many rows: got "
+            f"{count}. Leave its rows, and use ids below {count}."
+        )
+    init = cut_values(spec.init, count) if isinstance(spec.init, FromArray) else spec.init
+    pools, old = rows.location.idle_pools(), rows.tier
+    gone = np.concatenate([NOBODY, *(ids[outside(ids, count)] for ids in old.id_batches(reading.EXPORT_BATCH_ROWS))])
+
+    def fill(made: Backend) -> None:
+        made.check_room(old.count - len(gone))
+        for ids, records in old.record_batches(max(1, MOVED_BYTES // spec.record_bytes)):
+            stay = ~outside(ids, count)
+            made.bulk_insert(ids[stay], records[stay])
+
+    fewer = replace(spec, rows=count, init=init)
+    made = pools.replaced(old, fewer, fill, rows.subject)
+    if lifecycle is not None:
+        counted_ids = lifecycle.counted
+        lifecycle.forget(np.union1d(gone, counted_ids[outside(counted_ids, count)]), gone)
+        lifecycle.leave(gone)
+    rows.install(fewer, made, rows.history, rows.steps, rows.skipped_steps, lifecycle=lifecycle)
+    rows.tell()
+    return len(gone)
+
+
+def cut_values(init: FromArray, count: int) -> FromArray:
+    """Return initial values of the first `count` rows."""
+    return type(init)(init.array[:count])
+
+
 def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject: str) -> Spec:
     """Return the spec of a table with more rows, None for open ids. Raise `ArgumentError` if it has as many."""
     had = spec.rows
@@ -217,8 +273,7 @@ def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject:
     if had is None or (count is not None and count < had):
         has = "takes any int64 as an id" if had is None else f"has {had}"
         raise ArgumentError(
-            f"`rows` of {subject} can only grow: got {count}, and it {has}. For fewer, make a new table, and write the "
-            "rows that are to stay by assign(ids, values)."
+            f"`rows` of {subject} can only grow: got {count}, and it {has}. For fewer, call shrink({count})."
         )
     return replace(spec, rows=count, init=_first_values(spec.init, had, count, init, subject))
 
@@ -229,7 +284,7 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
             raise ArgumentError(f"`init` of {subject} stays {own} when it grows: got {init}. Leave it out.")
         return own
     if isinstance(init, FromArray) and type(init) is type(own) and len(init.array) == count:
-        first = type(init)(init.array[:had])
+        first = cut_values(init, had)
         if first.describe() == own.describe() and first.digest == own.digest:
             return init
     if isinstance(own, FromSafetensors):
