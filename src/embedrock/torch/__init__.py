@@ -33,7 +33,7 @@ from embedrock.torch.optim import (
     RowwiseRMSprop,
 )
 from embedrock.torch.prefetch import prefetch
-from embedrock.torch.saving.checkpoint import NoCheckpointError, load, release, save
+from embedrock.torch.saving.checkpoint import NoCheckpointError, load, load_state_dict, release, save
 from embedrock.torch.saving.publishing import Publisher, publish
 from embedrock.torch.stats import log_stats
 from embedrock.torch.training import backward as _spans  # noqa: F401  # shows phases to torch.profiler
@@ -78,6 +78,7 @@ __all__ = [
     "graphed",
     "handles",
     "load",
+    "load_state_dict",
     "log_stats",
     "num_parameters",
     "optimizer",

@@ -36,6 +36,7 @@ from embedrock.frontend.checkpoints import (
     one_of_each,
     retire,
 )
+from embedrock.frontend.growing import growing
 from embedrock.frontend.references import (
     Relocate,
     check_state,
@@ -48,6 +49,7 @@ from embedrock.frontend.references import (
 )
 from embedrock.io.vfs import lacks_files, opened
 from embedrock.system.paths import local_path
+from embedrock.table.changes import has_more
 from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
@@ -121,7 +123,7 @@ def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[st
                 yield layer.handle.label, layer, state
 
 
-def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
+def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate, grow: bool) -> None:
     """Open the moved tables. They replace the tables that layers made at the old paths."""
     meant = [(layer, state) for _, layer, state in references(model, states) if is_reference(state)]
     where = relocation("ert.load", relocate, [state["path"] for _, state in meant])
@@ -130,10 +132,10 @@ def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate)
             continue  # the layer has the new path, or shares a table that was opened before
         new_path = where(state["path"])
         if new_path != state["path"]:
-            _replace(model, layer.table, new_path)
+            _replace(model, layer.table, new_path, grow)
 
 
-def _replace(model: nn.Module, old: Table, path: str) -> None:
+def _replace(model: nn.Module, old: Table, path: str, grow: bool) -> None:
     if old.group is not None:
         raise ArgumentError(
             f"`relocate` of ert.load cannot move {old.subject}, of the group at {str(old.path)!r}, alone. Make the "
@@ -145,6 +147,8 @@ def _replace(model: nn.Module, old: Table, path: str) -> None:
             f"trained for {old.steps} steps. Make the layer with path={path!r}."
         )
     new = embedrock.open(path, memory=old.options["memory"], init=old.spec.init)
+    if grow and has_more(old.spec, new.rows):
+        new.grow(old.rows)
     if (new.rows, new.dim, new.spec.dtype) != (old.rows, old.dim, old.spec.dtype):
         new.close()
         raise ArgumentError(f"the table at {path!r} must be one like {old!r}: it is {new!r}.")
@@ -328,7 +332,12 @@ def _check_readable(draft: Path) -> None:
 
 
 def load(
-    model: nn.Module, folder: str | os.PathLike[str], optimizer: Any = None, *, relocate: Relocate | None = None
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    relocate: Relocate | None = None,
+    grow: bool = False,
 ) -> int:
     """Load the last checkpoint in `folder` into a model, and log one line with its step.
 
@@ -341,6 +350,8 @@ def load(
         optimizer: as for `save`. It is loaded, too.
         relocate: new paths of moved tables, for layers made with the old paths. It is {old path: new path}, or a
             function of the old path. The table at the new path replaces the layer's untrained table.
+        grow: layers may have more rows than were saved, as for `load_state_dict`. Without it, a table on disk goes back
+            to the rows of its commit, and rows in RAM are an error.
 
     Returns:
         The step of the checkpoint.
@@ -356,13 +367,40 @@ def load(
     found = all_ranks.of_first(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
-    step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate))
+    step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate, grow))
     if all_ranks.is_first:
         tell_resumed(folder, step)
     return step
 
 
-def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: Relocate | None) -> int:
+def load_state_dict(
+    model: nn.Module, state_dict: States, strict: bool = True, assign: bool = False, *, grow: bool = False
+) -> Any:
+    """Load a state dict into a model as ``model.load_state_dict`` does, also one of fewer rows than its layers have.
+
+    Args:
+        model: any module.
+        state_dict, strict, assign: as of ``model.load_state_dict``, whose result is returned.
+        grow: embedding layers may have more rows than were saved. The saved rows and their optimizer state are as
+            saved, and the others get their first values. From a plain `weight`, only its rows are written.
+
+    Raises:
+        ArgumentError: the state is that of another model, or has more rows.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> before, now = (torch.nn.Sequential(ert.Embedding(rows, 4), torch.nn.Linear(4, 1)) for rows in (10, 12))
+        >>> ert.load_state_dict(now, before.state_dict(), grow=True)
+        <All keys matched successfully>
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
+    with growing(layers.values(), grow):
+        for name, layer in layers.items():
+            layer.check_rows(state_dict, f"{name}." if name else "")
+        return model.load_state_dict(state_dict, strict, assign)
+
+
+def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: Relocate | None, grow: bool) -> int:
     content = _read(made.file)
     states = content["optimizer"]
     consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # for files of embedrock 0.1
@@ -372,11 +410,11 @@ def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: R
         )
     content["model"] = _with_all_parts(content["model"], made)
     if relocate is not None:
-        _open_moved(model, content["model"], relocate)
+        _open_moved(model, content["model"], relocate, grow)
     for label, layer, state in references(model, content["model"]):
         if (shard := layer.handle.shard) is None or not shard.is_elsewhere:
             check_state(layer.table, state, label, REMEDIES)
-    model.load_state_dict(as_parts(model, content["model"]))
+    load_state_dict(model, as_parts(model, content["model"]), grow=grow)
     for name, part in parts.items():
         part.load_state_dict(states[name])
         take_parts(part)
