@@ -9,6 +9,7 @@ require("embedrock.torch", "torch", {"torch": "2.5"})
 from embedrock.errors import ForgottenGradientsError
 from embedrock.frontend.references import HeldCommitsWarning
 from embedrock.storage.listeners import PlacementWarning
+from embedrock.torch import resizing as _resizing  # noqa: F401  # makes transformers resize our layers
 from embedrock.torch.freezing import freeze
 from embedrock.torch.fusing import fuse
 from embedrock.torch.graphs import GraphedStep, graphed
