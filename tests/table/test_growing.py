@@ -297,9 +297,7 @@ def test_a_state_of_before_says_how_it_is_loaded():
     state = early.state()
     late.update([7], np.ones((1, DIM)))
     before = late.lookup(np.arange(MORE))
-    with pytest.raises(
-        er.ArgumentError, match=rf"must have rows {MORE}: got {ROWS}\..*pass grow=True to table.load_st"
-    ):
+    with pytest.raises(er.ArgumentError, match=rf"must have rows {MORE}: got {ROWS}\..*Pass grow=True .*table.load_st"):
         late.load_state(state)
     np.testing.assert_array_equal(late.lookup(np.arange(MORE)), before)
     late.load_state(state, grow=True)

@@ -208,7 +208,7 @@ def _remedy(rows: TableState, saved: int | None, batches: Iterable[np.ndarray]) 
     """Return the remedy for a table with another number of rows than were saved."""
     spec = rows.spec
     if has_more(spec, saved):
-        return "" if isinstance(spec.init, FromSafetensors) else f". Or pass grow=True {GROWING}: new rows begin anew."
+        return "" if isinstance(spec.init, FromSafetensors) else f". Pass grow=True for new rows of first values, {GROWING}."
     lost = counted(sum(int(np.count_nonzero(outside(ids, spec.rows))) for ids in batches), "row")
     grow = "" if isinstance(spec.init, Given) else f", or first call grow({saved})"
     return f"{grow}. {lost} with records would not fit: shrink({spec.rows}) cuts them off once the state is loaded."
