@@ -510,7 +510,7 @@ def test_a_reader_follows_a_table_that_shrinks(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        (ROWS + 1, r"`rows` .* must be less to shrink: got 701\. Call grow\(701\)"),
+        (ROWS + 1, r"`rows` .* must shrink: got 701, and it has 700\. Call grow\(701\)"),
         (0, "whole number from 1"),
         (None, "whole"),
     ],
@@ -531,3 +531,15 @@ def test_an_array_of_first_values_is_cut(tmp_path: Path):
     table.close()
     with er.open(tmp_path / "t", init=er.FromArray(array[:100])) as again:
         np.testing.assert_array_equal(again.lookup(np.arange(100)), array[:100])
+
+
+def test_rows_of_a_published_table_stay(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors.save_file({"rows": np.ones((ROWS, DIM), np.float32)}, tmp_path / "model.safetensors")
+    table = er.Table(ROWS, DIM, init=er.FromSafetensors(tmp_path, "rows"))
+    with pytest.raises(er.ArgumentError, match="cannot shrink: its rows are those of FromSafetensors"):
+        table.shrink(10)
+    state = table.state()
+    with pytest.raises(er.ArgumentError) as error:
+        er.Table(MORE, DIM).load_state(state, grow=True)
+    assert "must have init" in str(error.value)

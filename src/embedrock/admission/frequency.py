@@ -98,11 +98,6 @@ class ExactCounter:
         """Return the probability that an unseen id seems to have been seen `count` times."""
         return 0.0
 
-    @property
-    def ids(self) -> np.ndarray:
-        """Counted ids, int64 (n,); of a sketch none, which does not know them."""
-        return self._counts.items()[0]
-
     def state(self) -> dict[str, np.ndarray]:
         """Return the arrays that `load` needs, as private int64 copies."""
         ids, counts = self._counts.items()
@@ -152,8 +147,6 @@ class CountMinSketch:
 
     def drop(self, ids: np.ndarray) -> None:
         """Do nothing: a sketch cannot delete counts."""
-
-    ids = np.empty(0, np.int64)
 
     def emptied(self) -> CountMinSketch | None:
         """Clear the counts in place and return the sketch: new memory takes ten times as long.

@@ -227,11 +227,6 @@ class RowLifecycle:
     # ---------------------------------------------------------------- saving and statistics
 
     @property
-    def counted(self) -> np.ndarray:
-        """Ids that are counted one by one, int64 (n,), with repeats."""
-        return np.concatenate([NOBODY, *(seen.ids for seen in self._counters)])
-
-    @property
     def has_counts(self) -> bool:
         """Return whether some ids were counted and not admitted."""
         return self.counts["gradients_dropped"] > 0

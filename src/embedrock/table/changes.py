@@ -195,15 +195,18 @@ def _discard(rows: TableState, ids: np.ndarray, there: np.ndarray) -> int:
     return len(there)
 
 
+def _check_here(rows: TableState, verb: str, count: int | None) -> None:
+    if rows.executor is not None:
+        raise UnsupportedError(
+            f"{rows.subject} cannot {verb} while its rows are used {rows.executor!r}. Call {verb}({count}) of a layer, "
+            "which brings them back to the CPU first, and to the GPU again at its next call."
+        )
+
+
 def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
     """Grow to `count` rows, None for open ids: see `Table.grow`."""
     rows.check_commit()
-    if rows.executor is not None:
-        raise UnsupportedError(
-            f"{rows.subject} cannot grow while its rows are used {rows.executor!r}. Call grow({count}) of a layer, "
-            "which "
-            "brings them back to the CPU first, and to the GPU again at its next call."
-        )
+    _check_here(rows, "grow", count)
     rows.location.wait_for_quiet()  # the lock may have been released meanwhile
     if count == rows.spec.rows and init is None:
         return
@@ -222,24 +225,21 @@ def outside(ids: np.ndarray, count: int | None) -> np.ndarray:
 
 def shrink(rows: TableState, count: int) -> int:
     """Shrink to `count` rows: see `Table.shrink`."""
-    rows.check_commit()
-    check_count("`rows`", count)
-    if rows.executor is not None:
-        raise UnsupportedError(
-            f"{rows.subject} cannot shrink while its rows are used {rows.executor!r}. Call shrink({count}) of a layer, "
-            "which brings them back to the CPU first, and to the GPU again at its next call."
-        )
     spec, lifecycle = rows.spec, rows.lifecycle
+    check_count("`rows`", count)
+    rows.check_commit()
+    _check_here(rows, "shrink", count)
+    if spec.rows == count:
+        return 0
     if not has_more(spec, count):
-        if spec.rows == count:
-            return 0
-        raise ArgumentError(f"`rows` of {rows.subject} must be less to shrink: got {count}. Call grow({count}).")
+        raise ArgumentError(
+            f"`rows` of {rows.subject} must shrink: got {count}, and it has {spec.rows}. Call grow({count})."
+        )
     if isinstance(spec.init, FromSafetensors):
         raise ArgumentError(
-            f"first values of {rows.subject} are those of a published table, {spec.init}, which has as many rows: got "
-            f"{count}. Leave its rows, and use ids below {count}."
+            f"{rows.subject} cannot shrink: its rows are those of {spec.init}. Leave them: they take no RAM."
         )
-    init = cut_values(spec.init, count) if isinstance(spec.init, FromArray) else spec.init
+    fewer = replace(spec, rows=count, init=cut_values(spec.init, count))
     pools, old = rows.location.idle_pools(), rows.tier
     gone = np.concatenate([NOBODY, *(ids[outside(ids, count)] for ids in old.id_batches(reading.EXPORT_BATCH_ROWS))])
 
@@ -249,20 +249,19 @@ def shrink(rows: TableState, count: int) -> int:
             stay = ~outside(ids, count)
             made.bulk_insert(ids[stay], records[stay])
 
-    fewer = replace(spec, rows=count, init=init)
     made = pools.replaced(old, fewer, fill, rows.subject)
     if lifecycle is not None:
-        counted_ids = lifecycle.counted
-        lifecycle.forget(np.union1d(gone, counted_ids[outside(counted_ids, count)]), gone)
+        known = [ids[outside(ids, count)] for name, ids in lifecycle.state().items() if name.endswith("_ids")]
+        lifecycle.forget(np.unique(np.concatenate([gone, *known])), gone)
         lifecycle.leave(gone)
     rows.install(fewer, made, rows.history, rows.steps, rows.skipped_steps, lifecycle=lifecycle)
     rows.tell()
     return len(gone)
 
 
-def cut_values(init: FromArray, count: int) -> FromArray:
-    """Return initial values of the first `count` rows."""
-    return type(init)(init.array[:count])
+def cut_values(init: Initializer, count: int) -> Initializer:
+    """Return the initial values of the first `count` rows."""
+    return type(init)(init.array[:count]) if isinstance(init, FromArray) else init
 
 
 def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject: str) -> Spec:

@@ -13,7 +13,7 @@ from embedrock.admission.lifecycle import PREFIX, RowLifecycle
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError, counted
-from embedrock.initializers import FromArray, FromSafetensors, Given
+from embedrock.initializers import FromSafetensors, Given
 from embedrock.optimizers import Rule, describe_rule
 from embedrock.spec.description import POLICIES, describe_spec, rule_of
 from embedrock.spec.spec import Spec
@@ -166,13 +166,9 @@ def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
 def check_header(
     header: dict[str, Any], rows: TableState, batches: Iterable[np.ndarray] = (), grow: bool = False
 ) -> None:
-    """Raise `ArgumentError` unless a header agrees with the table.
+    """Raise `ArgumentError` unless a header agrees with the table; with `grow`, the table may have more rows.
 
-    Args:
-        header: description of the saved table.
-        rows: the table.
-        batches: ids of the rows with records, for the error of a table with fewer rows.
-        grow: the table may have more rows than were saved.
+    `batches` are ids of saved records, which an error counts.
     """
     expected = _header(rows)
     _check_keys(header, [key for key in expected if key not in OPTIONAL], rows)
@@ -180,9 +176,8 @@ def check_header(
         _check_number(key, header[key], rows)
     if grow and has_more(rows.spec, header["rows"]):
         expected["rows"] = header["rows"]
-        if isinstance(init := rows.spec.init, FromArray):
-            first = cut_values(init, header["rows"])
-            expected |= {"init": repr(first), DIGEST: first.digest}
+        first = cut_values(rows.spec.init, header["rows"])
+        expected |= {"init": repr(first), DIGEST: first.digest}
     for key in ("format", "rows", "dim", "dtype", "init"):
         if header[key] != expected[key]:
             more = _remedy(rows, header["rows"], batches) if key == "rows" else ""
@@ -208,7 +203,8 @@ def _remedy(rows: TableState, saved: int | None, batches: Iterable[np.ndarray]) 
     """Return the remedy for a table with another number of rows than were saved."""
     spec = rows.spec
     if has_more(spec, saved):
-        return "" if isinstance(spec.init, FromSafetensors) else f". Pass grow=True for new rows of first values, {GROWING}."
+        is_published = isinstance(spec.init, FromSafetensors)
+        return "" if is_published else f". Pass grow=True for new rows of first values, {GROWING}."
     lost = counted(sum(int(np.count_nonzero(outside(ids, spec.rows))) for ids in batches), "row")
     grow = "" if isinstance(spec.init, Given) else f", or first call grow({saved})"
     return f"{grow}. {lost} with records would not fit: shrink({spec.rows}) cuts them off once the state is loaded."

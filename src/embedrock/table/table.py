@@ -514,20 +514,14 @@ class Table(StoredVerbs):
 
     @whole
     def shrink(self, rows: int) -> int:
-        """Delete the rows from id `rows` on, and negative ids, with their state; return how many had records.
+        """Delete all rows outside of ``[0, rows)``, with their state; return how many of them had records.
 
-        The table then equals one made and trained with fewer rows. `grow` brings rows of initial values, no old ones.
-
-        On disk it is durable with the next commit, which writes all rows anew. Earlier commits open with the earlier
-        rows, and `rollback` goes back to them.
-
-        Args:
-            rows: new number of rows. The present number changes nothing.
+        The table then equals one made and trained with these rows only. On disk, the next commit makes that durable. It
+        writes all rows anew. Earlier commits keep their rows, and `rollback` goes back to them.
 
         Raises:
             ArgumentError: more rows than the table has, or rows of a published table.
-            UnsupportedError: the rows are on a GPU. The `shrink` of layers moves them back first.
-            ReadOnlyTableError: the table was opened with ``mode="r"``.
+            UnsupportedError, ReadOnlyTableError: as for `grow`.
 
         Example:
             >>> import embedrock as er
@@ -593,10 +587,7 @@ class Table(StoredVerbs):
         Either table may be on disk, where the next commit makes it durable. Rows are copied part by part. A table
         without a rule gets that of the state. A table of dtype "int8" or "int4" takes the weights of one of floats.
 
-        Args:
-            state: of a table of the same shape, dtype and initializer.
-            grow: the table may have more rows than were saved. The others get their initial values, as by `grow` of a
-                table that has loaded the state.
+        With `grow`, the table may have more rows than were saved. These are as after `grow` of the saved table.
 
         Raises:
             ArgumentError: the state is that of a table of another shape, dtype, initializer or rule.

@@ -250,7 +250,7 @@ class KerasRowLayer(keras.layers.Layer):
         self.table.grow(input_dim, init)
 
     def shrink(self, input_dim: int) -> int:
-        """Delete the rows from an id on, with their state; return how many had records: see `Table.shrink`.
+        """Delete rows from the end, with their state. Return the number that had records: see `Table.shrink`.
 
         Example:
             >>> import embedrock.keras as erk
@@ -261,9 +261,6 @@ class KerasRowLayer(keras.layers.Layer):
         if self._handle is not None:
             self._handle.leave_gpu()
         return self.table.shrink(input_dim)
-
-    def begin_padding(self, rows: int | None) -> None:
-        """Do nothing: the padding row is row 0, which no growth adds."""
 
     def forget(self, ids: npt.ArrayLike) -> int:
         """Remove rows at once, and return the number of removed rows: see `Table.forget`.

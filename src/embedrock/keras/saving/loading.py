@@ -93,17 +93,13 @@ def load_model(
 
 
 def load_weights(model: Any, filepath: str | os.PathLike[str], *, grow: bool = False, **more: Any) -> None:
-    """Load weights as ``model.load_weights`` does, also of a file whose layers had fewer rows.
+    """Load weights as ``model.load_weights`` does, with `grow` also those of fewer rows.
 
     Args:
-        model: a built model.
-        filepath, more: as of ``model.load_weights``.
-        grow: embedding layers may have more rows than in the file. The rows in the file and their optimizer state are
-            as saved, and the others get their first values. Without it, a table on disk goes back to the rows of its
-            commit, and rows in RAM are an error.
-
-    Raises:
-        ArgumentError: the file is that of another model, or has more rows.
+        model, filepath, more: as of ``model.load_weights``.
+        grow: embedding layers may have more rows than were saved. Rows and their optimizer state are as saved, and new
+            rows have their first values. Without it, a table on disk goes back to the rows of its commit, and rows in
+            RAM are an error.
 
     Example:
         >>> import keras, embedrock.keras as erk
@@ -111,7 +107,7 @@ def load_weights(model: Any, filepath: str | os.PathLike[str], *, grow: bool = F
         >>> before.save("model.keras")
         >>> erk.load_weights(now, "model.keras", grow=True)
     """
-    with growing([layer for layer in model._flatten_layers() if hasattr(layer, "begin_padding")], grow):
+    with growing([layer for layer in model._flatten_layers() if hasattr(layer, "_row_state")], grow):
         model.load_weights(filepath, **more)
 
 

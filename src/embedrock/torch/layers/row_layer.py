@@ -16,7 +16,7 @@ from embedrock.batch.wrong_ids import Place
 from embedrock.distributed.commits import is_part_of
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
 from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
-from embedrock.frontend.growing import growing, grows
+from embedrock.frontend.growing import begin_padding, growing, grows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray, Given
 from embedrock.table import saved
@@ -178,10 +178,10 @@ class RowLayer(nn.Module):
         self.name_in_errors()
 
     def shrink(self, num_embeddings: int) -> int:
-        """Delete the rows from an id on, with their state; return how many had records: see `Table.shrink`.
+        """Delete rows from the end, with their state. Return the number that had records: see `Table.shrink`.
 
         Raises:
-            ArgumentError: as for `Table.shrink`; or `padding_idx` would be deleted.
+            ArgumentError: as for `Table.shrink`; or `padding_idx` would be deleted. Set it to None first.
             UnsupportedError: gradients are pending on a GPU.
 
         Example:
@@ -190,47 +190,20 @@ class RowLayer(nn.Module):
             >>> layer.shrink(8), layer.num_embeddings
             (0, 8)
         """
-        if self.padding_idx is not None and isinstance(num_embeddings, int) and self.padding_idx >= num_embeddings > 0:
+        if isinstance(num_embeddings, int) and 0 < num_embeddings <= (self.padding_idx or 0):
             raise ArgumentError(
                 f"`padding_idx` of {self.handle.label} must be a row that stays, below {num_embeddings}: got "
                 f"{self.padding_idx}. Set layer.padding_idx = None first, or another one."
             )
         self.handle.leave_side()
         count = self.table.shrink(num_embeddings)
-        self.handle.changed()
         self.name_in_errors()
         return count
-
-    def begin_padding(self, rows: int | None) -> None:
-        """Set the padding row to zeros if it came with the growth of a table of `rows` rows."""
-        if self.padding_idx is None or rows is None or self.padding_idx < rows:
-            return
-        if lags_behind(self.table.rule):
-            raise UnsupportedError(
-                f"the padding row {self.padding_idx} of {self.handle.label} is new, and cannot be set to zeros under "
-                f"{self.table.rule}, where rows lag behind. All rows are loaded: choose a padding_idx below {rows}."
-            )
-        zero_rows(self.table, [self.padding_idx])
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *, grow: bool = False
     ) -> Any:
-        """Load a state dict as any module does, also one of fewer rows.
-
-        Args:
-            state_dict, strict, assign: as of PyTorch's.
-            grow: the state may have fewer rows than the layer. These and their optimizer state are as saved, and the
-                others get their first values. From a plain `weight`, only its rows are written.
-
-        Raises:
-            ArgumentError: the state is that of another layer, or has more rows.
-
-        Example:
-            >>> import embedrock.torch as ert
-            >>> small, large = ert.Embedding(10, 4), ert.Embedding(12, 4)
-            >>> large.load_state_dict(small.state_dict(), grow=True)
-            <All keys matched successfully>
-        """
+        """Load a state dict; with `grow`, also one of fewer rows: see `embedrock.torch.load_state_dict`."""
         with growing([self], grow):
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -476,17 +449,16 @@ class RowLayer(nn.Module):
             self.name_in_errors()  # the table may have had fewer rows then
         else:
             self._table.load_state(state, grow=grows())
-            self.begin_padding(state["rows"])
+            begin_padding(self, state["rows"])
 
     def check_rows(self, states: Mapping[str, Any], prefix: str) -> None:
-        """Raise an error if the layer's rows in a state dict have another shape. Shards are checked when loaded."""
-        if self.handle.average is not None or not {prefix + row_state.META, prefix + "weight"} & states.keys():
-            return
-        state, _ = row_state.take_rows(states, prefix, self.handle.label)
-        if state is not None and "weight" in state:
-            self._check_weight(state["weight"])
-        elif state is not None and not is_reference(state):
-            saved.check_header(state, rows_of(self._table), [state["ids"]], grows())
+        """Raise an error if the rows in a state dict have another shape than the layer's. It sees no shards."""
+        if self.handle.average is None and {prefix + row_state.META, prefix + "weight"} & states.keys():
+            state = row_state.take_rows(states, prefix, self.handle.label)[0] or {}
+            if "weight" in state:
+                self._check_weight(state["weight"])
+            elif "ids" in state:
+                saved.check_header(state, rows_of(self._table), [state["ids"]], grows())
 
     def _check_part(self, state: dict[str, Any]) -> None:
         part, shard = state.pop(row_state.PART, None), self.handle.shard

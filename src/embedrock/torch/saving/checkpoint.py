@@ -36,7 +36,7 @@ from embedrock.frontend.checkpoints import (
     one_of_each,
     retire,
 )
-from embedrock.frontend.growing import growing
+from embedrock.frontend.growing import growing, grows
 from embedrock.frontend.references import (
     Relocate,
     check_state,
@@ -123,7 +123,7 @@ def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[st
                 yield layer.handle.label, layer, state
 
 
-def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate, grow: bool) -> None:
+def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
     """Open the moved tables. They replace the tables that layers made at the old paths."""
     meant = [(layer, state) for _, layer, state in references(model, states) if is_reference(state)]
     where = relocation("ert.load", relocate, [state["path"] for _, state in meant])
@@ -132,10 +132,10 @@ def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate,
             continue  # the layer has the new path, or shares a table that was opened before
         new_path = where(state["path"])
         if new_path != state["path"]:
-            _replace(model, layer.table, new_path, grow)
+            _replace(model, layer.table, new_path)
 
 
-def _replace(model: nn.Module, old: Table, path: str, grow: bool) -> None:
+def _replace(model: nn.Module, old: Table, path: str) -> None:
     if old.group is not None:
         raise ArgumentError(
             f"`relocate` of ert.load cannot move {old.subject}, of the group at {str(old.path)!r}, alone. Make the "
@@ -147,9 +147,8 @@ def _replace(model: nn.Module, old: Table, path: str, grow: bool) -> None:
             f"trained for {old.steps} steps. Make the layer with path={path!r}."
         )
     new = embedrock.open(path, memory=old.options["memory"], init=old.spec.init)
-    if grow and has_more(old.spec, new.rows):
-        new.grow(old.rows)
-    if (new.rows, new.dim, new.spec.dtype) != (old.rows, old.dim, old.spec.dtype):
+    rows = old.rows if grows() and has_more(old.spec, new.rows) else new.rows  # `growing` adds the others
+    if (rows, new.dim, new.spec.dtype) != (old.rows, old.dim, old.spec.dtype):
         new.close()
         raise ArgumentError(f"the table at {path!r} must be one like {old!r}: it is {new!r}.")
     keep_rule(new, old.rule)
@@ -367,7 +366,8 @@ def load(
     found = all_ranks.of_first(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
-    step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate, grow))
+    with growing(_row_layers(model).values(), grow):
+        step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate))
     if all_ranks.is_first:
         tell_resumed(folder, step)
     return step
@@ -376,16 +376,15 @@ def load(
 def load_state_dict(
     model: nn.Module, state_dict: States, strict: bool = True, assign: bool = False, *, grow: bool = False
 ) -> Any:
-    """Load a state dict into a model as ``model.load_state_dict`` does, also one of fewer rows than its layers have.
+    """Load a state dict as ``model.load_state_dict`` does, with `grow` also one of fewer rows.
 
     Args:
-        model: any module.
-        state_dict, strict, assign: as of ``model.load_state_dict``, whose result is returned.
-        grow: embedding layers may have more rows than were saved. The saved rows and their optimizer state are as
-            saved, and the others get their first values. From a plain `weight`, only its rows are written.
+        model, state_dict, strict, assign: as of ``model.load_state_dict``, whose result is returned.
+        grow: embedding layers may have more rows than were saved. Rows and their optimizer state are as saved, and new
+            rows have their first values. Of a plain `weight` of `nn.Embedding`, only its rows are written.
 
     Raises:
-        ArgumentError: the state is that of another model, or has more rows.
+        ArgumentError: the state is that of other layers, or has more rows.
 
     Example:
         >>> import torch, embedrock.torch as ert
@@ -393,14 +392,18 @@ def load_state_dict(
         >>> ert.load_state_dict(now, before.state_dict(), grow=True)
         <All keys matched successfully>
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
+    layers = _row_layers(model)
     with growing(layers.values(), grow):
         for name, layer in layers.items():
             layer.check_rows(state_dict, f"{name}." if name else "")
         return model.load_state_dict(state_dict, strict, assign)
 
 
-def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: Relocate | None, grow: bool) -> int:
+def _row_layers(model: nn.Module) -> dict[str, RowLayer]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
+
+
+def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: Relocate | None) -> int:
     content = _read(made.file)
     states = content["optimizer"]
     consume_prefix_in_state_dict_if_present(content["model"], COMPILED)  # for files of embedrock 0.1
@@ -410,11 +413,11 @@ def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: R
         )
     content["model"] = _with_all_parts(content["model"], made)
     if relocate is not None:
-        _open_moved(model, content["model"], relocate, grow)
+        _open_moved(model, content["model"], relocate)
     for label, layer, state in references(model, content["model"]):
         if (shard := layer.handle.shard) is None or not shard.is_elsewhere:
             check_state(layer.table, state, label, REMEDIES)
-    load_state_dict(model, as_parts(model, content["model"]), grow=grow)
+    load_state_dict(model, as_parts(model, content["model"]))
     for name, part in parts.items():
         part.load_state_dict(states[name])
         take_parts(part)
