@@ -146,7 +146,7 @@ class TiedHead(nn.Module):
         self.rows = layer
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, self.rows(torch.arange(self.rows.num_embeddings)))
+        return nn.functional.linear(hidden, self.rows(torch.arange(self.rows.num_embeddings or 0)))
 
 
 @pytest.mark.parametrize("shares", ["the layer", "the table"])

@@ -422,7 +422,7 @@ def test_rows_that_do_not_fit_are_counted_and_cut_on_purpose(saved: int | None, 
 @in_each_home
 @pytest.mark.parametrize("rule", [*FAST, *slow(*(rule for rule in RULES if rule not in FAST))], ids=repr)
 def test_a_table_that_shrank_is_the_one_that_was_made_so(location: Home, rule: er.Rule, tmp_path: Path):
-    table, few = make(location, tmp_path, MORE, rule=rule), 500
+    table, few, first = make(location, tmp_path, MORE, rule=rule), 500, 0
     made = er.Table(few, DIM, rule=rule, init=er.Normal(std=0.1), seed=7)
     update_at_random([table, made], MORE, 0, kept=few)
     if location.is_on_disk:
@@ -473,17 +473,17 @@ def test_a_shrunken_table_forgets_what_it_counted():
 
 
 def test_members_of_a_group_shrink_alone(tmp_path: Path):
-    for options in ({}, {"path": tmp_path / "g"}):
-        group = er.Group(**options)
+    for path in (None, tmp_path / "g"):
+        group = er.Group(path=path)
         a, b = (group.table(name, ROWS, DIM, rule=er.SGD(lr=0.1), seed=1) for name in "ab")
         group.update({"a": np.arange(ROWS), "b": np.arange(ROWS)}, {n: np.ones((ROWS, DIM)) for n in "ab"})
         before = b.lookup(np.arange(ROWS))
-        if options:
+        if path:
             group.commit()
         assert a.shrink(100) == ROWS - 100
         np.testing.assert_array_equal(a.lookup(np.arange(100)), before[:100])
         np.testing.assert_array_equal(b.lookup(np.arange(ROWS)), before)
-        if options:
+        if path:
             group.commit()
             group.close()
             with er.open(tmp_path / "g") as again:
