@@ -308,6 +308,17 @@ def test_a_layer_alone_and_a_weight():
         large.table.assign(np.arange(ROWS), np.ones((ROWS, DIM)))
 
 
+def test_first_values_by_a_name_are_those_of_fewer_rows():
+    """The numbers of such a name are computed from the count of rows; the error says which there were."""
+    state = ert.Embedding(ROWS, DIM, init="xavier_uniform").state_dict()
+    with pytest.raises(er.ArgumentError, match=r"must have init .*, here er\.Uniform") as error:
+        ert.Embedding(MORE, DIM, init="xavier_uniform").load_state_dict(state, grow=True)
+    init = eval(re.findall(r"here (.*)\.$", str(error.value))[0], {"er": er})
+    layer = ert.Embedding(MORE, DIM, init=init)
+    layer.load_state_dict(state, grow=True)
+    assert layer.num_embeddings == MORE
+
+
 @pytest.mark.parametrize("grow", [False, True])
 def test_a_checkpoint_of_more_rows_says_how_many_had_records(grow: bool):
     large, small = ert.Embedding(MORE, DIM, seed=1), ert.Embedding(ROWS, DIM, seed=2)

@@ -181,6 +181,8 @@ def check_header(
     for key in ("format", "rows", "dim", "dtype", "init"):
         if header[key] != expected[key]:
             more = _remedy(rows, header["rows"], batches) if key == "rows" else ""
+            if key == "init" and "From" not in f"{header[key]} {expected[key]}":
+                more = f", here er.{header['init']}."  # a name such as "xavier_uniform" has numbers of its rows
             raise ArgumentError(
                 f"a state for {rows.subject} must have {key} {expected[key]!r}: got {header[key]!r}. "
                 f"Make the table with the arguments it was saved with{more or '.'}"
