@@ -585,7 +585,7 @@ GROUPS: dict[str, list[Use]] = {
             AttributeError,
         ),
         Use("`layer.reset_parameters()`", "rows, their optimizer state and steps begin anew", new_rows),
-        Use("`resize_token_embeddings(n)`, `layer.weight.data = ...`", "`layer.grow(n)`", resized, AttributeError),
+        Use("`layer.weight.data = ...`, to resize", "`layer.grow(n)`", resized, AttributeError),
         Use(
             "`weight_norm(layer)`, `spectral_norm`, `prune`, `parametrize`",
             "there is no line for it",

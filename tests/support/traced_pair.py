@@ -239,6 +239,12 @@ class TracedPair(Pair):
             for table in (self.table, self.ram):
                 table.grow(rows)
 
+    def shrink(self) -> None:
+        """Have fewer rows, but those that batches have."""
+        if self.case.rows is not None:
+            rows = int(self.rng.integers(TOTAL, (self.table.rows or self.most) + 1))
+            assert len({table.shrink(rows) for table in (self.table, self.ram)}) == 1
+
     def forget(self) -> None:
         (ids,) = self.batches(self._trace(), 1)
         assert len({table.forget(ids) for table in (self.table, self.ram)}) == 1
@@ -455,6 +461,7 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "export": TracedPair.export,
     "bring": TracedPair.bring,
     "grow": TracedPair.grow,
+    "shrink": TracedPair.shrink,
     "forget": TracedPair.forget,
     "load": TracedPair.load,
     "open": lambda pair: pair.grow(to_open=True),

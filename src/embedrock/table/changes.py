@@ -19,9 +19,10 @@ from embedrock.initializers import FromArray, FromSafetensors, Given, Initialize
 from embedrock.optimizers import Rule
 from embedrock.spec.spec import OPEN_IDS, Spec, check_count
 from embedrock.storage.backend import Backend
+from embedrock.storage.record_pools import MOVED_BYTES
 from embedrock.storage.records import SharedRow
 from embedrock.table import reading
-from embedrock.table.rows import TableState
+from embedrock.table.rows import NOBODY, TableState
 
 
 class RuleTaker(NamedTuple):
@@ -194,19 +195,73 @@ def _discard(rows: TableState, ids: np.ndarray, there: np.ndarray) -> int:
     return len(there)
 
 
+def _check_here(rows: TableState, verb: str, count: int | None) -> None:
+    if rows.executor is not None:
+        raise UnsupportedError(
+            f"{rows.subject} cannot {verb} while its rows are used {rows.executor!r}. Call {verb}({count}) of a layer, "
+            "which brings them back to the CPU first, and to the GPU again at its next call."
+        )
+
+
 def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
     """Grow to `count` rows, None for open ids: see `Table.grow`."""
     rows.check_commit()
-    if rows.executor is not None:
-        raise UnsupportedError(
-            f"{rows.subject} cannot grow while its rows are used {rows.executor!r}. Call grow({count}) of a layer, "
-            "which "
-            "brings them back to the CPU first, and to the GPU again at its next call."
-        )
+    _check_here(rows, "grow", count)
     rows.location.wait_for_quiet()  # the lock may have been released meanwhile
     if count == rows.spec.rows and init is None:
         return
     rows.grow(grown_spec(rows.spec, count, init, rows.subject))
+
+
+def has_more(spec: Spec, count: int | None) -> bool:
+    """Return whether a table has more rows than `count`. Open ids are more than any number."""
+    return isinstance(count, int) and (spec.rows is None or spec.rows > count)
+
+
+def outside(ids: np.ndarray, count: int | None) -> np.ndarray:
+    """Return which ids a table of `count` rows does not have, bool of their shape."""
+    return np.zeros(ids.shape, bool) if count is None else (ids < 0) | (ids >= count)
+
+
+def shrink(rows: TableState, count: int) -> int:
+    """Shrink to `count` rows: see `Table.shrink`."""
+    spec, lifecycle = rows.spec, rows.lifecycle
+    check_count("`rows`", count)
+    rows.check_commit()
+    _check_here(rows, "shrink", count)
+    if spec.rows == count:
+        return 0
+    if not has_more(spec, count):
+        raise ArgumentError(
+            f"`rows` of {rows.subject} must shrink: got {count}, and it has {spec.rows}. Call grow({count})."
+        )
+    if isinstance(spec.init, FromSafetensors):
+        raise ArgumentError(
+            f"{rows.subject} cannot shrink: its rows are those of {spec.init}. Leave them: they take no RAM."
+        )
+    fewer = replace(spec, rows=count, init=cut_values(spec.init, count))
+    pools, old = rows.location.idle_pools(), rows.tier
+    gone = np.concatenate([NOBODY, *(ids[outside(ids, count)] for ids in old.id_batches(reading.EXPORT_BATCH_ROWS))])
+
+    def fill(made: Backend) -> None:
+        made.check_room(old.count - len(gone))
+        for ids, records in old.record_batches(max(1, MOVED_BYTES // spec.record_bytes)):
+            stay = ~outside(ids, count)
+            made.bulk_insert(ids[stay], records[stay])
+
+    made = pools.replaced(old, fewer, fill, rows.subject)
+    if lifecycle is not None:
+        known = [ids[outside(ids, count)] for name, ids in lifecycle.state().items() if name.endswith("_ids")]
+        lifecycle.forget(np.unique(np.concatenate([gone, *known])), gone)
+        lifecycle.leave(gone)
+    rows.install(fewer, made, rows.history, rows.steps, rows.skipped_steps, lifecycle=lifecycle)
+    rows.tell()
+    return len(gone)
+
+
+def cut_values(init: Initializer, count: int) -> Initializer:
+    """Return the initial values of the first `count` rows."""
+    return type(init)(init.array[:count]) if isinstance(init, FromArray) else init
 
 
 def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject: str) -> Spec:
@@ -217,8 +272,7 @@ def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject:
     if had is None or (count is not None and count < had):
         has = "takes any int64 as an id" if had is None else f"has {had}"
         raise ArgumentError(
-            f"`rows` of {subject} can only grow: got {count}, and it {has}. For fewer, make a new table, and write the "
-            "rows that are to stay by assign(ids, values)."
+            f"`rows` of {subject} can only grow: got {count}, and it {has}. For fewer, call shrink({count})."
         )
     return replace(spec, rows=count, init=_first_values(spec.init, had, count, init, subject))
 
@@ -229,7 +283,7 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
             raise ArgumentError(f"`init` of {subject} stays {own} when it grows: got {init}. Leave it out.")
         return own
     if isinstance(init, FromArray) and type(init) is type(own) and len(init.array) == count:
-        first = type(init)(init.array[:had])
+        first = cut_values(init, had)
         if first.describe() == own.describe() and first.digest == own.digest:
             return init
     if isinstance(own, FromSafetensors):

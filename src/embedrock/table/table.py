@@ -512,6 +512,26 @@ class Table(StoredVerbs):
         """
         changes.grow(self._rows, index(rows), init)
 
+    @whole
+    def shrink(self, rows: int) -> int:
+        """Delete all rows outside of ``[0, rows)``, with their state; return how many of them had records.
+
+        The table then equals one made and trained with these rows only. On disk, the next commit makes that durable. It
+        writes all rows anew. Earlier commits keep their rows, and `rollback` goes back to them.
+
+        Raises:
+            ArgumentError: more rows than the table has, or rows of a published table.
+            UnsupportedError, ReadOnlyTableError: as for `grow`.
+
+        Example:
+            >>> import embedrock as er
+            >>> table = er.Table(rows=10, dim=2)
+            >>> table.assign([3, 9], np.ones((2, 2)))
+            >>> table.shrink(8), table.rows, table.export()[0].tolist()
+            (1, 8, [3])
+        """
+        return changes.shrink(self._rows, index(rows))
+
     # ---------------------------------------------------------------- saving and loading
 
     @exclusive
@@ -561,17 +581,19 @@ class Table(StoredVerbs):
         """Return the input of `load_state`: scalars, and arrays that later steps do not change."""
         return saved.snapshot(self._checked_rows())
 
-    def load_state(self, state: dict[str, Any] | Table) -> None:
+    def load_state(self, state: dict[str, Any] | Table, grow: bool = False) -> None:
         """Replace rows, optimizer state, steps and seed by a result of `state`, or by those of another table.
 
         Either table may be on disk, where the next commit makes it durable. Rows are copied part by part. A table
         without a rule gets that of the state. A table of dtype "int8" or "int4" takes the weights of one of floats.
 
+        With `grow`, the table may have more rows than were saved. These are as after `grow` of the saved table.
+
         Raises:
             ArgumentError: the state is that of a table of another shape, dtype, initializer or rule.
             GradientError: NaN or Inf, where weights become "int8" or "int4".
         """
-        saved.load_state(self._rows, state._rows if isinstance(state, Table) else state)
+        saved.load_state(self._rows, state._rows if isinstance(state, Table) else state, grow)
 
     def stats(self) -> dict[str, float]:
         """Return statistics of the table: rows, bytes, steps and more."""

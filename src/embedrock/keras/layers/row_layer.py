@@ -249,6 +249,19 @@ class KerasRowLayer(keras.layers.Layer):
             self._handle.leave_gpu()
         self.table.grow(input_dim, init)
 
+    def shrink(self, input_dim: int) -> int:
+        """Delete rows from the end, with their state. Return the number that had records: see `Table.shrink`.
+
+        Example:
+            >>> import embedrock.keras as erk
+            >>> layer = erk.Embedding(10, 4)
+            >>> layer.shrink(8), layer.input_dim
+            (0, 8)
+        """
+        if self._handle is not None:
+            self._handle.leave_gpu()
+        return self.table.shrink(input_dim)
+
     def forget(self, ids: npt.ArrayLike) -> int:
         """Remove rows at once, and return the number of removed rows: see `Table.forget`.
 
