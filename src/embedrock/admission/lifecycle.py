@@ -58,7 +58,7 @@ class RowLifecycle:
     def __init__(self, spec: Spec, subject: str) -> None:
         self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
         self.change_layout(spec)
-        self.usage = None if self.eviction is None else UsageTracker(self.eviction)
+        self.usage = None if self.eviction is None else UsageTracker(self.eviction, frozen=spec.frozen)
         # Of this period and of the one before; none without admission.
         self._period, self._counters = 0, [self._new_counter() for _ in range(2 if self.admission else 0)]
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)

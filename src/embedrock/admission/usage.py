@@ -13,6 +13,7 @@ from embedrock import kernels
 from embedrock.admission.copy_on_write import Arrays, Columns, LastCopy, copied, damaged, int64
 from embedrock.batch.id_table import IdNumbers
 from embedrock.spec.eviction import Eviction
+from embedrock.spec.frozen import FrozenRows
 from embedrock.system.arena import returned
 
 ONE_USE = 256  # one use, as a fixed-point count that halves with time
@@ -35,14 +36,17 @@ class UsageTracker:
     Args:
         eviction: the policy, which decides what the tracker records.
         clock: returns the time in seconds. Only gaps between steps matter.
+        frozen: rows that stay, beside those that the policy keeps.
 
     Attributes:
         count: number of rows.
     """
 
-    def __init__(self, eviction: Eviction, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, eviction: Eviction, clock: Callable[[], float] = time.monotonic, frozen: FrozenRows | None = None
+    ) -> None:
         self._eviction, self._clock, self.count, self._hand = eviction, clock, 0, 0
-        self._numbers, self._kept = IdNumbers(), eviction.kept()
+        self._numbers, self._kept, self._frozen = IdNumbers(), eviction.kept(), frozen
         self._ids, self._last, self._marks = (np.empty(FIRST_ROWS, np.int64) for _ in range(3))
         self._is_kept = np.empty(FIRST_ROWS, bool)  # rows that `keep` protects
         self._changed, self._is_saved = np.zeros(FIRST_ROWS, bool), False  # places changed since the save
@@ -105,6 +109,8 @@ class UsageTracker:
         self._ids[new], self._last[new] = ids, step
         self._marks[new] = step if self._eviction.by == "age" else ONE_USE
         self._is_kept[new] = np.isin(ids, self._kept) if len(self._kept) else False
+        if self._frozen:
+            self._is_kept[new] |= self._frozen.has(ids)
         self.count += len(ids)
 
     def make_room(self, more: int) -> None:

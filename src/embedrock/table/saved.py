@@ -14,7 +14,7 @@ from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError, counted
 from embedrock.optimizers import Rule, describe_rule
-from embedrock.spec.description import POLICIES, describe_spec, rule_of
+from embedrock.spec.description import POLICIES, describe_spec, policies_of, rule_of
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.records import encode, wrong_last_steps
@@ -87,8 +87,10 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
         saved: a state that `check_header` accepted.
         refuse_repeated: called with the ids of a batch that repeats earlier ids; returns the error to raise.
     """
-    header, wanted = saved.header, rows.spec.rule
+    header, wanted, frozen = saved.header, rows.spec.rule, rows.spec.frozen
     spec = replace(rows.spec, rows=header["rows"], rule=rule_of(header["rule"]), seed=int(header["seed"]))
+    if frozen is None:  # as for a table that is opened again
+        spec = replace(spec, frozen=policies_of(header)["frozen"])
     steps = int(header["steps"])
     history = None if spec.rule is None else spec.rule.history()
     if history is not None:
