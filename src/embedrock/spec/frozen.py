@@ -91,6 +91,11 @@ class FrozenRows:
         at = self._first.searchsorted(ids, "right") - 1
         return (at >= 0) & (ids <= self._last[at])
 
+    def __le__(self, other: FrozenRows) -> bool:
+        """Return whether all of them are among others."""
+        both = FrozenRows.of([range(*pair) for pair in (*self.ranges, *other.ranges)])
+        return both is not None and both.ranges == other.ranges
+
     def describe(self) -> dict[str, Any]:
         """Return them as plain data, the arguments of equal `FrozenRows`."""
         return {"ranges": self.ranges}

@@ -100,11 +100,10 @@ class Spec:
         outside = () if self.rows is None else [own for own in frozen.ranges if own[0] < 0 or own[1] > self.rows]
         for start, stop in outside:
             raise ArgumentError(
-                f"`frozen` must be ids in [0, {self.rows}), which the table has: got {start} to {stop - 1}. Leave out "
+                f"`frozen` must be ids in [0, {self.rows}), which the table has: got {range(start, stop)}. Leave out "
                 "the others, or make the table with rows=None, for any int64."
             )
-        history = None if self.rule is None else self.rule.history()
-        if history is not None and history.moves_weights:
+        if self.rule is not None and self.rule.MOVES_ALL and self.rule.history() is not None:
             raise UnsupportedError(
                 f"`frozen` rows cannot stay under {self.rule}, which moves every row in each step. Leave dense=True "
                 f"out (under an optimizer of Keras: name the rule in the layer, rule=er.{type(self.rule).__name__}()), "

@@ -16,8 +16,9 @@ import numpy as np
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.errors import ArgumentError, ReadOnlyTableError, UnsupportedError, counted, plural
 from embedrock.initializers import FromArray, FromSafetensors, Given, Initializer
-from embedrock.optimizers import Rule
+from embedrock.optimizers import Rule, StepHistory
 from embedrock.spec.description import describe_spec
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import OPEN_IDS, Spec, check_count
 from embedrock.storage.backend import Backend
 from embedrock.storage.records import SharedRow
@@ -246,6 +247,17 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
     )
 
 
+def check_may_freeze(subject: str, spec: Spec, before: FrozenRows | None, history: StepHistory | None) -> None:
+    """Raise `UnsupportedError` if a spec freezes more rows than `before`, and a dense rule may go on moving them."""
+    is_dense = history is not None and history.moves_weights and history.steps > 0
+    if is_dense and spec.frozen is not None and not spec.frozen <= (before or FrozenRows(())):
+        raise UnsupportedError(
+            f"`frozen` of {subject} cannot have more rows after {counted(history.steps, 'step')} by {spec.rule}, which "
+            "goes on moving rows that it has stepped. Leave frozen= out, or give the rows that were frozen before; or "
+            "begin the rule's state anew before, table.set_rule(None, reset_state=True)."
+        )
+
+
 def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) -> None:
     """Replace the admission, the eviction or the frozen rows.
 
@@ -270,6 +282,7 @@ def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) ->
             'nothing else: table.assign(*er.open(path, mode="r").export()).'
         )
     now = replace(spec, **changed)
+    check_may_freeze(rows.subject, now, spec.frozen, rows.history)
     made = RowLifecycle.of(now, rows.subject)
     if had is not None and made is not None:
         if "eviction" in changed and not changed["eviction"].has_mirror:

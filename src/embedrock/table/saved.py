@@ -21,7 +21,7 @@ from embedrock.storage.records import encode, wrong_last_steps
 from embedrock.storage.table_lock import together
 from embedrock.store.segments import damaged
 from embedrock.system.interrupts import held_back
-from embedrock.table.changes import first_scale, lost_state, set_rule
+from embedrock.table.changes import check_may_freeze, first_scale, lost_state, set_rule
 from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.reading import weights_of
 from embedrock.table.rows import TableState
@@ -87,14 +87,15 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
         saved: a state that `check_header` accepted.
         refuse_repeated: called with the ids of a batch that repeats earlier ids; returns the error to raise.
     """
-    header, wanted, frozen = saved.header, rows.spec.rule, rows.spec.frozen
+    header, wanted, frozen = saved.header, rows.spec.rule, policies_of(saved.header)["frozen"]
     spec = replace(rows.spec, rows=header["rows"], rule=rule_of(header["rule"]), seed=int(header["seed"]))
-    if frozen is None:  # as for a table that is opened again
-        spec = replace(spec, frozen=policies_of(header)["frozen"])
+    if spec.frozen is None:  # as for a table that is opened again
+        spec = replace(spec, frozen=frozen)
     steps = int(header["steps"])
     history = None if spec.rule is None else spec.rule.history()
     if history is not None:
         history.load({name: a for name, a in saved.history.items() if not name.startswith(PREFIX)}, steps)
+    check_may_freeze(rows.subject, spec, frozen, history)
     lifecycle = _lifecycle(rows, spec, saved)
 
     def fill(tier: Backend) -> None:
