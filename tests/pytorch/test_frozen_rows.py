@@ -82,7 +82,7 @@ def test_optimizers_with_state_leave_them(kind: Any, dense: bool):
 
 def test_weight_decay_leaves_them_or_is_refused():
     layer = ert.Embedding(ROWS, DIM, frozen=FROZEN)
-    with pytest.raises(UnsupportedError, match=r"Embedding\(50, 4\): `frozen` rows cannot stay under AdamW.*dense=True"):
+    with pytest.raises(UnsupportedError, match=r"Embedding\(50, 4\): `frozen` rows cannot stay under AdamW"):
         ert.AdamW(layer, dense=True)
     optimizer, before = ert.AdamW(layer, lr=0.1, weight_decay=0.5), rows_of(layer)
     layer(EVERY).square().sum().backward()
@@ -93,7 +93,7 @@ def test_weight_decay_leaves_them_or_is_refused():
 def test_layers_of_one_table_share_them_and_each_has_its_padding():
     first = ert.Embedding(ROWS, DIM, frozen=FROZEN, padding_idx=0)
     second = ert.EmbeddingBag(first.table, mode="sum")
-    with pytest.raises(ArgumentError, match="`frozen` of ert.Embedding belongs to the table"):
+    with pytest.raises(ArgumentError, match=r"`frozen` of ert.Embedding belongs to the table"):
         ert.Embedding(first.table, frozen=np.array([1, 2]))
     optimizer, before = ert.SGD(nn.ModuleList([first, second]), lr=1.0), rows_of(first)
     (first(EVERY).sum() + second(EVERY[:, None]).sum()).backward()

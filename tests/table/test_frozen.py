@@ -18,6 +18,7 @@ from slow import slow
 
 ROWS, DIM, BATCH = 50, 4, 20
 FROZEN: Any = [3, range(10, 20)]
+RANGES = [[3, 4], [10, 20]]
 EVERY = np.arange(ROWS)
 STAYS = np.isin(EVERY, [3, *range(10, 20)])
 LOW, HIGH = -(2**63), 2**63
@@ -99,8 +100,8 @@ def test_ids_and_ranges_become_ranges(given: Any, ranges: list[list[int]]):
     assert frozen.ranges == ranges
     assert bool(frozen) == bool(ranges)
     ends = [end for pair in ranges for end in pair]
-    ids = [id for end in ends for id in (end - 1, end, end + 1) if LOW <= id < HIGH]
-    inside = [any(start <= id < stop for start, stop in ranges) for id in ids]
+    ids = [each for end in ends for each in (end - 1, end, end + 1) if LOW <= each < HIGH]
+    inside = [any(start <= each < stop for start, stop in ranges) for each in ids]
     assert frozen.has(np.array(ids, np.int64)).tolist() == inside
     assert FrozenRows.of(frozen) is frozen
     assert FrozenRows(**json.loads(json.dumps(frozen.describe()))).ranges == ranges
@@ -278,7 +279,7 @@ def test_no_eviction_deletes_them(by: str, on_disk: bool, tmp_path: Path):
         with er.Table(None, 2, path=frozen.path, frozen=own) as again:
             for step in range(20):
                 again.update(np.random.default_rng(step).integers(6, 50, 4), np.ones((4, 2), np.float32))
-            assert [id for id in kept if id in again.export()[0]] == stay
+            assert [row for row in kept if row in again.export()[0]] == stay
             np.testing.assert_array_equal(again.lookup(stay), np.ones((len(stay), 2)))
             again.commit()
 
@@ -343,13 +344,14 @@ def test_an_opened_table_keeps_its_frozen_rows_or_gets_others(in_group: bool, tm
         whole.close()
 
     closed(opened(rule=er.SGD(lr=1.0), seed=0))
-    for given, ranges in ((FROZEN, [[3, 4], [10, 20]]), (None, [[3, 4], [10, 20]]), (7, [[7, 8]]), ([], []), (None, [])):
-        table = opened(frozen=given)
+    given = FROZEN, None, 7, [], None
+    for frozen, ranges in zip(given, (RANGES, RANGES, [[7, 8]], [], []), strict=True):
+        table = opened(frozen=frozen)
         assert ranges_of(table) == ranges
         before = table.lookup(EVERY)
         table.update(EVERY, np.ones((ROWS, DIM), np.float32))
         stays = (table.lookup(EVERY) == before).all(1)
-        assert np.flatnonzero(stays).tolist() == [id for start, stop in ranges for id in range(start, stop)]
+        assert np.flatnonzero(stays).tolist() == [row for own in ranges for row in range(*own)]
         closed(table)
         manifest = max((path / "manifest").glob("*.json")).read_text()
         assert ('"format":9' in manifest) == ('"frozen":{"ranges":' in manifest) == bool(ranges)
@@ -361,21 +363,30 @@ def test_an_opened_table_keeps_its_frozen_rows_or_gets_others(in_group: bool, tm
     with er.open(path) as table:
         table.rollback(6)
         assert ranges_of(table) == []
-    with pytest.raises(er.ReadOnlyTableError, match='`frozen` is for training.*opened with mode="r"'):
+    with pytest.raises(er.ReadOnlyTableError, match=r'`frozen` is for training.*opened with mode="r"'):
         er.Table(ROWS, DIM, path=path, mode="r", frozen=3)
 
 
 def test_a_state_has_them_and_a_table_with_its_own_keeps_these():
     source = er.Table(ROWS, DIM, rule=er.SGD(lr=1.0), frozen=FROZEN, seed=0)
     for state in (source.state(), source):
-        for own, ranges in ((None, [[3, 4], [10, 20]]), (7, [[7, 8]]), ([], [])):
+        for own, ranges in ((None, RANGES), (7, [[7, 8]]), ([], [])):
             table = er.Table(ROWS, DIM, rule=er.SGD(lr=1.0), frozen=own)
             table.load_state(state)
             assert ranges_of(table) == ranges
             before = table.lookup(EVERY)
             table.update(EVERY, np.ones((ROWS, DIM), np.float32))
             assert (table.lookup(EVERY) == before).all(1).sum() == sum(stop - start for start, stop in ranges)
-    assert ranges_of(copy.deepcopy(source)) == [[3, 4], [10, 20]]
+    assert ranges_of(copy.deepcopy(source)) == RANGES
+
+
+@pytest.mark.parametrize("frozen", [5, [[1, 2]], {"ranges": [[2, 1]]}, {"ranges": 5}, {"other": 1}])
+def test_a_damaged_state_is_refused(frozen: Any):
+    table = er.Table(ROWS, DIM, seed=0)
+    state = er.Table(ROWS, DIM, seed=1).state()
+    with pytest.raises(ArgumentError, match="a state for the table is damaged, load another one: "):
+        table.load_state({**state, "frozen": frozen})
+    assert table.spec.seed == 0
 
 
 def test_a_member_gets_others_while_it_is_open():

@@ -21,26 +21,22 @@ class FrozenRows:
     Args:
         ranges: pairs of a first id and the one after the last. They ascend, and do not overlap.
 
-    Attributes:
-        ranges: see above.
-
     Raises:
         ArgumentError: `ranges` do not ascend, are not of int64, or are too many.
     """
 
     def __init__(self, ranges: Sequence[Sequence[int]]) -> None:
-        ends = [end for start, stop in ranges for end in (start, stop)]
-        ascend = all(start < stop for start, stop in ranges) and all(a <= b for a, b in pairwise(ends))
+        self.ranges = [[start, stop] for start, stop in ranges]
+        ends = [end for pair in self.ranges for end in pair]
+        ascend = all(a < b for a, b in self.ranges) and all(a <= b for a, b in pairwise(ends))
         if not ascend or not all(type(end) is int and LOW <= end <= HIGH for end in ends):
             raise ArgumentError(f"`frozen` must be ranges of int64 that ascend: got {ranges!r:.200}.")
-        if len(ranges) > MOST_RANGES:
+        if len(self.ranges) > MOST_RANGES:
             raise ArgumentError(
                 f"`frozen` must be at most {MOST_RANGES:,} ids and ranges of ids: got {len(ranges):,}. Give a range "
                 "for ids that follow each other, or keep these rows in a table of their own, and freeze its layer."
             )
-        self.ranges = [list(pair) for pair in ranges]
-        self._first = np.array(ends[::2], np.int64)
-        self._last = np.array([stop - 1 for stop in ends[1::2]], np.int64)
+        self._first, self._last = np.array(ends[::2], np.int64), np.array([b - 1 for b in ends[1::2]], np.int64)
 
     @staticmethod
     def of(given: Any) -> FrozenRows | None:
@@ -61,20 +57,15 @@ class FrozenRows:
                 f"`frozen` must be the ids of rows that stay as they are: got {given}. To freeze all rows, freeze the "
                 "layer: requires_grad_(False), in Keras trainable = False."
             )
-        found, ids = list[list[int]](), given
-        if isinstance(given, range | list | tuple):
-            parts = [given] if isinstance(given, range) else given
-            for part in parts:
-                if isinstance(part, range) and part.step == 1:
-                    found += [[part.start, part.stop]] if part else []
-                elif isinstance(part, range):
-                    found += [[each, each + 1] for each in part[: MOST_RANGES + 1]]
-            ids = [part for part in parts if not isinstance(part, range)]
+        parts = given if isinstance(given, list | tuple) else [given]
+        ranges = [part for part in parts if isinstance(part, range)]
+        ids = [part for part in parts if not isinstance(part, range)] if ranges or parts is given else given
+        found = [[part.start, part.stop] for part in ranges if part.step == 1 and part]
+        found += [[k, k + 1] for part in ranges if part.step != 1 for k in part[: MOST_RANGES + 1]]
         array = np.unique(check_ids(ids, None, "`frozen`"))
         runs = np.split(array, np.flatnonzero(np.diff(array) != 1) + 1)
-        found += [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]
         merged = list[list[int]]()
-        for start, stop in sorted(found):
+        for start, stop in sorted(found + [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]):
             if merged and start <= merged[-1][1]:
                 merged[-1][1] = max(stop, merged[-1][1])
             else:
@@ -84,17 +75,15 @@ class FrozenRows:
     def __bool__(self) -> bool:
         return bool(self.ranges)
 
-    def has(self, ids: np.ndarray) -> np.ndarray:
-        """Return which ids (n,) are among them: bool (n,)."""
-        if not self:
-            return np.zeros(ids.shape, bool)
-        at = self._first.searchsorted(ids, "right") - 1
-        return (at >= 0) & (ids <= self._last[at])
-
     def __le__(self, other: FrozenRows) -> bool:
         """Return whether all of them are among others."""
         both = FrozenRows.of([range(*pair) for pair in (*self.ranges, *other.ranges)])
         return both is not None and both.ranges == other.ranges
+
+    def has(self, ids: np.ndarray) -> np.ndarray:
+        """Return which ids (n,) are among them: bool (n,)."""
+        at = self._first.searchsorted(ids, "right") - 1
+        return (at >= 0) & (ids <= self._last[at]) if self else np.zeros(ids.shape, bool)
 
     def describe(self) -> dict[str, Any]:
         """Return them as plain data, the arguments of equal `FrozenRows`."""

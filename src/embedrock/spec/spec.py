@@ -97,12 +97,12 @@ class Spec:
             self._check_frozen(self.frozen)
 
     def _check_frozen(self, frozen: FrozenRows) -> None:
-        outside = () if self.rows is None else [own for own in frozen.ranges if own[0] < 0 or own[1] > self.rows]
-        for start, stop in outside:
-            raise ArgumentError(
-                f"`frozen` must be ids in [0, {self.rows}), which the table has: got {range(start, stop)}. Leave out "
-                "the others, or make the table with rows=None, for any int64."
-            )
+        for start, stop in frozen.ranges:
+            if self.rows is not None and not 0 <= start < stop <= self.rows:
+                raise ArgumentError(
+                    f"`frozen` must be ids in [0, {self.rows}), which the table has: got {range(start, stop)}. Leave "
+                    "out the others, or make the table with rows=None, for any int64."
+                )
         if self.rule is not None and self.rule.MOVES_ALL and self.rule.history() is not None:
             raise UnsupportedError(
                 f"`frozen` rows cannot stay under {self.rule}, which moves every row in each step. Leave dense=True "

@@ -114,7 +114,7 @@ class FeatureLayout:
             rows=rows,
             described=reading.described(rows, own.tolist()),
             paddings=[self.paddings[each[0]] for each in tables.values()] if padded and kind == "rows" else [],
-            has_frozen=any(each.spec.frozen for each in rows),
+            leaves_out=bool(padded and kind == "rows") or any(each.spec.frozen for each in rows),
             skips=[self.paddings[number] for number in numbers] if padded and kind != "rows" else [],
             numbers=numbers,
             is_whole=numbers == list(range(len(self.tables))),
@@ -136,7 +136,7 @@ class PoolLayout:
         rows: states of the tables.
         described: the tables as `plan_tables` takes them.
         paddings: of each table of rows, the id whose row gets no gradient; empty without paddings.
-        has_frozen: a table has frozen rows.
+        leaves_out: some rows get no gradient: those of paddings, and frozen ones.
         skips: of each feature of bags, the id that is left out; empty without paddings.
         numbers: of the features, in the order of their positions.
         is_whole: these are all features, in their order.
@@ -153,7 +153,7 @@ class PoolLayout:
     rows: list[TableState]
     described: np.ndarray
     paddings: list[int | None]
-    has_frozen: bool
+    leaves_out: bool
     skips: list[int | None]
     numbers: list[int]
     is_whole: bool
@@ -163,11 +163,6 @@ class PoolLayout:
     width: int
     goes_on: bool = False
     _positions: PositionLayout | None = None
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether some rows get no gradient."""
-        return bool(self.paddings) or self.has_frozen
 
     def are_trained(self, table: int, ids: np.ndarray) -> np.ndarray:
         """Return which rows of a table get gradients: bool (n,)."""
@@ -645,10 +640,7 @@ def bind_unstepped(batch: Batch, stepped: Container[Table]) -> None:
 
 
 def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the id and gradient of each position of a batch of one feature, but of rows without gradients.
-
-    The gradients are float32 (n, dim).
-    """
+    """Return id and gradient, float32 (n, dim), of positions of a batch of one feature, without those left out."""
     (part,), (places, _kept) = batch.parts, _places(batch, grads)
     ids = part.plan.ids[part.plan.inverse]
     about = places, part.layout.dim, part.weights, part.positions.bags, part.trace

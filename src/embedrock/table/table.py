@@ -380,10 +380,7 @@ class Table(StoredVerbs):
         self._apply(plan, grads, lr, changes)
 
     def sum(self, plan: Plan, grads: npt.ArrayLike) -> RowGradients:
-        """Return the gradients of a batch, floats of shape ``plan.shape + (dim,)``, summed to one for each row.
-
-        Frozen rows are left out.
-        """
+        """Sum gradients of a batch, floats of shape ``plan.shape + (dim,)``, to one for each row that is not frozen."""
         rows = self._rows
         summed = RowGradients.sum(plan, checks.floats("grads", grads, (*plan.shape, rows.spec.dim), rows.subject))
         return summed.kept(rows.spec.are_trained(plan.ids)) if rows.spec.frozen else summed

@@ -284,16 +284,15 @@ def pooled(rows: tf.Tensor, offsets: tf.Tensor, weights: tf.Tensor | None = None
 
 def _without_records(table: Table, missing: Missing) -> np.ndarray:
     """Return the ids that are there without a record: of frozen rows, and of padding."""
-    rows, ranges = rows_of(table), [] if table.spec.frozen is None else table.spec.frozen.ranges
+    ranges = [] if table.spec.frozen is None else table.spec.frozen.ranges
     if (count := sum(stop - start for start, stop in ranges)) > MOST_RANGES:
         raise UnsupportedError(
-            f"{count:,} frozen rows of {table.subject} cannot be served with missing={missing}: each takes a row of "
-            f"the export, at most {MOST_RANGES:,}. Leave out `missing`, and rows that are not there have their initial "
-            "values, as frozen ones have."
+            f"{count:,} frozen rows of {table.subject} cannot be served with missing={missing}, which has room for "
+            f"{MOST_RANGES:,}. Leave missing= out: all rows that are not there then have their initial values."
         )
     padding = [] if missing.padding is None else [missing.padding]
-    ids = np.unique(np.array([*padding, *itertools.chain(*(range(*own) for own in ranges))], np.int64))
-    return ids[~rows.tier.holds(ids)]
+    ids = np.unique(np.array([*padding, *(row for own in ranges for row in range(*own))], np.int64))
+    return ids[~rows_of(table).tier.holds(ids)]
 
 
 def _count(table: Table) -> int:
