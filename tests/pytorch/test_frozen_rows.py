@@ -107,7 +107,7 @@ def test_layers_of_one_table_share_them_and_each_has_its_padding():
 def test_max_norm_leaves_them_in_lookups_and_frozen_models():
     weight = 5 * torch.randn(ROWS, DIM)
     layer = ert.Embedding.from_pretrained(weight.clone(), freeze=False, frozen=FROZEN, max_norm=1.0)
-    plain = ert.freeze(layer)
+    plain: Any = ert.freeze(layer)
     layer(EVERY)
     norms = rows_of(layer).norm(dim=1)
     assert torch.equal(rows_of(layer)[STAYS], weight[STAYS])

@@ -249,8 +249,9 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
 
 def check_may_freeze(subject: str, spec: Spec, before: FrozenRows | None, history: StepHistory | None) -> None:
     """Raise `UnsupportedError` if a spec freezes more rows than `before`, and a dense rule may go on moving them."""
-    is_dense = history is not None and history.moves_weights and history.steps > 0
-    if is_dense and spec.frozen is not None and not spec.frozen <= (before or FrozenRows(())):
+    if spec.frozen is None or history is None or not history.moves_weights or not history.steps:
+        return
+    if not spec.frozen <= (before or FrozenRows(())):
         raise UnsupportedError(
             f"`frozen` of {subject} cannot have more rows after {counted(history.steps, 'step')} by {spec.rule}, which "
             "goes on moving rows that it has stepped. Leave frozen= out, or give the rows that were frozen before; or "
