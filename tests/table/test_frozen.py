@@ -190,6 +190,10 @@ def test_gradients_of_frozen_rows_are_no_part_of_sums_and_their_errors():
     assert summed.plan.ids.tolist() == [4]
     assert summed.norm == 2 * DIM**0.5
     table.update([3, 4, 4], grads)  # NaN of a frozen row alone
+    stays = table.lookup([3])
+    table.step(er.RowGradients.sum(table.plan([3, 4]), np.ones((2, DIM), np.float32)))  # sums made elsewhere
+    np.testing.assert_array_equal(table.lookup([3]), stays)
+    assert table.export()[0].tolist() == [4]
     before = table.lookup(EVERY)
     with pytest.raises(NonFiniteGradientError, match=r"in 1 of 2 rows, first ids \[5\]"):
         table.update([5, 3, 4], grads)

@@ -407,6 +407,8 @@ class Table(StoredVerbs):
         """
         rows = self._rows
         rule = checks.rule_of_step(rows.spec, lr, changes, rows.subject)
+        if rows.spec.frozen:  # sums may be made elsewhere
+            grads = grads.kept(rows.spec.are_trained(grads.plan.ids))
         step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value))])
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
