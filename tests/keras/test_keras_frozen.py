@@ -105,8 +105,6 @@ def test_an_export_has_frozen_rows_without_records(tmp_path: Path):
     assert np.flatnonzero((served[0] == 0).numpy().all(1)).tolist() == [3]
     many = er.Table(None, DIM, frozen=range(10**6))
     model = keras.Sequential([keras.Input((5,), dtype="int64"), erk.Embedding(many)])
-    with pytest.raises(
-        UnsupportedError, match="1,000,000 frozen rows of .*, which has room for 65,536"
-    ):
+    with pytest.raises(UnsupportedError, match=r"1,000,000 frozen rows of .*, which has room for 65,536"):
         erk.export(model, tmp_path / "many", missing="zeros")
     assert not (tmp_path / "many").exists()
