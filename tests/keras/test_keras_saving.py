@@ -133,16 +133,17 @@ def test_model_of_the_first_release_loads():
 def test_layers_take_all_options_of_a_table_and_keep_them(kind, tmp_path):
     given = {"rule": er.SGD(), "seed": 3, "directory": "hashed", "memory": "2MiB", "on_nonfinite": "skip"}
     given |= {"policy": "lru", "keep": 5, "path": tmp_path / "t.rock", "device_memory": 0, "commit_every": "5min"}
-    given |= {"admission": er.Admission(min_count=2), "eviction": er.Eviction(max_rows=ROWS)}
+    given |= {"admission": er.Admission(min_count=2), "eviction": er.Eviction(max_rows=ROWS), "frozen": range(3)}
     assert set(given) == set(declared(LayerOptions)) <= set(inspect.signature(kind).parameters)
     layer = kind(ROWS, DIM, "zeros", **given)
     config = layer.get_config()
-    nested = ("rule", "path", "admission", "eviction")
+    nested = ("rule", "path", "admission", "eviction", "frozen")
     assert {name: config[name] for name in given if name not in nested}.items() <= given.items()
     assert (config["path"], config["rule"]["name"]) == (str(given["path"]), "SGD")
     table = layer.table
     assert (table.device_memory, table.options["keep"], table.options["policy"]) == (0, 5, "lru")
     assert (table.spec.admission, table.spec.eviction) == (given["admission"], given["eviction"])
+    assert config["frozen"] == {"ranges": [[0, 3]]}
     shared = kind(table, name="shared").get_config()["table"]
     assert (shared["device_memory"], shared["keep"]) == (0, 5)
     table.close()

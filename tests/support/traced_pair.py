@@ -73,6 +73,8 @@ EVICTIONS = (
     er.Eviction(max_rows=5 * BATCH, idle=25, half_life=7),
 )
 
+FROZEN = [1, range(4, 9), range(40, 2**40, 3)[:9]]
+
 
 def drawn_case(seed: int) -> Case:
     """Return a table and how it is kept on disk, most often with a tiny cache."""
@@ -91,7 +93,9 @@ def drawn_case(seed: int) -> Case:
         case = replace(case, in_group=True, slots=max(case.slots, 3 * BATCH))
     if case.rule not in LAZY or (case.in_group and rng.random() < 0.5):  # others move rows that a batch does not touch
         return case
-    return replace(case, admission=rng.choice(ADMISSIONS), eviction=rng.choice(EVICTIONS))
+    case = replace(case, admission=rng.choice(ADMISSIONS), eviction=rng.choice(EVICTIONS))
+    has_default_row = case.admission is not None and case.admission.default == "shared"
+    return replace(case, frozen=None if has_default_row else rng.choice((None, FROZEN)))
 
 
 # ---------------------------------------------------------------- timing

@@ -18,6 +18,7 @@ from embedrock.frontend.references import tell_resumed
 from embedrock.initializers import Initializer, Normal, TruncatedNormal, Uniform
 from embedrock.optimizers import Rule
 from embedrock.spec.eviction import Eviction
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import OPEN_IDS, check_count
 from embedrock.system.interrupts import held_back
 from embedrock.table.changes import RuleTaker, check_may_bind, set_rule
@@ -75,6 +76,7 @@ def open_table(
         is_loaded: the layer comes from a file, which names shared tables.
     """
     rows_name, dim_name = names
+    options = {**options, "frozen": FrozenRows.of(options.get("frozen"))}  # an array compares by elements
     if isinstance(rows, Table):
         known = declared(TableOptions).items()
         given = [dim_name] * (dim is not None) + ["group"] * (group is not None)

@@ -16,7 +16,9 @@ import numpy as np
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.errors import ArgumentError, ReadOnlyTableError, UnsupportedError, counted, plural
 from embedrock.initializers import FromArray, FromSafetensors, Given, Initializer
-from embedrock.optimizers import Rule
+from embedrock.optimizers import Rule, StepHistory
+from embedrock.spec.description import describe_spec
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import OPEN_IDS, Spec, check_count
 from embedrock.storage.backend import Backend
 from embedrock.storage.record_pools import MOVED_BYTES
@@ -299,8 +301,20 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
     )
 
 
+def check_may_freeze(subject: str, spec: Spec, before: FrozenRows | None, history: StepHistory | None) -> None:
+    """Raise `UnsupportedError` if a spec freezes more rows than `before`, and a dense rule may go on moving them."""
+    if spec.frozen is None or history is None or not history.moves_weights or not history.steps:
+        return
+    if not spec.frozen <= (before or FrozenRows(())):
+        raise UnsupportedError(
+            f"`frozen` of {subject} cannot have more rows after {counted(history.steps, 'step')} by {spec.rule}, which "
+            "goes on moving rows that it has stepped. Leave frozen= out, or give the rows that were frozen before; or "
+            "begin the rule's state anew before, table.set_rule(None, reset_state=True)."
+        )
+
+
 def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) -> None:
-    """Replace the admission, the eviction, or both.
+    """Replace the admission, the eviction or the frozen rows.
 
     Raises:
         ArgumentError: the counts belong to another admission.
@@ -322,14 +336,18 @@ def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) ->
             "Leave it out; or make a new table, of which the weights of rows that have a record are taken over, and "
             'nothing else: table.assign(*er.open(path, mode="r").export()).'
         )
-    made = RowLifecycle.of(replace(spec, **changed), rows.subject)
-    assert made is not None  # at least one policy was given
-    if had is not None:
+    now = replace(spec, **changed)
+    check_may_freeze(rows.subject, now, spec.frozen, rows.history)
+    made = RowLifecycle.of(now, rows.subject)
+    if had is not None and made is not None:
         if "eviction" in changed and not changed["eviction"].has_mirror:
             had.end_mirror()
         made.take_over(had, keeps_counts=not is_other)
-    if made.usage is not None and not made.usage.count and rows.tier.count:
+    if made is not None and made.usage is not None and not made.usage.count and rows.tier.count:
         ids = np.concatenate([np.empty(0, np.int64), *rows.tier.id_batches(reading.EXPORT_BATCH_ROWS)])
         made.usage.adopt(ids, made.steps)
-    rows.spec = replace(spec, **changed)
+    if "frozen" in changed and describe_spec(now) != describe_spec(spec):
+        rows.version.advance(keeps_rows=True)
+        rows.attach(None)  # a GPU plans by them
+    rows.spec = now
     rows.let(made)

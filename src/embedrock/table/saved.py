@@ -15,14 +15,23 @@ from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError, counted
 from embedrock.initializers import FromSafetensors, Given
 from embedrock.optimizers import Rule, describe_rule
-from embedrock.spec.description import POLICIES, describe_spec, rule_of
+from embedrock.spec.description import POLICIES, describe_spec, policies_of, rule_of
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.records import encode, wrong_last_steps
 from embedrock.storage.table_lock import together
 from embedrock.store.segments import damaged
 from embedrock.system.interrupts import held_back
-from embedrock.table.changes import cut_values, first_scale, has_more, lost_state, outside, set_rule
+from embedrock.table.changes import (
+    check_may_freeze,
+    cut_values,
+    first_scale,
+    has_more,
+    lost_state,
+    outside,
+    set_rule,
+)
 from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.reading import weights_of
 from embedrock.table.rows import TableState
@@ -89,12 +98,14 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
         saved: a state that `check_header` accepted.
         refuse_repeated: called with the ids of a batch that repeats earlier ids; returns the error to raise.
     """
-    header, wanted = saved.header, rows.spec.rule
+    header, wanted, frozen = saved.header, rows.spec.rule, _frozen(rows, saved.header)
     spec = replace(rows.spec, rule=rule_of(header["rule"]), seed=int(header["seed"]))
+    spec = replace(spec, frozen=frozen if spec.frozen is None else spec.frozen)  # as of a table that is opened again
     steps = int(header["steps"])
     history = None if spec.rule is None else spec.rule.history()
     if history is not None:
         history.load({name: a for name, a in saved.history.items() if not name.startswith(PREFIX)}, steps)
+    check_may_freeze(rows.subject, spec, frozen, history)
     lifecycle = _lifecycle(rows, spec, saved)
 
     def fill(tier: Backend) -> None:
@@ -129,6 +140,14 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
         what = f"only the weights of a state for {rows.subject} are taken, which steps by {wanted}"
         warnings.warn(f"{what}: {spec.rule} {lost.replace('would be lost', 'is left out')}.", stacklevel=2)
     set_rule(rows, wanted)
+
+
+def _frozen(rows: TableState, header: dict[str, Any]) -> FrozenRows | None:
+    """Return the frozen rows in the header of a state."""
+    try:
+        return policies_of({"frozen": header.get("frozen")})["frozen"]
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"a state for {rows.subject} is damaged, load another one: {error}") from error
 
 
 def _lifecycle(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle | None:

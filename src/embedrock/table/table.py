@@ -105,6 +105,9 @@ class Table(StoredVerbs):
             memory; of a table on disk 0.
         admission: admission of rows to records, an `Admission`; None: rows get records when they are stepped.
         eviction: eviction of rows from the table, an `Eviction`; None: no eviction.
+        frozen: rows that stay as they are: an id, a range, an array of ids, or a list of ids and ranges. No step, no
+            decay and no eviction changes them. `assign` does. An existing table keeps its own (None), or gets others,
+            or none: ``frozen=[]``.
 
     Attributes:
         device_memory, name: see above.
@@ -377,9 +380,10 @@ class Table(StoredVerbs):
         self._apply(plan, grads, lr, changes)
 
     def sum(self, plan: Plan, grads: npt.ArrayLike) -> RowGradients:
-        """Return the gradients of a batch, floats of shape ``plan.shape + (dim,)``, summed to one for each row."""
+        """Sum gradients of a batch, floats of shape ``plan.shape + (dim,)``, to one for each row that is not frozen."""
         rows = self._rows
-        return RowGradients.sum(plan, checks.floats("grads", grads, (*plan.shape, rows.spec.dim), rows.subject))
+        summed = RowGradients.sum(plan, checks.floats("grads", grads, (*plan.shape, rows.spec.dim), rows.subject))
+        return summed.kept(rows.spec.are_trained(plan.ids)) if rows.spec.frozen else summed
 
     @exclusive
     def step(
@@ -403,6 +407,8 @@ class Table(StoredVerbs):
         """
         rows = self._rows
         rule = checks.rule_of_step(rows.spec, lr, changes, rows.subject)
+        if rows.spec.frozen:  # sums may be made elsewhere
+            grads = grads.kept(rows.spec.are_trained(grads.plan.ids))
         step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value))])
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:

@@ -215,7 +215,8 @@ def _weight(layer: RowLayer, ids: np.ndarray, missing: Missing | None, spare: np
     for start in range(0, len(ids), BATCH_ROWS):
         rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS], missing))
         if layer.max_norm is not None:
-            rows = torch.embedding_renorm_(rows, torch.arange(len(rows)), layer.max_norm, layer.norm_type)
+            trained = torch.from_numpy(np.flatnonzero(layer.table.spec.are_trained(ids[start : start + BATCH_ROWS])))
+            rows = torch.embedding_renorm_(rows, trained, layer.max_norm, layer.norm_type)
         weight[start : start + len(rows)] = rows.to(layer.dtype)
     weight[len(ids) :] = torch.from_numpy(spare).to(layer.dtype)
     return nn.Parameter(weight.to(layer.handle.device), requires_grad=False)

@@ -183,7 +183,7 @@ class KerasRowLayer(keras.layers.Layer):
     mask_zero = LayerArgument(lambda layer, given: given)
     embeddings_initializer = LayerArgument(default=UNIFORM)
     rule, seed, memory, directory, on_nonfinite, group, sharded, wire = (LayerArgument() for _ in range(8))
-    policy, keep, commit_every, device_memory, admission, eviction = (LayerArgument() for _ in range(6))
+    policy, keep, commit_every, device_memory, admission, eviction, frozen = (LayerArgument() for _ in range(7))
 
     @property
     def missing(self) -> Any:

@@ -232,8 +232,8 @@ class RowLayer(nn.Module):
         self.handle.forget()
         self.handle.leave_side()
         spec, seed = self.table.spec, first_values(None).seed
-        policies = {"admission": spec.admission, "eviction": spec.eviction}
-        first = Table(spec.rows, spec.dim, dtype=spec.dtype, rule=spec.rule, init=spec.init, seed=seed, **policies)
+        own = {"dtype": spec.dtype, "rule": spec.rule, "init": spec.init, **spec.policies}
+        first = Table(spec.rows, spec.dim, seed=seed, **own)
         if self.padding_idx is not None:
             zero_rows(first, [self.padding_idx])
         self.table.load_state(first)
@@ -335,7 +335,7 @@ class RowLayer(nn.Module):
         plan = self._table.plan(ids)
         rows = torch.from_numpy(self._table.read_rows(plan))
         norms = torch.linalg.vector_norm(rows, self.norm_type, dim=1)
-        over = norms > max_norm
+        over = (norms > max_norm) & torch.from_numpy(self._table.spec.are_trained(plan.ids))
         if over.any():
             factors = max_norm / (norms[over].double() + 1e-7)
             self._table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
