@@ -472,6 +472,8 @@ class RowLayer(nn.Module):
         self.handle.check_untouched()
         if self.handle.state_dicts.is_saved_first(destination, prefix):
             average = self.handle.average
+            if self.handle.shown is not None:
+                self.handle.shown.refuse_in_model("saved")
             tensors = self._own_tensors() if average is None else row_state.averaged_tensors(average, self.handle.label)
             self.handle.state_dicts.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})

@@ -67,10 +67,7 @@ class RowAverage:
     def note(self, grads: Gradients) -> None:
         """Record the rows before a step by these gradients."""
         if self.handle.shown is not None:
-            raise UnsupportedError(
-                f"rows of {self.handle.label} cannot be stepped: the layer shows their averages, as in the validation "
-                "of Lightning's WeightAveraging. Swap the model and its average back before the step."
-            )
+            self.refuse_in_model("stepped")
         self.check_rule(self.table.rule)
         self.settle()
         ids = grads.row_ids()
@@ -78,6 +75,13 @@ class RowAverage:
         if sum(len(old.ids) for old in self._noted) > len(self._old.ids):  # else their number grows with the steps
             self._old_rows()
         self._latest = rows_of(self.table).version.of_rows + 1  # version after the step, which may be refused
+
+    def refuse_in_model(self, done: str) -> NoReturn:
+        """Raise the error of an action while the model shows the averages."""
+        raise UnsupportedError(
+            f"rows of {self.handle.label} cannot be {done}: the layer shows their averages, as in the validation of "
+            "Lightning's WeightAveraging. Swap the model and its average back before."
+        )
 
     def _follow_from_here(self) -> None:
         """Take the current rows as the last update, and record changes from here."""
@@ -170,10 +174,7 @@ class RowAverage:
     def of(self, ids: np.ndarray, in_model: bool = False) -> np.ndarray:
         """Return the averages of rows: float32 ``ids.shape + (dim,)``. `in_model`: the model shows them."""
         if in_model is not (self.handle.shown is self):
-            raise UnsupportedError(
-                f"the average of {self.handle.label} cannot be read: the model shows it, as in the validation of "
-                "Lightning's WeightAveraging. Call the model, or swap the two back first."
-            )
+            self.refuse_in_model("read in the average's place")
         self.settle()
         return self._values(np.asarray(ids, np.int64))
 
@@ -233,12 +234,12 @@ class AveragedHandle(Handle):
 
     def factors(self) -> Factors:
         average = self.average
+        average.settle()
         return average.handle.own_factors() if average.is_copy else {(average, average.changes): 1.0}
 
     def write(self, factors: Factors) -> None:
         """Update the average, or make it a copy of the rows or of itself."""
         average, rows = self.average, self.average.handle.own_factors()
-        average.settle()
         keep = factors.get((average, average.changes), 0.0)
         is_average = abs(sum(factors.values()) - 1.0) < ROUNDING and 0.0 <= keep <= 1.0
         if not is_average or not factors.keys() <= {(average, average.changes), *rows}:

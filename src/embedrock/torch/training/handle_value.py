@@ -81,7 +81,7 @@ def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if name.removeprefix("_foreach_").rstrip("_") in _AVERAGING and _may_average(name, args):
         return _average(func, args, kwargs or {})
     if writes and name == "copy_":
-        may_be_done = _are_same(args[0], args[1])
+        may_be_done = _whose(args[0]) is _whose(args[1]) if _values(args[1]) else _are_same(args[0], args[1])
     elif name in _SENDING:
         may_be_done = are_there_groups()
     if name == "equal" and (known := _are_equal(*args)) is not None:
@@ -89,8 +89,7 @@ def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if not may_be_done:
         value = next(value for arg in (*args, *(kwargs or {}).values()) for value in _values(arg))
         if writes:
-            whose: Any = getattr(value, "_whose", value)
-            whose.refuse_write()
+            _whose(value).refuse_write()
         _refuse(name, value)
     with no_dispatch():
         done = func(*args, **(kwargs or {}))
@@ -103,15 +102,15 @@ def _value(number: Tensor, of: HandleValue, factors: Factors | None) -> HandleVa
     """Return a value that stands for fixed factors; None: for those of its handle, which it is an alias of."""
     with no_dispatch():
         made: Any = Tensor._make_subclass(HandleValue, number)
-    made._whose = getattr(of, "_whose", of)
+    made._whose = _whose(of)
     made._factors = factors
     return made
 
 
 def factors_of(value: Any) -> Factors | None:
     """Return the rows and averages that a value stands for; None: no averages follow the rows."""
-    whose, fixed = getattr(value, "_whose", value), value.__dict__.get("_factors")
-    return whose.factors() if fixed is None else fixed
+    fixed = value.__dict__.get("_factors")
+    return _whose(value).factors() if fixed is None else fixed
 
 
 def _may_average(name: str, args: Any) -> bool:
@@ -148,12 +147,17 @@ def _average(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not writes:
             results[place] = _value(torch.zeros_like(vector[0], dtype=torch.float32), target, factors)
         elif target.__dict__.get("_factors") is None:
-            getattr(target, "_whose", target).write(factors)
+            _whose(target).write(factors)
         else:
             cast(Any, target)._factors = factors
     if done is None:  # an operator on many tensors in place
         return None
     return results if isinstance(args[0], list | tuple) else results[0]
+
+
+def _whose(value: Any) -> Any:
+    """Return the handle of a value."""
+    return getattr(value, "_whose", value)
 
 
 def _values(arg: Any) -> list[HandleValue]:
@@ -173,7 +177,7 @@ def _are_equal(*tensors: Any) -> bool | None:
         return True
     shapes = []
     for each in tensors:
-        table = getattr(getattr(each, "_whose", each), "table", None)  # for a handle
+        table = getattr(_whose(each), "table", None)  # for a handle
         shapes.append(tuple(each.shape) if table is None else (table.rows, table.dim))
     return None if shapes[0] == shapes[1] else False
 
@@ -188,7 +192,7 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 def _refuse(name: str, value: Any) -> NoReturn:
     name = {"_local_scalar_dense": "item"}.get(name, name)
     raise UnsupportedError(
-        f"`{name}` reads the value of the handle of {getattr(value, '_whose', value).label}, which only stands for the "
+        f"`{name}` reads the value of the handle of {_whose(value).label}, which only stands for the "
         "rows: they are not in it. Go through ert.dense_parameters(model) in the place of model.parameters(). What is "
         "to be known of rows (a norm, a penalty, a histogram) is that of the batch's, layer(ids), or of "
         "layer.table.export(). Their gradients are clipped by clip_grad_norm_, clip_grad_value_ or "
