@@ -294,12 +294,16 @@ def test_a_swap_of_a_model_and_its_average():
     assert not torch.equal(contents(models[0])[0], before[0])
     frozen = ert.freeze(models[0])
     assert torch.equal(frozen.rows(EVERY), contents(models[0])[0])
-    with pytest.raises(er.UnsupportedError, match=r"cannot be read in the average's place: the layer shows their.* Swap the"):
+    with pytest.raises(
+        er.UnsupportedError, match=r"cannot be read in the average's place: the layer shows their.* Swap the"
+    ):
         averages[0].module.rows(EVERY)
     with pytest.raises(er.UnsupportedError, match=r"cannot be saved: the layer shows their averages.* Swap the model"):
         models[0].state_dict()
     models[0](EVERY).backward()
-    with pytest.raises(er.UnsupportedError, match=r"cannot be stepped: the layer shows their averages.* Swap the model"):
+    with pytest.raises(
+        er.UnsupportedError, match=r"cannot be stepped: the layer shows their averages.* Swap the model"
+    ):
         optimizers[0].step()
     optimizers[0].zero_grad()
     for average, model in zip(averages, models, strict=True):

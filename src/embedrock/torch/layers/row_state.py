@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from embedrock.distributed.owners import Shard
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError
 from embedrock.frontend.references import is_reference, lasting_reference_to, reference_to_parts
 from embedrock.initializers import Zeros
 from embedrock.spec.description import rule_of

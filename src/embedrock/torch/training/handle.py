@@ -28,7 +28,7 @@ from embedrock.torch.training.cpu_executor import CpuExecutor
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle_gradient import HandleGradient, Pending, number_of, set_number
-from embedrock.torch.training.handle_value import HandleValue, Factors, factors_of
+from embedrock.torch.training.handle_value import Factors, HandleValue, factors_of
 from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
 from embedrock.torch.training.unapplied import BOTH, StateDictCheck, UnappliedGradientsCheck
