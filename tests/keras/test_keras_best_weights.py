@@ -72,8 +72,8 @@ class Score(keras.callbacks.Callback):
 
 def fit(model: Any, *callbacks: Any, rates: Any = RATES, **more: Any) -> Any:
     by_epoch = keras.callbacks.LearningRateScheduler(lambda epoch, _: rates[min(epoch, len(rates) - 1)])
-    return model.fit(IDS, Y, batch_size=8, shuffle=False, epochs=len(rates), verbose=0, callbacks=[by_epoch, Score(), *callbacks],
-                     **more)  # fmt: skip
+    arguments = {"batch_size": 8, "shuffle": False, "epochs": len(rates), "verbose": 0, **more}
+    return model.fit(IDS, Y, callbacks=[by_epoch, Score(), *callbacks], **arguments)
 
 
 def stopping(patience: int = 9) -> Any:

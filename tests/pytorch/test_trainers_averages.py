@@ -105,10 +105,10 @@ def lit(model: Model) -> Any:
 def fit(model: Model, callbacks: list[Any], epochs: int = EPOCHS, resume: Any = None, **more: Any) -> Any:
     import lightning
 
-    made = lit(model)
+    made, saves = lit(model), any("Checkpoint" in type(callback).__name__ for callback in callbacks)
     trainer = lightning.Trainer(
         max_epochs=epochs, accelerator="cpu", callbacks=callbacks, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=any("Checkpoint" in type(c).__name__ for c in callbacks), **more
+        enable_model_summary=False, enable_checkpointing=saves, **more
     )  # fmt: skip
     loader = DataLoader(TensorDataset(IDS), batch_size=8)
     trainer.fit(made, loader, DataLoader(TensorDataset(IDS[:9]), batch_size=4), ckpt_path=resume)
@@ -390,6 +390,69 @@ def test_two_averages_of_one_model():
                 average.update_parameters(model)
     for one, other in zip(*both, strict=True):
         check_close(one.module, other.module)
+
+
+# ---------------------------------------------------------------- the best checkpoint
+
+
+@pytest.mark.parametrize("where", ["RAM", "disk"])
+def test_the_best_checkpoint_of_lightning(where: str, tmp_path: Path):
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    seen: list[list[Tensor]] = []
+
+    class Score(Callback):
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.log("score", float(abs(trainer.current_epoch - 1)))
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(contents(pl_module.model))
+
+    model = ours(tmp_path if where == "disk" else None)
+    best = ModelCheckpoint(tmp_path / "lightning", monitor="score", mode="min", save_top_k=1)
+    made = fit(model, [Score(), best])
+    state = torch.load(best.best_model_path, weights_only=False)
+    assert state["epoch"] == 1
+    made.load_state_dict(state["state_dict"])
+    assert all(map(torch.equal, contents(model), seen[1]))
+    assert model.rows.table.steps == 2 * 6
+    if where == "disk":
+        model.rows.table.close()
+
+
+@pytest.mark.parametrize("where", ["RAM", "disk"])
+def test_the_best_model_at_the_end_of_hugging_faces_trainer(where: str, tmp_path: Path):
+    import transformers
+
+    seen: list[list[Tensor]] = []
+
+    class Batched(Model):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+            loss = (self.head(self.rows(ids)).squeeze(-1) - 1).square()
+            return {"loss": loss.mean(), "logits": loss}
+
+    def score(_: Any) -> dict[str, float]:
+        seen.append(contents(model))
+        return {"score": float(abs(len(seen) - 2))}
+
+    rows = ours(tmp_path if where == "disk" else None).rows
+    model = Batched(rows)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "trainer"), num_train_epochs=4, per_device_train_batch_size=8, use_cpu=True, report_to=[],
+        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="score",
+        greater_is_better=False, disable_tqdm=True, logging_strategy="no", save_total_limit=2,
+    )  # fmt: skip
+    data: Any = [{"ids": int(k), "labels": 1.0} for k in IDS]
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data[:8], optimizers=(model.optimizer(), None),
+        compute_metrics=score,
+    )  # fmt: skip
+    trainer.train()
+    assert len(seen) == 4
+    assert all(map(torch.equal, contents(model), seen[1]))
+    assert rows.table.steps == 2 * 6
+    if where == "disk":
+        rows.table.close()
 
 
 # ---------------------------------------------------------------- averages of other libraries

@@ -58,32 +58,6 @@ begun_commits: ContextVar[Mapping[Table, int] | None] = ContextVar("begun_commit
 _origins: weakref.WeakKeyDictionary[Table | Group, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
-class HeldCommit:
-    """Commit of a layer's table on disk, kept for as long as this object. All tables of a group share it."""
-
-    def __init__(self, layer: Any) -> None:
-        table, name = layer.table, f"best weights {secrets.token_hex(4)}"
-        self.number = table.commit(step=iterations_of(layer) if table.uncommitted else table.last_step, name=name)
-        weakref.finalize(self, _release, weakref.ref(table), name)
-
-    @classmethod
-    def of(cls, layer: Any) -> HeldCommit:
-        """Return the last commit of the table, held; make one if rows have changed since."""
-        table = layer.table
-        unit, held = table.group or table, _held.get(table.group or table)
-        if table.uncommitted or held is None or held.number != table.last_commit:
-            _held[unit] = held = cls(layer)
-        return held
-
-
-def _release(table: weakref.ref[Table], name: str) -> None:
-    if (known := table()) is not None and known.is_open_here:
-        known.release(name)
-
-
-_held: weakref.WeakValueDictionary[Table | Group, HeldCommit] = weakref.WeakValueDictionary()
-
-
 # ---------------------------------------------------------------- destinations
 
 

@@ -22,10 +22,10 @@ from embedrock.frontend.references import reference_to
 from embedrock.io.vfs import explained_if_full, full_disk
 from embedrock.keras import callers
 from embedrock.keras.saving.references import (
-    HeldCommit,
     destination_in_keras,
     destination_of_checkpoint,
     go_to_reference,
+    iterations_of,
     reference_of,
     warn_between_steps,
 )
@@ -189,17 +189,25 @@ def refuse_legacy_format(layer: Any) -> None:
 
 
 class KeptRows:
-    """Rows with their optimizer state, in the weights that `EarlyStopping` keeps: a commit on disk, or a copy in RAM."""
+    """Rows in the weights that `EarlyStopping` keeps: a commit on disk, or a copy in RAM.
+
+    Args:
+        layer: layer of the rows.
+        name: name of the commit, which all tables of a group share. It is released with this object.
+    """
 
     shape = ()
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, name: str) -> None:
         table, self._layer = layer.table, weakref.ref(layer)
-        self._held = HeldCommit.of(layer) if table.is_on_disk and table.mode != "r" else None
+        if table.is_on_disk and table.mode != "r":
+            if table.uncommitted or table.commits()[-1]["name"] != name:
+                table.commit(step=iterations_of(layer), name=name)
+            weakref.finalize(self, _release, weakref.ref(table), name)
         self._state = reference_to(table) if table.is_on_disk else table.state()
 
     def put_back(self) -> None:
-        """Restore the rows."""
+        """Restore the rows and their optimizer state."""
         layer: Any = self._layer()
         if layer.table.is_on_disk:
             go_to_reference(layer, self._state)
@@ -208,16 +216,23 @@ class KeptRows:
         layer.handle.pending.drop()
 
 
+def _release(known: weakref.ref[Table], name: str) -> None:
+    table = known()
+    if table is not None and table.is_open_here:
+        table.release(name)
+
+
 def rows_in_weights(known: weakref.ref[Any], *args: Any, **kwargs: Any) -> KeptRows:
     """Return what stands for a layer's rows in `get_weights` of `EarlyStopping`. No list of arrays can hold them."""
     layer: Any = known()
-    if callers.local(callers.KERAS_STOPPING, "on_epoch_end", "self") is callers.MISSING:
+    stopping, epoch = (callers.local(callers.KERAS_STOPPING, "on_epoch_end", name) for name in ("self", "epoch"))
+    if stopping is callers.MISSING:
         raise UnsupportedError(
             f"get_weights cannot return the rows of {layer.label}, and set_weights cannot bring them back. Use "
             'EarlyStopping(restore_best_weights=True), or ModelCheckpoint("best.keras", save_best_only=True) and load '
             "that file; read rows by layer.table.lookup(ids)."
         )
-    return KeptRows(layer)
+    return KeptRows(layer, f"best weights of epoch {epoch}, {id(stopping):x}")
 
 
 def check_callbacks(layer: Any) -> None:

@@ -268,12 +268,12 @@ def _averaged_copies(memo: dict[int, Any]) -> None:
     while frame is not None and frame.f_code is not swa_utils.AveragedModel.__init__.__code__:
         frame = frame.f_back
     if frame is not None:
-        for handle in handles(frame.f_locals["model"]):
-            memo[id(handle)] = AveragedHandle.of(handle)
-            memo[id(handle.table)] = handle.table  # the rows are not copied
+        followed = [handle for handle in handles(frame.f_locals["model"]) if handle.average is None]
+        memo |= {id(handle): AveragedHandle.of(handle) for handle in followed}
+        memo |= {id(handle.table): handle.table for handle in followed}  # the rows are not copied
 
 
-Handle.copied = staticmethod(_averaged_copies)
+Handle.before_copy = staticmethod(_averaged_copies)
 
 
 class AveragedModel(swa_utils.AveragedModel):

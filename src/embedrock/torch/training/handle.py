@@ -68,7 +68,7 @@ class Handle(HandleValue, nn.Parameter):
         known_as: name of the table among processes that share it; None: not named yet.
         average: average of the rows, for an `AveragedHandle`; else None.
         shown: the `RowAverage` that lookups return in place of the rows; None: the rows.
-        copied: called before a copy is made, with the copies made so far.
+        before_copy: called with the copies made so far.
         max_norm: `max_norm` of the layers on the table; None without one.
         is_applied: a step has applied the pending gradients.
         is_watched: other code may look at ``.grad`` when autograd accumulates it.
@@ -79,7 +79,7 @@ class Handle(HandleValue, nn.Parameter):
     followers: weakref.WeakSet[Any] | None
     average: Any = None
     shown: Any = None
-    copied: ClassVar[Callable[[dict[int, Any]], None]]
+    before_copy: ClassVar[Callable[[dict[int, Any]], None]]
     terms: ShardingOptions
     known_as: str | None
     _sharing: SharedTable | None
@@ -303,7 +303,7 @@ class Handle(HandleValue, nn.Parameter):
         if self._is_untouched():
             return
         with no_dispatch():
-            may_write = (self._is_original and are_there_groups()) or self.followers or self.average is not None
+            may_write = self.factors() is not None or (self._is_original and are_there_groups())
             harmless = may_write and self.item() == 0.0
         self._write_zero(self._zero_bits)  # report each write once
         if not harmless:  # DistributedDataParallel and averages write to parameters, without changing them
@@ -349,13 +349,12 @@ class Handle(HandleValue, nn.Parameter):
         average = next((one for one in self.followers or () if factors == {(one, one.changes): 1.0}), None)
         if factors != self.own_factors() and average is None:
             self.refuse_write()
-        if factors == self.factors():
-            return
-        if average is not None and not average.is_copy:
-            average.become_rows()
-            return
-        self.shown = average
-        generation.advance()
+        if factors != self.factors():
+            self.shown = average
+            if average is not None and not average.is_copy:
+                self.shown = None
+                average.become_rows()
+            generation.advance()
 
     def _is_untouched(self) -> bool:
         # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
@@ -583,7 +582,7 @@ class Handle(HandleValue, nn.Parameter):
         return self.executor()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        Handle.copied(memo)
+        Handle.before_copy(memo)
         if id(self) not in memo:
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)
