@@ -192,7 +192,7 @@ def test_compiled_programs_see_the_restored_rows(tmp_path: Path):
 
 def test_other_code_gets_no_rows_by_get_weights(model: Any):
     fit(model, rates=[0.1])
-    with pytest.raises(er.UnsupportedError, match=r"get_weights cannot return the rows of .*EarlyStopping.*ModelCheck"):
+    with pytest.raises(er.UnsupportedError, match=r"get_weights cannot return the rows of .*ModelCheckpoint.*EarlyStop"):
         model.get_weights()
     before = contents(model)
     arrays = [np.zeros((ROWS, DIM), np.float32), *model.layers[2].get_weights()]
@@ -251,7 +251,8 @@ model.layers[0].table.close()
 
 class Interrupts(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.model.layers[0].table.steps == 5:
+        model: Any = self.model
+        if model.layers[0].table.steps == 5:
             raise KeyboardInterrupt
 
 

@@ -292,7 +292,7 @@ def test_a_swap_of_a_model_and_its_average():
         swap(average.module, model)
     check_close(*models)
     assert not torch.equal(contents(models[0])[0], before[0])
-    frozen = ert.freeze(models[0])
+    frozen: Any = ert.freeze(models[0])
     assert torch.equal(frozen.rows(EVERY), contents(models[0])[0])
     with pytest.raises(
         er.UnsupportedError, match=r"cannot be read in the average's place: the layer shows their.* Swap the"

@@ -229,8 +229,8 @@ def rows_in_weights(known: weakref.ref[Any], *args: Any, **kwargs: Any) -> KeptR
     if stopping is callers.MISSING:
         raise UnsupportedError(
             f"get_weights cannot return the rows of {layer.label}, and set_weights cannot bring them back. Use "
-            'EarlyStopping(restore_best_weights=True), or ModelCheckpoint("best.keras", save_best_only=True) and load '
-            "that file; read rows by layer.table.lookup(ids)."
+            'ModelCheckpoint("best.keras", save_best_only=True) and load that file, or '
+            "EarlyStopping(restore_best_weights=True); read rows by layer.table.lookup(ids)."
         )
     return KeptRows(layer, f"best weights of epoch {epoch}, {id(stopping):x}")
 
