@@ -192,7 +192,9 @@ def test_compiled_programs_see_the_restored_rows(tmp_path: Path):
 
 def test_other_code_gets_no_rows_by_get_weights(model: Any):
     fit(model, rates=[0.1])
-    with pytest.raises(er.UnsupportedError, match=r"get_weights cannot return the rows of .*ModelCheckpoint.*EarlyStop"):
+    with pytest.raises(
+        er.UnsupportedError, match=r"get_weights cannot return the rows of .*ModelCheckpoint.*EarlyStop"
+    ):
         model.get_weights()
     before = contents(model)
     arrays = [np.zeros((ROWS, DIM), np.float32), *model.layers[2].get_weights()]

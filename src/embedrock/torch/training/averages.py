@@ -295,8 +295,8 @@ class AveragedModel(swa_utils.AveragedModel):
 def average(model: nn.Module, decay: float | None = 0.999) -> AveragedModel:
     """Return a model with averages over training of dense weights and rows, as PyTorch's `AveragedModel`.
 
-    Call its `update_parameters(model)` after each step. The cost of an update
-    grows with the rows stepped since the previous update. RAM is needed for all rows ever stepped.
+    Call its `update_parameters(model)` after each step. The cost of an update grows with the rows stepped since the
+    previous update. RAM is needed for all rows stepped since the average was made.
 
     Args:
         model: model with embedding layers. Only Embedrock's optimizers may step their rows.
@@ -308,7 +308,7 @@ def average(model: nn.Module, decay: float | None = 0.999) -> AveragedModel:
             of an admission.
 
     Example:
-        >>> import embedrock.torch as ert
+        >>> import torch, embedrock.torch as ert
         >>> model = nn.Sequential(ert.Embedding(10**9, 4), nn.Linear(4, 1))
         >>> optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-3)
         >>> averaged = ert.average(model, decay=0.99)
