@@ -236,6 +236,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "emas": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
     "swa_fn": {"avg_fn": swa_utils.get_swa_avg_fn()},
     "warm_up": {"avg_fn": lambda e, p, n: e.lerp(p, 1 - min(0.999, (1 + int(n)) / (10 + int(n))))},
+    "by_tensors": {"avg_fn": lambda e, p, n: e.lerp(p, 1 / (n + 1))},
+    "parts": {"avg_fn": lambda e, p, n: torch.add(e / 2, p, alpha=0.5).sub_(e - e)},
     "buffers": {"avg_fn": swa_utils.get_ema_avg_fn(0.9), "use_buffers": True},
     "slow": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9999)},
 }

@@ -128,12 +128,13 @@ def _may_average(name: str, args: Any) -> bool:
 def _average(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on the factors of rows and averages, in place of their values."""
     known = list({key: None for arg in args for value in _values(arg) for key in factors_of(value) or ()})
+    is_alone = not isinstance(args[0], list | tuple)  # else dense weights are among the tensors
 
     def vector_of(arg: Any) -> Any:
         if isinstance(arg, list | tuple):
             return [vector_of(part) for part in arg]
         if not isinstance(arg, HandleValue):
-            return arg
+            return arg.double() if isinstance(arg, Tensor) and is_alone else arg
         found = factors_of(arg) or {}
         return torch.tensor([found.get(key, 0.0) for key in known], dtype=torch.float64, device=arg.device)
 
@@ -154,7 +155,7 @@ def _average(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             cast(Any, target)._factors = factors
     if done is None:  # an operator on many tensors in place
         return None
-    return results if isinstance(args[0], list | tuple) else results[0]
+    return results[0] if is_alone else results
 
 
 def _whose(value: Any) -> Any:
