@@ -535,17 +535,6 @@ def test_commit_that_was_let_go_is_an_error(place, tmp_path):
     table_of(model).close()
 
 
-def test_get_weights_is_refused_before_training_was_for_nothing():
-    model = make_model()
-    train(model)
-    match = r"get_weights cannot return the rows of 'embedding\w*'.*EarlyStopping.*ModelCheckpoint"
-    with pytest.raises(UnsupportedError, match=match):
-        model.get_weights()
-    stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
-    with pytest.raises(UnsupportedError, match=match):
-        fit(model, callbacks=[stopping])
-
-
 class Begun(keras.callbacks.Callback):
     """Counts batches of training that have begun."""
 
@@ -556,7 +545,6 @@ class Begun(keras.callbacks.Callback):
 
 
 LOSING = {
-    "EarlyStopping": (lambda _: keras.callbacks.EarlyStopping("loss", restore_best_weights=True), "get_weights cannot"),
     "ModelCheckpoint": (
         lambda folder: keras.callbacks.ModelCheckpoint(folder / "m.weights.h5", save_weights_only=True),
         "are in RAM",

@@ -449,10 +449,9 @@ GROUPS: dict[str, list[Use]] = {
             WROTE,
         ),
         Use(
-            "`AveragedModel(model).update_parameters(model)`, an EMA of parameters",
-            "`ert.average(model, decay)`",
+            "`AveragedModel(model).update_parameters(model)`, as of Lightning's `WeightAveraging`",
+            "rows are averaged, as by `ert.average(model, decay)`",
             lambda c: AveragedModel(c.model).update_parameters(c.model),
-            WROTE,
         ),
     ],
     "writes the gradient": [

@@ -81,4 +81,4 @@ def _take(layer: RowLayer, resized: nn.Embedding) -> None:
             more = type(init)(np.concatenate([init.array, zeros]))
         layer.grow(count, more)
         with on_failure(lambda: layer.shrink(had)):
-            layer.write_rows(resized.weight[had:], had)
+            layer.write_rows(np.arange(had, len(resized.weight)), resized.weight[had:])

@@ -342,7 +342,7 @@ class KerasRowLayer(keras.layers.Layer):
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)
-        handle.variable.numpy = partial(state.refuse_get_weights, self.label)
+        handle.variable.numpy = partial(state.rows_in_weights, weakref.ref(self))
         self.supports_masking |= self.mask_zero
         self.built = True
 

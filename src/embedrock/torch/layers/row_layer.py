@@ -15,7 +15,7 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place
 from embedrock.distributed.commits import is_part_of
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
-from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
+from embedrock.frontend.arguments import ROWS_AT_ONCE, lags_behind, resolve_padding, write_batches, zero_rows
 from embedrock.frontend.growing import begin_padding, growing, grows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray, Given
@@ -40,7 +40,6 @@ from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import LayerLayout, needs_gradient
 from embedrock.torch.training.sharing import ShardingOptions
 
-IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
 HOOKS = (  # hooks that change the output of a call
     "_forward_hooks",
@@ -435,7 +434,7 @@ class RowLayer(nn.Module):
     def _load_rows(self, state: dict[str, Any]) -> None:
         """Load rows in the form that `take_rows` returns. A table on disk goes to the commit of a reference."""
         if self.handle.average is not None:
-            self.handle.average.load(*row_state.weights_of(state, self.handle.label))
+            self.handle.average.load(*row_state.weights_of(state))
             return
         self.handle.changed()
         if (shard := self.handle.shard) is not None and shard.is_elsewhere:
@@ -447,6 +446,8 @@ class RowLayer(nn.Module):
         elif is_reference(state):
             go_to(self._table, state)
             self.name_in_errors()  # the table may have had fewer rows then
+            ids, averages = row_state.weights_of(state)
+            self.write_rows(ids, torch.from_numpy(averages))
         else:
             self._table.load_state(state, grow=grows())
             begin_padding(self, state["rows"])
@@ -471,15 +472,14 @@ class RowLayer(nn.Module):
 
     def _import_weight(self, weight: Tensor) -> None:
         self._check_weight(weight)
-        self.write_rows(weight)
+        self.write_rows(np.arange(len(weight)), weight)
 
-    def write_rows(self, weight: Tensor, first: int = 0) -> None:
-        """Assign the rows of a weight, which the table has from the id `first` on."""
-        slots = self._table.stats().get("cache_slots", IMPORT_ROWS)  # a table on disk must write through its rows
-        for start, rows in _batches(weight, min(IMPORT_ROWS, max(1, int(slots) // 2))):
-            ids = np.arange(first + start, first + start + len(rows))
-            own = slice(None) if (shard := self.handle.shard) is None else shard.owns(ids)
-            self._table.assign(ids[own], rows.numpy()[own])
+    def write_rows(self, ids: np.ndarray, weights: Tensor) -> None:
+        """Assign rows of this process, with weights (n, dim) for ids (n,), in batches."""
+        for part in write_batches(self._table, len(ids)):
+            own = slice(None) if (shard := self.handle.shard) is None else shard.owns(ids[part])
+            rows = weights[part].detach().to("cpu", torch.float32).numpy()
+            self._table.assign(ids[part][own], rows[own])
 
     def _check_weight(self, weight: Tensor) -> None:
         """Raise an error if a weight cannot be imported, before any row changes."""
@@ -519,6 +519,8 @@ class RowLayer(nn.Module):
         self.handle.check_untouched()
         if self.handle.state_dicts.is_saved_first(destination, prefix):
             average = self.handle.average
+            if self.handle.shown is not None:
+                self.handle.shown.refuse_in_model("saved")
             tensors = self._own_tensors() if average is None else row_state.averaged_tensors(average, self.handle.label)
             self.handle.state_dicts.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})
@@ -560,7 +562,7 @@ class RowLayer(nn.Module):
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
 
 
-def _batches(weight: Tensor, size: int = IMPORT_ROWS) -> Iterator[tuple[int, Tensor]]:
+def _batches(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Return a weight as batches of (first row, rows float32 on the CPU)."""
-    for start in range(0, len(weight), size):
-        yield start, weight[start : start + size].detach().to("cpu", torch.float32)
+    for start in range(0, len(weight), ROWS_AT_ONCE):
+        yield start, weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)
