@@ -1062,6 +1062,25 @@ def test_rows_that_are_shared_in_ram_are_saved_by_all_ranks(pair: Ranks, tmp_pat
         ert.load(model, tmp_path)
 
 
+def loads_rows_of_one_process(rank: int, folder: str) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Load what one process saved, and train on; return rows, and the ids that are here of each layer."""
+    model, optimizer = in_ram()
+    assert ert.load(model, folder) == 3
+    return steps_in_ram(model, optimizer, range(3, 5), [rank]), [one.table.export()[0].tolist() for one in model]
+
+
+def test_rows_that_one_process_saved_are_shared_out_as_ranks_load_them(pair: Ranks, tmp_path: Path) -> None:
+    model, optimizer = in_ram()
+    steps_in_ram(model, optimizer, range(3), [0, 1])
+    ert.save(model, tmp_path, step=3)
+    expected = steps_in_ram(model, optimizer, range(3, 5), [0, 1])
+    ids = model[0].table.export()[0]
+    for rank, (rows, here) in enumerate(pair.run(loads_rows_of_one_process, str(tmp_path))):
+        for ours, theirs in zip(rows, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert here == [ids[owners(ids, 2) == rank].tolist(), ids.tolist() * rank, ids.tolist()]
+
+
 def grows_when_loaded(rank: int, kind: Any, path: str | None, folder: str) -> list[torch.Tensor]:
     """Train and save; then load with more rows, in a new layer or, of a table on disk, in one that has grown."""
     layer = ert.Embedding(100, DIM, seed=1, sharded=kind, path=path)

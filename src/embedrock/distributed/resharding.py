@@ -94,9 +94,9 @@ def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
     """Move the rows of a sharded table on disk, with their optimizer state, to another number of ranks.
 
     Commits with a name move too, because checkpoints may refer to them. Of each commit, the rows that differ from the
-    one before move. Rows move in batches. So RAM use is `memory` and some more, whatever the table's size. The old
-    shards stay until all new ones are durable. Several new shards are made together, up to 64 GiB of them. After a
-    kill, another call continues after the last durable ones.
+    one before move. Rows move in batches. So RAM use is `memory` and some more, whatever the table's size, but for
+    counts and uses of rows that come and go. The old shards stay until all new ones are durable. Several new shards are
+    made together, up to 64 GiB of them. After a kill, another call continues after the last durable ones.
 
     Args:
         path: folder of a sharded table. No process may write to it meanwhile.
@@ -107,7 +107,7 @@ def reshard(path: str, ranks: int, memory: int | str = MEMORY) -> Resharded:
         TableFileError: there is no sharded table.
         TableLockedError: another process writes to it.
         ArgumentError: the shards have no commit in common.
-        UnsupportedError: something refers to a commit of one shard alone, or the table has admission or eviction.
+        UnsupportedError: something refers to a commit of one shard alone, or rows come and go without segments.
         OSError: the disk has no room for the new shards. None is left.
     """
     if ranks < 1:
