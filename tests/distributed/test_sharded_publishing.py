@@ -34,13 +34,16 @@ class Ranks:
         gradients = np.random.default_rng(self.steps).normal(size=(len(ids), DIM))
         self.whole.update(ids, gradients)
         for rank, table in enumerate(self.parts):
-            own = Shard(rank, RANKS).owns(ids)
+            own = self.shard(rank).owns(ids)
             table.update(ids[own], gradients[own])
 
     def forget(self, ids: list[int]) -> None:
         self.whole.forget(ids)
         for rank, table in enumerate(self.parts):
-            table.forget(np.asarray(ids)[Shard(rank, RANKS).owns(np.asarray(ids))])
+            table.forget(np.asarray(ids)[self.shard(rank).owns(np.asarray(ids))])
+
+    def shard(self, rank: int) -> Shard:
+        return Shard(rank, RANKS, segments=self.whole.spec.segments)
 
     def commit(self) -> None:
         for table in self.parts:
@@ -99,8 +102,10 @@ def test_all_parts_are_published_as_one_table(tmp_path: Path):
         {"init": er.FromArray(np.random.default_rng(3).normal(size=(ROWS, DIM)).astype(np.float32))},
         {"rule": er.AdamW(lr=0.1, weight_decay=0.1, dense=True)},
         {"rows": None},
+        {"rows": None, "eviction": er.Eviction(idle=1), "segments": None},
+        {"admission": er.Admission(2, default="zeros"), "segments": None},
     ],
-    ids=["array", "dense", "open ids"],
+    ids=["array", "dense", "open ids", "eviction", "admission"],
 )
 def test_rows_with_and_without_a_record(tmp_path: Path, options: dict[str, Any]):
     ranks, out = Ranks(tmp_path, **options), tmp_path / "served"
