@@ -131,3 +131,29 @@ def test_one_segment_is_a_table_as_before():
     for number in range(40):
         table.update(np.arange(number * 50, number * 50 + 50), np.ones((50, 2), np.float32))
     assert table.stats()["rows_touched"] == 300
+
+
+@pytest.mark.parametrize(
+    ("policies", "segments"),
+    [
+        ({"eviction": er.Eviction(max_rows=256)}, 256),
+        ({"eviction": er.Eviction(max_rows=2441 * 1024 - 1)}, 512),
+        ({"eviction": er.Eviction(max_rows=2441 * 1024)}, 1024),
+        ({"eviction": er.Eviction(idle=9)}, 4096),
+        ({"admission": er.Admission(2)}, 4096),
+        ({"admission": er.Admission(2, sketch="64KiB")}, 1024),
+        ({"admission": er.Admission(2, sketch="1KiB")}, 256),
+        ({"admission": er.Admission(2, sketch="1GiB"), "eviction": er.Eviction(max_rows=10**6)}, 256),
+        ({}, 1),
+    ],
+)
+def test_ranks_share_tables_of_as_many_segments_as_rows_and_lines_suffice_for(policies: Any, segments: int):
+    spec = Spec(None, 2, "float32", None, er.Zeros(), 0, **policies).for_ranks
+    assert spec.segments == spec.for_ranks.segments == segments
+
+
+def test_a_table_of_fewer_rows_than_segments_is_refused():
+    with pytest.raises(
+        er.ArgumentError, match=r"`max_rows` of a table with segments, .* at least their number, 256: got 255"
+    ):
+        _ = Spec(None, 2, "float32", None, er.Zeros(), 0, eviction=er.Eviction(max_rows=255)).for_ranks

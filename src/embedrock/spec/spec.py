@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -201,7 +202,8 @@ class Spec:
         if not self.has_residents or self.segments > 1:
             return self
         most = self.eviction and self.eviction.most_rows(self.record_bytes)
-        fit = [each for each in SEGMENTS if most is None or each * ROWS_OF_A_SEGMENT <= most]
+        lines = 0 if self.admission is None else self.admission.lines  # of a sketch; each segment has some of its own
+        fit = [each for each in SEGMENTS if each * ROWS_OF_A_SEGMENT <= (most or math.inf) and each <= (lines or each)]
         return replace(self, segments=max(fit, default=SEGMENTS[0]))
 
     def with_rule(self, rule: Rule | None) -> Spec:
