@@ -389,8 +389,8 @@ def _write(
         )
 
     with on_failure(batches.abort), rows.table_lock.whole():
-        policies = sources[0].spec.policies
-        rows.spec = replace(rows.spec, rule=None, **policies)  # otherwise the state of an earlier commit would stay
+        spec = sources[0].spec  # the rule of an earlier commit would stay
+        rows.spec = replace(rows.spec, rows=spec.rows, rule=None, **spec.policies)
         remembered = {name: array for name, array in first.history.items() if not name.startswith(PREFIX)}
         remembered |= {} if lifecycle is None else lifecycle.state()
         own = SavedState({**first.header, "count": most}, remembered, batches.of(shard), ascends=True)
