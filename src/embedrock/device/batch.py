@@ -88,6 +88,7 @@ class DeviceBatch:
         ends, paddings: int32 (k,), parts of it: the end of each table's rows, and its padding row, -1 for none.
         found: weights that a lookup has read from RAM, for a step of the same rows.
         norms: memory for the norms of the first sums, see `RowSums`; None: it is taken.
+        newest_event: time of its step, if the host plans that: see `StepRequest`.
     """
 
     keys: Tensor
@@ -103,6 +104,7 @@ class DeviceBatch:
     positions: Tensor | None = None
     found: FoundWeights | None = None
     norms: Tensor | None = None
+    newest_event: float | None = None
     placed: Tensor
     _space: Any = None
     _search: tuple[Any, ...] = ()

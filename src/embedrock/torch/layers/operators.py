@@ -103,6 +103,7 @@ def lookup(
     ids: Tensor,
     offsets: Tensor | None,
     weights: Tensor | None,
+    times: Tensor | None,
     last_is_end: bool | None,
     number: Tensor,
     call: Tensor,
@@ -115,7 +116,7 @@ def lookup(
 
     Args:
         handle: handle of the rows.
-        ids, offsets, weights: as for the layer.
+        ids, offsets, weights, times: as for the layer.
         last_is_end: offsets end with the end of the last bag; None: the layer has no bags.
         number: number of the layer.
         call: see `new_call`.
@@ -127,13 +128,13 @@ def lookup(
     (own,) = layout.handles
     if weights is not None and (trains or weights_train):
         weights = weights.clone()  # a graph may overwrite its inputs
-    out, found = layer.looked_up(layout, [own] if trains else [], _own(ids, own), offsets, weights, weights_train)
+    out, found = layer.looked_up(layout, [own] if trains else [], _own(ids, own), times, offsets, weights, weights_train)
     return out, _ticket_for(found if trains or weights_train else None)
 
 
 @lookup.register_fake
 def _(
-    handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, last_is_end: bool | None, *of_layer: Any
+    handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, times: Any, last_is_end: bool | None, *of_layer: Any
 ) -> tuple[Tensor, Tensor]:
     _, _, dim, dtype, *train = of_layer
     counts = ids.shape if last_is_end is None else ids.shape[:1]
@@ -149,7 +150,10 @@ def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Te
     found = _found(ticket)
     (handle,) = found.trained
     summed = found.sums(found.taken([grads]))[id(handle)]
-    number = handle.receive(summed, accumulator(handle), BackwardPass.current())
+    run = BackwardPass.current()
+    if found.time is not None:
+        run.pass_at(found.time, [handle])
+    number = handle.receive(summed, accumulator(handle), run)
     return number.clone()  # a graph may overwrite its inputs
 
 
@@ -182,7 +186,7 @@ def _backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     of_handle = lookup_backward(grads, *saved) if needs[0] else None
     of_weights = weights_backward(grads, *saved) if needs[3] else None
-    return of_handle, None, None, of_weights, *[None] * 7
+    return of_handle, None, None, of_weights, *[None] * 8
 
 
 lookup.register_autograd(_backward, setup_context=_keep)
