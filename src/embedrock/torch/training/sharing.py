@@ -25,7 +25,7 @@ from embedrock.batch.plan import Plan
 from embedrock.distributed import stages
 from embedrock.distributed.exchange import Brought, Exchange
 from embedrock.distributed.owners import Placement, Replica, Shard, SharedPlan
-from embedrock.distributed.stages import GradientBlock
+from embedrock.distributed.stages import NO_TIME, GradientBlock
 from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.optimizers import Rule
@@ -34,6 +34,7 @@ from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
 from embedrock.torch.training.cpu_executor import CpuExecutor
+from embedrock.torch.training.handle_gradient import newer
 from embedrock.torch.training.ranks import Ranks, are_there_groups
 
 
@@ -191,7 +192,7 @@ class RankGroup:
 
     def _share(self, arrived: Brought) -> None:
         for member, grads, square in self.exchange.share(arrived, self.members.get):
-            member.handle.show(SharedGradients.of_ranks(grads, square, member))
+            member.handle.show(SharedGradients.of_ranks(grads, square, member), member.time)
 
     # ------------------------------------------------------------ ranks that have left
 
@@ -227,7 +228,7 @@ class RankGroup:
             rule = replace(member.table.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
             grads = member.handle.pending.grads
             if grads is not None:
-                due.append(StepRequest((rows_of(member.table),), rule, grads.clipped(part["clip"])))
+                due.append(StepRequest((rows_of(member.table),), rule, grads.clipped(part["clip"]), time=member.handle.pending.time))
         step_all(due)
         for member in members:
             member.handle.stepped()
@@ -308,7 +309,10 @@ class SharedTable:
         sums_positions: gradients are sent by position, and owners sum them in the order of all ranks' batch.
         executor: executor of lookups, which reads from the owners or on this process.
         served: plan of the last requests of all ranks, and their ids, by rank.
+        time: of the newest event on all ranks, of the last gradients that `fold` returned: see `Pending`.
     """
+
+    time: float | None = None
 
     def __init__(self, handle: Any, group: dist.ProcessGroup) -> None:
         self._handle, self.group, self._is_new = weakref.ref(handle), group, True
@@ -379,12 +383,13 @@ class SharedTable:
 
     # ------------------------------------------------------------ gradients
 
-    def arrive(self, grads: RowGradients) -> None:
-        if isinstance(grads, PositionGradients):
-            self.rank_group.arrive(self, grads.lookups)
-            return
+    def arrive(self, grads: RowGradients, time: float | None) -> None:
         split = grads.plan.split if isinstance(grads.plan, SharedPlan) else None
-        self.rank_group.arrive(self, [GradientBlock(grads.plan.ids, grads.values, split)])
+        blocks = [GradientBlock(grads.plan.ids, grads.values, split)]
+        if isinstance(grads, PositionGradients):
+            blocks = grads.lookups
+        newest = NO_TIME if time is None else int(time)
+        self.rank_group.arrive(self, [block._replace(time=newest) for block in blocks])
 
     @property
     def waits(self) -> float | None:
@@ -410,8 +415,10 @@ class SharedTable:
         else:
             waiting = [GradientBlock(grads.plan.ids, grads.values) for grads in before]
             merged = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], self._planned)
+        newest = max((block.time for blocks in ranks for block in blocks), default=NO_TIME)
+        self.time = newer(handle.pending.time if before else None, None if newest == NO_TIME else newest)
         if handle.table.mode == "w":
-            handle.table.check_step(merged)  # otherwise only ranks with room would make the step
+            handle.table.check_step(merged, self.time)  # otherwise only ranks with room would make the step
         return merged
 
     def _planned(self, ids: Sequence[np.ndarray]) -> Plan:
