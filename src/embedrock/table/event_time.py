@@ -37,7 +37,7 @@ def newest_event(time: Any, tables: Iterable[TableState], subject: str) -> float
     """
     if time is None:
         return None
-    seconds = _seconds(time, subject)
+    seconds = seconds_of(time, subject)
     if not seconds.size:
         return None
     oldest, newest = float(seconds.min()), float(seconds.max())
@@ -59,7 +59,7 @@ def newest_event(time: Any, tables: Iterable[TableState], subject: str) -> float
         usage = None if rows.lifecycle is None else rows.lifecycle.usage
         if usage is None or not (clock := usage.clock).idle:
             continue
-        if newest - oldest > clock.idle and newest - (median := float(np.median(seconds))) > clock.idle:
+        if newest - oldest > clock.idle and newest - (median := _upper_median(seconds)) > clock.idle:
             raise ArgumentError(
                 f"`time` of {subject} must be at most `idle` ({clock.idle:.0f} s) after the median of its batch "
                 f"({_date(median)}): got {_date(newest)}{at}. One wrong time would make all rows idle. Correct that "
@@ -75,7 +75,12 @@ def newest_event(time: Any, tables: Iterable[TableState], subject: str) -> float
     return newest
 
 
-def _seconds(time: Any, subject: str) -> np.ndarray:
+def newer(one: float | None, other: float | None) -> float | None:
+    """Return the larger of two times; None: it is not known."""
+    return max([time for time in (one, other) if time is not None], default=None)
+
+
+def seconds_of(time: Any, subject: str) -> np.ndarray:
     """Return times as seconds since 1970: float64 of the same shape, NaN for NaT."""
     array = np.asarray(time)
     if array.dtype == object and all(isinstance(each, date) for each in array.flat):
@@ -88,6 +93,11 @@ def _seconds(time: Any, subject: str) -> np.ndarray:
         f"`time` of {subject} must be seconds since 1970, or dates such as datetime64: got dtype {array.dtype}. Of "
         "texts, pass pandas.to_datetime(time).to_numpy()."
     )
+
+
+def _upper_median(seconds: np.ndarray) -> float:
+    middle = seconds.size // 2
+    return float(np.partition(seconds, middle, axis=None)[middle])
 
 
 def _at(seconds: np.ndarray, position: int) -> str:

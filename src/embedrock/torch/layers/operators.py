@@ -103,7 +103,6 @@ def lookup(
     ids: Tensor,
     offsets: Tensor | None,
     weights: Tensor | None,
-    times: Tensor | None,
     last_is_end: bool | None,
     number: Tensor,
     call: Tensor,
@@ -111,17 +110,19 @@ def lookup(
     dtype: torch.dtype,
     trains: bool,
     weights_train: bool,
+    times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return rows, ``ids.shape + (dim,)``, or bags of them, (bags, dim), and a ticket if rows or weights train.
 
     Args:
         handle: handle of the rows.
-        ids, offsets, weights, times: as for the layer.
+        ids, offsets, weights: as for the layer.
         last_is_end: offsets end with the end of the last bag; None: the layer has no bags.
         number: number of the layer.
         call: see `new_call`.
         dim, dtype: of the output.
         trains, weights_train: the rows or the weights train.
+        times: of the batch's events: `time` of the layer.
     """
     layer = _layer(number)
     layout = layer.enter_graph(handle, trains)
@@ -134,13 +135,13 @@ def lookup(
 
 @lookup.register_fake
 def _(
-    handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, times: Any, last_is_end: bool | None, *of_layer: Any
+    handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, last_is_end: bool | None, *of_layer: Any
 ) -> tuple[Tensor, Tensor]:
-    _, _, dim, dtype, *train = of_layer
+    _, _, dim, dtype, trains, weights_train, *_ = of_layer
     counts = ids.shape if last_is_end is None else ids.shape[:1]
     if offsets is not None:
         counts = (offsets.shape[0] - bool(last_is_end),)  # in a graph, len() is a constant
-    ticket = torch.empty(int(any(train)), dtype=torch.int64, device="cpu")
+    ticket = torch.empty(int(trains or weights_train), dtype=torch.int64, device="cpu")
     return torch.empty((*counts, dim), dtype=dtype, device=handle.device), ticket
 
 

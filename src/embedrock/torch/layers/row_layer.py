@@ -321,7 +321,7 @@ class RowLayer(nn.Module):
         trains = self.handle.requires_grad and torch.is_grad_enabled(), needs_gradient(weights)
         own = self._number, operators.new_call(), self.embedding_dim, self.dtype
         times = None if time is None else torch.as_tensor(time, dtype=torch.float64)
-        return operators.lookup(self.handle, ids, offsets, weights, times, last_is_end, *own, *trains)[0]
+        return operators.lookup(self.handle, ids, offsets, weights, last_is_end, *own, *trains, times)[0]
 
     def enter_graph(self, handle: Tensor, trains: bool) -> LayerLayout:
         """Check at each run of a graph what `forward` checks. Return the layout.

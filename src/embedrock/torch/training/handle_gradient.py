@@ -14,6 +14,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from embedrock.errors import UnsupportedError
 from embedrock.system import forks
+from embedrock.table.event_time import newer
 from embedrock.torch.training.executor import Executor, Gradients, JointGradients
 from embedrock.torch.training.ranks import are_there_groups
 
@@ -368,11 +369,6 @@ def _number_of(grads: Gradients, device: torch.device) -> Tensor:
         return torch.scalar_tensor(float(grads.shown), dtype=torch.float32, device=device)
     own = grads.spare[1].detach()
     return own if own.device == device else own.to(device)
-
-
-def newer(one: float | None, other: float | None) -> float | None:
-    """Return the larger of two times; None: it is not known."""
-    return max([time for time in (one, other) if time is not None], default=None)
 
 
 class Pending:

@@ -29,12 +29,12 @@ from embedrock.distributed.stages import NO_TIME, GradientBlock
 from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.optimizers import Rule
+from embedrock.table.event_time import newer
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import Table, rows_of
 from embedrock.torch.training.backward import BackwardPass
 from embedrock.torch.training.cpu_executor import CpuExecutor
-from embedrock.torch.training.handle_gradient import newer
 from embedrock.torch.training.ranks import Ranks, are_there_groups
 
 
