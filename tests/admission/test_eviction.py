@@ -98,8 +98,8 @@ def test_idle_may_be_a_time():
     for number in range(1, 41):
         uses.use(np.array([number % 4 + 10 * (number > 20)]), number)
         now[0] += 1
-        left = uses.victims(np.empty(0, np.int64), 0, number + 1)
-        uses.pass_by(0, left)
+        left = leaving(uses, number + 1)
+        uses.pass_by(np.zeros(1, np.int64), left, uses.clock.read)
         if number == 20:
             assert uses.count == 4
     assert uses.count == 4
@@ -111,7 +111,12 @@ def seen(uses: UsageTracker, now: list[float], gaps: list[float], first: int = 1
     for number, gap in enumerate(gaps, first):
         now[0] += gap
         uses.use(np.array([number]), number)
-    return sorted(uses.victims(np.empty(0, np.int64), 0, first + len(gaps)).tolist())
+    return sorted(leaving(uses, first + len(gaps)).tolist())
+
+
+def leaving(uses: UsageTracker, step: int) -> np.ndarray:
+    """Return the rows that would leave in a step of no rows at the time of the last step."""
+    return uses.victims(np.empty(0, np.int64), np.zeros(1, np.int64), step, uses.clock.read)
 
 
 @pytest.mark.parametrize("pause", [31 * 86400.0, -86400.0, 86400.0 * 365])

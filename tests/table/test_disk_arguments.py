@@ -26,7 +26,7 @@ from embedrock.errors import (
     NewerFormatError,
     TableFileError,
 )
-from embedrock.store.manifest import PUBLISHED_FORMAT
+from embedrock.store.manifest import SPEC_FORMAT
 from suites import FaultFS
 
 # From Python 3.12 on, it warns where a process with threads forks.
@@ -313,9 +313,9 @@ def rewrite(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("opener", OPENERS)
 def test_a_newer_format(opener: str, tmp_path: Path):
     path = table_at(tmp_path / "users.rock")
-    rewrite(path, format=PUBLISHED_FORMAT + 1, invention="new")
+    rewrite(path, format=SPEC_FORMAT + 1, invention="new")
     before = everything_in(path)
-    with pytest.raises(NewerFormatError, match=rf"format {PUBLISHED_FORMAT + 1}.*[Ii]nstall a newer embedrock"):
+    with pytest.raises(NewerFormatError, match=rf"format {SPEC_FORMAT + 1}.*[Ii]nstall a newer embedrock"):
         OPENERS[opener](path)
     assert everything_in(path) == before
 

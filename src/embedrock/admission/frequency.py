@@ -156,14 +156,13 @@ class CountMinSketch:
         return counts
 
     def see(self, ids: np.ndarray) -> None:
+        ids = ids if self._segments.is_one else np.sort(ids)  # their order in a batch depends on the number of ranks
         firsts, residents = self._firsts(ids), kernels.cpu.residents
         if (snapshot := self._snapshot.now) is not None:
             lines = np.empty(len(ids), np.int64)
             kernels.cpu.launch(residents.lines_of, self._each, self._key, firsts, ids, lines)
             snapshot.keep(lines)
-        kernels.cpu.launch(
-            residents.see, self._lines, self._changed, self._each, self._bits, self._key, firsts, ids
-        )
+        kernels.cpu.launch(residents.see, self._lines, self._changed, self._each, self._bits, self._key, firsts, ids)
 
     def drop(self, ids: np.ndarray) -> None:
         """Do nothing: a sketch cannot delete counts."""
@@ -183,7 +182,9 @@ class CountMinSketch:
 
     @property
     def _small(self) -> dict[str, np.ndarray]:
-        return {} if self._segments.is_one else {"segments": self._segments.known.copy(), "lines": np.array([self._each])}
+        return (
+            {} if self._segments.is_one else {"segments": self._segments.known.copy(), "lines": np.array([self._each])}
+        )
 
     def changes(self) -> Columns | None:
         if not self._is_saved or 2 * np.count_nonzero(self._changed) > len(self._lines):

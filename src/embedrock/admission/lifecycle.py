@@ -94,9 +94,7 @@ class RowLifecycle:
 
     # ---------------------------------------------------------------- a step
 
-    def vote(
-        self, ids: np.ndarray, missing: np.ndarray, counts: bool, time: float | None = None
-    ) -> AdmissionDecision:
+    def vote(self, ids: np.ndarray, missing: np.ndarray, counts: bool, time: float | None = None) -> AdmissionDecision:
         """Decide which rows of a batch are updated, and how many other rows to evict.
 
         Args:
@@ -130,12 +128,15 @@ class RowLifecycle:
         """Return which ids reach `min_count` in this step, bool (n,). None: all ids."""
         if self.admission is None or self.admission.min_count == 1:
             return None
-        self._begin_period((step - 1) // self.admission.period if self.admission.period else 0)
+        self.begin_period(step)
         now, before = self._counters
         return now.of(ids) + before.of(ids) + 1 >= self.admission.min_count
 
-    def _begin_period(self, period: int) -> None:
-        """Drop counts of past periods. Only the step's number matters, so an early call does no harm."""
+    def begin_period(self, step: int) -> None:
+        """Drop counts of periods before that of a step. Only the step's number matters: an early call does no harm."""
+        if not (self.admission and self.admission.period):
+            return
+        period = (step - 1) // self.admission.period
         if period != self._period:
             now, old = self._counters
             before = now if period == self._period + 1 else self._new_counter()
@@ -241,9 +242,9 @@ class RowLifecycle:
         """Return whether some ids were counted and not admitted."""
         return self.counts["gradients_dropped"] > 0
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Return the arrays that `load` needs, as private copies."""
-        made = self._arrays({name: part.state() for name, part in self._parts.items()}, is_copy=True)
+    def state(self, is_copy: bool = True) -> dict[str, np.ndarray]:
+        """Return the arrays that `load` needs, as private copies. Those of no copy are for `resume`."""
+        made = self._arrays({name: part.state() for name, part in self._parts.items()}, is_copy)
         return {name: np.asarray(array) for name, array in made.items()}
 
     def whole(self) -> Columns:

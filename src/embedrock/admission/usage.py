@@ -135,7 +135,9 @@ class UsageTracker:
     def _numbers_of_segments(self, ids: np.ndarray) -> np.ndarray:
         numbers = self._segments.numbers_of(ids)
         if more := len(self._segments.known) - len(self._counts):
-            self._counts, self._hands = (np.append(old, np.zeros(more, np.int64)) for old in (self._counts, self._hands))
+            self._counts, self._hands = (
+                np.append(old, np.zeros(more, np.int64)) for old in (self._counts, self._hands)
+            )
         return numbers
 
     def _lay_out(self, room: int) -> None:
@@ -339,8 +341,14 @@ class UsageTracker:
         counts = self._counts if self._segments.is_one else int64(arrays, "count")
         if not np.array_equal(counts, self._counts) or not np.array_equal(self._ids[self._places], ids):
             raise damaged("the rows of each segment, one segment after the other")
-        if len(hands) not in (0, len(counts)) or not ((hands >= 0) & (hands < np.maximum(1, counts[: len(hands)]))).all():
+        if (
+            len(hands) not in (0, len(counts))
+            or not ((hands >= 0) & (hands < np.maximum(1, counts[: len(hands)]))).all()
+        ):
             raise damaged("a hand for each segment, at one of its rows")
         self._last[self._places], self._marks[self._places], self._hands[: len(hands)] = last, marks, hands
         self.clock.load(ticks.reshape(-1, 2), len(int64(arrays, "events")) > 0)
 
+    def adopt(self, ids: np.ndarray, step: int) -> None:
+        """Register existing records, as if the last step had used them."""
+        self._add(np.sort(ids), step)

@@ -21,6 +21,7 @@ import numpy as np
 from embedrock.batch.ids import owners
 from embedrock.batch.plan import Plan, by_owner, make_plan, moved, owned
 
+
 class Split(NamedTuple):
     """Positions of a batch by destination rank.
 

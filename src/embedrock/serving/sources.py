@@ -121,7 +121,9 @@ class SourceTable(NamedTuple):
         default = None if spec.admission is None else spec.admission.default
         is_listed = (spec.rule is None or spec.rule.history() is None) and default != "shared"
         init = Zeros() if default == "zeros" or isinstance(spec.init, FromArray) else spec.init
-        plain = replace(spec, rule=None, admission=None, eviction=None, init=init, dtype=dtype or spec.dtype)
+        plain = replace(
+            spec, rule=None, admission=None, eviction=None, segments=1, init=init, dtype=dtype or spec.dtype
+        )
         return cls(parts, spec, plain, is_listed)
 
     @property

@@ -34,6 +34,8 @@ FOLDED_FORMAT = 5  # for tables alone whose segments contain logs that the commi
 COUNTS_FORMAT = 6  # for a history in several files, and for groups with dynamic rows
 FORGOTTEN_FORMAT = 7  # for tombstones, and for rollbacks
 PUBLISHED_FORMAT = 8  # for published folders, and no others
+SPEC_FORMAT = 9  # for tables with one of `NEW_KEYS` in the spec
+NEW_KEYS = {"segments", "frozen"}
 MAX_HISTORY = 64  # files of a history
 MAX_PARTS = 1 << (63 - PART_BITS)  # members that a pool may have had: each has a range of keys, so that it may grow
 KEYS = 1 << 63  # all keys are less
@@ -170,6 +172,8 @@ class Manifest(BaseManifest):
     def format(self) -> int:
         if self.published.chain:
             return PUBLISHED_FORMAT
+        if any(member.spec.keys() & NEW_KEYS for member in self.members):
+            return SPEC_FORMAT
         if self.origin is not None or self.forgotten:
             return FORGOTTEN_FORMAT
         comes_and_goes = any(member.spec.keys() & POLICIES for member in self.members)
@@ -230,12 +234,12 @@ def parse(data: bytes, where: str) -> Manifest:
         CorruptTableError: the bytes differ from all output of `to_bytes`. The message names `where`.
         NewerFormatError: the format is newer.
     """
-    version, body = publishing.parse(data, where, range(UNMARKED, PUBLISHED_FORMAT + 1))
+    version, body = publishing.parse(data, where, range(UNMARKED, SPEC_FORMAT + 1))
     is_group = version in (GROUP_FORMAT, PUBLISHED_FORMAT) or (version >= COUNTS_FORMAT and "members" in body)
     checks = _GROUP_FIELDS if is_group else _FIELDS
     checks = checks | _FORGOTTEN if version >= FORGOTTEN_FORMAT else checks
-    check_fields(body, checks | _PUBLISHED if version >= PUBLISHED_FORMAT else checks, where, "the manifest")
-    if version >= PUBLISHED_FORMAT:
+    check_fields(body, checks | _PUBLISHED if version == PUBLISHED_FORMAT else checks, where, "the manifest")
+    if version == PUBLISHED_FORMAT:
         body["published"] = publication.parse(body["published"], where)
     if not is_group:
         body["members"] = [{"name": "", "pool": 0, "part": None} | {key: body.pop(key) for key in _TABLE}]
