@@ -250,7 +250,8 @@ class HostPlannedExecutor(GpuExecutor):
             stepped = batch.as_ready()
             if due is None:
                 return stepped
-            now = stepping.prepare(self.rows, due.plan, time=batch.newest_event)
+            is_zeroed = due.rows is not None and not len(due.rows)
+            now = stepping.prepare(self.rows, due.plan, time=None if is_zeroed else batch.newest_event)
             slots = self.backend.find(now.left)
             here = slots[slots >= 0]  # of rows that the step evicts: written back before any table is stepped
             leaving = self.mirror.write_back_slots(here) if len(here) else None

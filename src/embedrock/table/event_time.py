@@ -19,6 +19,7 @@ from embedrock.table.rows import TableState
 
 MOST_AHEAD = 86_400.0  # seconds after the machine's clock
 UNITS = {"milliseconds": 1000, "microseconds": 10**6, "nanoseconds": 10**9}
+PLAUSIBLE = 1e8  # seconds: in 1973
 _told: weakref.WeakSet[Clock] = weakref.WeakSet()  # clocks of tables whose events went back
 
 
@@ -49,8 +50,10 @@ def newest_event(time: Any, tables: Iterable[TableState], subject: str) -> float
         )
     at, now = _at(seconds, int(seconds.argmax())), clocks.time()
     if newest > now + MOST_AHEAD:
-        unit = next((unit for unit, count in UNITS.items() if newest / count <= now + MOST_AHEAD), None)
-        remedy = f"If they are {unit}, pass time / {UNITS[unit]}." if unit else "Leave out events of the future."
+        likely = [unit for unit, count in UNITS.items() if PLAUSIBLE < newest / count <= now + MOST_AHEAD]
+        remedy = "Leave out events of the future."
+        if likely:
+            remedy = f"If they are {likely[0]}, pass time / {UNITS[likely[0]]}."
         raise ArgumentError(
             f"`time` of {subject} must be seconds since 1970, at most a day after this machine's clock ({now:.0f}): got "
             f"{newest:.0f}{at}. One such event would make all rows idle. {remedy}"

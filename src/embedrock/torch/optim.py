@@ -304,7 +304,8 @@ class RowOptimizer(torch.optim.Optimizer):
                     follower.note(grads)
                 executor: Any = handle.executor_of_gradients()
                 executor = executor if executor.judge else None
-                due.append(StepRequest((rows,), rule, grads.clipped(clip), None, executor, pending.time))
+                time = None if pending.grads is None else pending.time  # zeroed in place
+                due.append(StepRequest((rows,), rule, grads.clipped(clip), None, executor, time))
         due += StepRequest.of_joint(together)
 
     def bound(self) -> list[OptimizedRows]:
