@@ -50,9 +50,12 @@ def stepped_by_hand(every: int = 1) -> er.Table:
     return table
 
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"clipnorm": 1e9},
-                                         "accumulated": {"gradient_accumulation_steps": 2},
-                                         "both": {"global_clipnorm": 1e9, "gradient_accumulation_steps": 2}}  # fmt: skip
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"clipnorm": 1e9},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "both": {"global_clipnorm": 1e9, "gradient_accumulation_steps": 2},
+}
 
 
 @pytest.mark.parametrize("eager", [False, *slow(True)])
@@ -143,7 +146,10 @@ def test_absurd_times_are_refused_and_nothing_changes():
     model = model_of(rows)
     model.compile(erk.optimizer(keras.optimizers.SGD(1.0)), loss=lambda _, y: y)
     model.fit([IDS[:4], TIMES[:4]], np.ones(4), verbose=0)
-    for times, match in ((np.full(4, 1_735_689_600_000), "milliseconds, pass time / 1000"), (TIMES[:4] - 99, "at least 0")):
+    for times, match in (
+        (np.full(4, 1_735_689_600_000), "milliseconds, pass time / 1000"),
+        (TIMES[:4] - 99, "at least 0"),
+    ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=match):
             model.fit([IDS[4:8], times], np.ones(4), verbose=0)
         assert rows.table.export()[0].tolist() == [0, 1, 2, 3, 1000]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
 
 import embedrock as er
 import embedrock.torch as ert
 from embedrock.table.table import rows_of
-from ranks import Ranks
 
 DAY = 86_400
 

@@ -166,7 +166,9 @@ def test_a_step_may_jump_as_a_whole():
 def test_live_training_goes_on_after_a_replay():
     table = made()
     step(table, [1], np.datetime64("now") - np.timedelta64(60, "D"))
-    with pytest.raises(er.ArgumentError, match=r"a step of the table must have time=, as the steps before: .* Got none"):
+    with pytest.raises(
+        er.ArgumentError, match=r"a step of the table must have time=, as the steps before: .* Got none"
+    ):
         step(table, [2])
     assert there(table) == [1]
     step(table, [2], time.time())
@@ -247,9 +249,9 @@ FORMS = {
     "unsigned": np.array([SECOND], np.uint64),
     "datetime64": np.datetime64("2025-01-02"),
     "nanoseconds": np.array(["2025-01-01T03", "2025-01-02"], "datetime64[ns]"),
-    "datetime": datetime.datetime(2025, 1, 2),  # noqa: DTZ001  # without a zone, UTC
+    "datetime": datetime.datetime(2025, 1, 2),  # without a zone, UTC
     "zone": datetime.datetime(2025, 1, 2, 2, tzinfo=ZONE),
-    "datetimes": [datetime.datetime(2025, 1, 2, 2, tzinfo=ZONE), datetime.datetime(2025, 1, 1)],  # noqa: DTZ001
+    "datetimes": [datetime.datetime(2025, 1, 2, 2, tzinfo=ZONE), datetime.datetime(2025, 1, 1)],
     "date": datetime.date(2025, 1, 2),
 }
 

@@ -246,7 +246,7 @@ class UsageTracker:
         idle = self._eviction.idle
         if idle is None:
             return 0
-        share = ROUNDS * self.clock.moved(now) if isinstance(idle, str) else 1 / max(1, idle // ROUNDS)
+        share = 1 / max(1, idle // ROUNDS) if isinstance(idle, int) else ROUNDS * self.clock.moved(now)
         looks = np.ceil(self._counts * min(1.0, share)).astype(np.int64)
         return np.maximum(max(1, LEAST_LOOK // self._segments.count), looks)
 
@@ -255,7 +255,7 @@ class UsageTracker:
         idle = self._eviction.idle
         if idle is None:
             return -1
-        return self.clock.idle_before(now) if isinstance(idle, str) else step - idle
+        return step - idle if isinstance(idle, int) else self.clock.idle_before(now)
 
     def pass_by(self, excess: np.ndarray, removed: np.ndarray, now: Reading) -> None:
         """Remove the rows evicted in a step, and advance the clock hands."""

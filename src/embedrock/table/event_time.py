@@ -6,7 +6,7 @@ import logging
 import time as clocks
 import weakref
 from collections.abc import Iterable
-from datetime import UTC, date, datetime
+from datetime import UTC, date
 from typing import Any
 
 import numpy as np
@@ -55,8 +55,8 @@ def newest_event(time: Any, tables: Iterable[TableState], subject: str) -> float
         if likely:
             remedy = f"If they are {likely[0]}, pass time / {UNITS[likely[0]]}."
         raise ArgumentError(
-            f"`time` of {subject} must be seconds since 1970, at most a day after this machine's clock ({now:.0f}): got "
-            f"{newest:.0f}{at}. One such event would make all rows idle. {remedy}"
+            f"`time` of {subject} must be seconds since 1970, at most a day after this machine's clock ({now:.0f}): "
+            f"got {newest:.0f}{at}. One such event would make all rows idle. {remedy}"
         )
     for rows in tables:
         usage = None if rows.lifecycle is None else rows.lifecycle.usage

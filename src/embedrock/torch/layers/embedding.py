@@ -258,7 +258,9 @@ class Embedding(RowLayer):
                 raise self.outside(error, ids) from None
         layout = self._layout()
         trained = layout.trained((self,))
-        return looked_up(self._planned_lookup(layout, trained, input, time))[0] if trained else self._read(layout, input)
+        if not trained:
+            return self._read(layout, input)
+        return looked_up(self._planned_lookup(layout, trained, input, time))[0]
 
     def in_graph(self, input: Tensor, time: Any = None) -> Tensor:  # noqa: A002
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
@@ -276,9 +278,7 @@ class Embedding(RowLayer):
         lookup = self._planned_lookup(layout, trained, ids, time)
         return lookup.read(for_weights=False)[0], lookup
 
-    def _planned_lookup(
-        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, time: Any = None
-    ) -> LookupState:
+    def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], ids: Tensor, time: Any = None) -> LookupState:
         try:
             newest = layout.newest_event(time, trained)
             if layout.features is not None:

@@ -129,7 +129,9 @@ def lookup(
     (own,) = layout.handles
     if weights is not None and (trains or weights_train):
         weights = weights.clone()  # a graph may overwrite its inputs
-    out, found = layer.looked_up(layout, [own] if trains else [], _own(ids, own), times, offsets, weights, weights_train)
+    out, found = layer.looked_up(
+        layout, [own] if trains else [], _own(ids, own), times, offsets, weights, weights_train
+    )
     return out, _ticket_for(found if trains or weights_train else None)
 
 

@@ -228,7 +228,11 @@ class RankGroup:
             rule = replace(member.table.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
             grads = member.handle.pending.grads
             if grads is not None:
-                due.append(StepRequest((rows_of(member.table),), rule, grads.clipped(part["clip"]), time=member.handle.pending.time))
+                due.append(
+                    StepRequest(
+                        (rows_of(member.table),), rule, grads.clipped(part["clip"]), time=member.handle.pending.time
+                    )
+                )
         step_all(due)
         for member in members:
             member.handle.stepped()
