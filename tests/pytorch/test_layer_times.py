@@ -112,7 +112,8 @@ def test_times_leave_with_the_gradients():
     case.backward(4)
     assert case.step() == 4
     case.backward(23)
-    case.layer.handle.grad.zero_()
+    gradient: Any = case.layer.handle.grad
+    gradient.zero_()
     case.optimizer.step()  # a step of no row
     assert day_of(case.layer.table) == 4
 
