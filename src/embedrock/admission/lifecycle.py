@@ -120,8 +120,9 @@ class RowLifecycle:
         excess, now = nobody, None
         if self.usage is not None:
             excess = self.usage.excess(new, self._most)
-            is_timed = counts and (time is not None or len(ids) > 0 or not self.usage.clock.read.counts_events)
-            now = self.usage.clock.after(time, self.subject) if is_timed else self.usage.clock.read
+            now = (clock := self.usage.clock).read
+            if counts and (time is not None or len(ids) > 0 or not now.counts_events):
+                now = clock.after(time, self.subject)
         return AdmissionDecision(step, rows, turned_away, ids, new, excess, counts, now)
 
     def _reach_min_count(self, ids: np.ndarray, step: int) -> np.ndarray | None:

@@ -430,7 +430,7 @@ class Table(StoredVerbs):
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, time: Any, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
-        newest = newest_event(time, (rows,), rows.subject)
+        newest = None if time is None else newest_event(time, (rows,), rows.subject)
         rule = checks.rule_of_step(rows.spec, lr, changes, rows.subject)
         try:
             step_checked([StepRequest((rows,), rule, summed, time=newest)])
