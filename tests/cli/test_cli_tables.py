@@ -759,3 +759,11 @@ def test_help_says_in_a_line_what_it_is(capsys: pytest.CaptureFixture[str]) -> N
         main(["--help"])
     paragraphs = capsys.readouterr().out.split("\n\n")
     assert paragraphs[1].replace("\n", " ") == (er.__doc__ or "").partition("\n")[0]
+
+
+def test_frozen_rows_are_counted(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]):
+    with er.Table(None, 2, path=tmp_path / "t", frozen=[7, range(10**9)], eviction=er.Eviction(max_rows=9)):
+        pass
+    assert run("info", tmp_path / "t")["frozen"] == {"ranges": [[0, 10**9]]}
+    assert main(["info", str(tmp_path / "t")]) == 0
+    assert "frozen         1,000,000,000 ids\n" in capsys.readouterr().out

@@ -101,6 +101,20 @@ COME_AND_GO = Golden(  # of versions 3 and 6
 )
 
 
+FROZEN = Golden(  # of version 9
+    {
+        "rows": None,
+        "dim": 2,
+        "rule": er.AdamW(lr=0.1),
+        "init": er.Uniform(),
+        "seed": 3,
+        "frozen": [5, range(7, HIGHEST)],
+    },
+    [step([1, 2, 5, 7, LOWEST])],
+    [step([1, 5, 6, HIGHEST]), lambda table: table.assign([5], np.ones((1, 2))), step([5, 2])],
+)
+
+
 def make(folder: Path, golden: Golden) -> None:
     """Write a golden table, and what it holds as of each commit."""
     table = er.Table(path=folder, **golden.arguments)
@@ -192,6 +206,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if not (HERE / "version-9" / "frozen").exists():
+        (HERE / "version-9").mkdir(exist_ok=True)
+        make(HERE / "version-9" / "frozen", FROZEN)
+        (HERE / "version-9" / "frozen" / "LOCK").unlink()
     if not (HERE / "version-7" / "forgotten").exists():
         (HERE / "version-7").mkdir(exist_ok=True)
         make_forgotten(HERE / "version-7" / "forgotten")

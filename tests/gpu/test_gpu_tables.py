@@ -481,6 +481,14 @@ def test_tables_that_grow_come_back_from_the_device_and_go_there_again(way: Way,
     assert_same_table(mine.table, theirs.table)
     model_ids = torch.arange(2 * ROWS)
     assert torch.equal(mine.rows(model_ids).cpu(), theirs.rows(model_ids))
+    with pytest.raises(er.UnsupportedError, match=rf"cannot shrink while its rows are used on .*Call shrink\({ROWS}\)"):
+        mine.table.shrink(ROWS)
+    for model in (mine, theirs):
+        model.zero_grad()
+        model.rows.shrink(ROWS)
+        train(model, [ids % ROWS for ids in batches(2, seed=2)])
+    assert mine.table.executor is not None
+    assert_same_table(mine.table, theirs.table)
 
 
 @pytest.mark.parametrize("way", [ALL_NEAR, *slow(*SOME_NEAR, OPEN, HOSTED[0], HASHED[0], HASHED[2])], ids=by_name)

@@ -133,16 +133,17 @@ def test_model_of_the_first_release_loads():
 def test_layers_take_all_options_of_a_table_and_keep_them(kind, tmp_path):
     given = {"rule": er.SGD(), "seed": 3, "directory": "hashed", "memory": "2MiB", "on_nonfinite": "skip"}
     given |= {"policy": "lru", "keep": 5, "path": tmp_path / "t.rock", "device_memory": 0, "commit_every": "5min"}
-    given |= {"admission": er.Admission(min_count=2), "eviction": er.Eviction(max_rows=ROWS)}
+    given |= {"admission": er.Admission(min_count=2), "eviction": er.Eviction(max_rows=ROWS), "frozen": range(3)}
     assert set(given) == set(declared(LayerOptions)) <= set(inspect.signature(kind).parameters)
     layer = kind(ROWS, DIM, "zeros", **given)
     config = layer.get_config()
-    nested = ("rule", "path", "admission", "eviction")
+    nested = ("rule", "path", "admission", "eviction", "frozen")
     assert {name: config[name] for name in given if name not in nested}.items() <= given.items()
     assert (config["path"], config["rule"]["name"]) == (str(given["path"]), "SGD")
     table = layer.table
     assert (table.device_memory, table.options["keep"], table.options["policy"]) == (0, 5, "lru")
     assert (table.spec.admission, table.spec.eviction) == (given["admission"], given["eviction"])
+    assert config["frozen"] == {"ranges": [[0, 3]]}
     shared = kind(table, name="shared").get_config()["table"]
     assert (shared["device_memory"], shared["keep"]) == (0, 5)
     table.close()
@@ -534,17 +535,6 @@ def test_commit_that_was_let_go_is_an_error(place, tmp_path):
     table_of(model).close()
 
 
-def test_get_weights_is_refused_before_training_was_for_nothing():
-    model = make_model()
-    train(model)
-    match = r"get_weights cannot return the rows of 'embedding\w*'.*EarlyStopping.*ModelCheckpoint"
-    with pytest.raises(UnsupportedError, match=match):
-        model.get_weights()
-    stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
-    with pytest.raises(UnsupportedError, match=match):
-        fit(model, callbacks=[stopping])
-
-
 class Begun(keras.callbacks.Callback):
     """Counts batches of training that have begun."""
 
@@ -555,7 +545,6 @@ class Begun(keras.callbacks.Callback):
 
 
 LOSING = {
-    "EarlyStopping": (lambda _: keras.callbacks.EarlyStopping("loss", restore_best_weights=True), "get_weights cannot"),
     "ModelCheckpoint": (
         lambda folder: keras.callbacks.ModelCheckpoint(folder / "m.weights.h5", save_weights_only=True),
         "are in RAM",

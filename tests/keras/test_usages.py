@@ -368,11 +368,11 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda m: m.layers[0].quantize("int8"),
     ),
     "`layer.enable_lora(...)`": ("rows are trained themselves", lambda m: m.layers[0].enable_lora(2)),
-    "weights of fewer rows than the layer has": (
-        "A table of 10 rows that has loaded the state gets more by `grow(12)`",
-        load_other_rows(12),
+    "weights of fewer rows than the layer has": ("Pass `grow=True` for new rows of first values", load_other_rows(12)),
+    "weights of more rows than the layer has": (
+        "first call `grow(10)`. 2 rows with records would not fit: `shrink(8)` cuts them off",
+        load_other_rows(8),
     ),
-    "weights of more rows than the layer has": ("First call `grow(10)`", load_other_rows(8)),
     "float64 as the policy of all layers": ('Give it `dtype="float32"`', in_float64),
 }
 

@@ -138,14 +138,6 @@ def test_writing_to_the_handle(write, mode):
         model(IDS)  # nothing was written
 
 
-def test_averaged_models_are_refused():
-    model = Model()
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    with pytest.raises(ert.ForgottenGradientsError, match="weight averaging"):
-        averaged.update_parameters(model)
-    averaged(IDS)  # it is still the copy that it was
-
-
 def test_after_the_error_the_loop_can_be_repaired():
     model = Model()
     theirs = torch.optim.SGD(ert.dense_parameters(model), lr=0.1)

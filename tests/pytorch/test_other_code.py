@@ -449,10 +449,9 @@ GROUPS: dict[str, list[Use]] = {
             WROTE,
         ),
         Use(
-            "`AveragedModel(model).update_parameters(model)`, an EMA of parameters",
-            "`ert.average(model, decay)`",
+            "`AveragedModel(model).update_parameters(model)`, as of Lightning's `WeightAveraging`",
+            "rows are averaged, as by `ert.average(model, decay)`",
             lambda c: AveragedModel(c.model).update_parameters(c.model),
-            WROTE,
         ),
     ],
     "writes the gradient": [
@@ -585,7 +584,7 @@ GROUPS: dict[str, list[Use]] = {
             AttributeError,
         ),
         Use("`layer.reset_parameters()`", "rows, their optimizer state and steps begin anew", new_rows),
-        Use("`resize_token_embeddings(n)`, `layer.weight.data = ...`", "`layer.grow(n)`", resized, AttributeError),
+        Use("`layer.weight.data = ...`, to resize", "`layer.grow(n)`", resized, AttributeError),
         Use(
             "`weight_norm(layer)`, `spectral_norm`, `prune`, `parametrize`",
             "there is no line for it",

@@ -1062,6 +1062,43 @@ def test_rows_that_are_shared_in_ram_are_saved_by_all_ranks(pair: Ranks, tmp_pat
         ert.load(model, tmp_path)
 
 
+def grows_when_loaded(rank: int, kind: Any, path: str | None, folder: str) -> list[torch.Tensor]:
+    """Train and save; then load with more rows, in a new layer or, of a table on disk, in one that has grown."""
+    layer = ert.Embedding(100, DIM, seed=1, sharded=kind, path=path)
+    optimizer = ert.Adam(layer, lr=0.05)
+    steps_in_ram([layer], optimizer, range(2), [rank])
+    ert.save(layer, folder, step=2)
+    if path is None:
+        layer = ert.Embedding(150, DIM, seed=2, sharded=kind)
+        optimizer = ert.Adam(layer, lr=0.05)
+    else:
+        layer.grow(150)
+        layer(torch.arange(100, 150)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ert.load(layer, folder, grow=True) == 2
+    assert layer.num_embeddings == 150
+    found = [layer(torch.arange(150)).detach(), *steps_in_ram([layer], optimizer, range(2, 3), [rank])]
+    if path is not None:
+        layer.table.commit()
+        layer.table.close()
+    return found
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("kind", [True, *slow("rank 1", False)])
+def test_shared_rows_load_a_checkpoint_of_fewer(pair: Ranks, tmp_path: Path, kind: Any, on_disk: bool) -> None:
+    path = str(tmp_path / "t") if on_disk and kind is True else None
+    found = pair.run(grows_when_loaded, kind, path, str(tmp_path / "checkpoints"))
+    layer = ert.Embedding(150, DIM, seed=1)
+    optimizer = ert.Adam(layer, lr=0.05)
+    steps_in_ram([layer], optimizer, range(2), [0, 1])
+    expected = [layer(torch.arange(150)).detach(), *steps_in_ram([layer], optimizer, range(2, 3), [0, 1])]
+    for rows in found:
+        for ours, theirs in zip(rows, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def shares_by_dcp(rank: int, folder: str) -> list[Any]:
     """Train, save by torch.distributed.checkpoint, train on; then load in a new model, and do so again."""
     found = []

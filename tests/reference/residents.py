@@ -1,8 +1,8 @@
 """Sightings of ids, id by id: the specification of ``kernels/cpu/residents.py``.
 
 A *sketch* (Cormode and Muthukrishnan, 2005, with conservative update) is lines of 64 bytes, each cut into cells of
-1, 2, 4 or 8 bits. An id has one of the `lines` of its segment, which begin at `firsts`, and `SKETCH_DEPTH` cells in it. Its count is the least of these, and at most what
-a cell can hold: never less than it was seen, up to that.
+1, 2, 4 or 8 bits. An id has one of the `lines` of its segment, which begin at `firsts`, and `SKETCH_DEPTH` cells in it.
+Its count is the least of these, and at most what a cell can hold: never less than it was seen, up to that.
 """
 
 from __future__ import annotations

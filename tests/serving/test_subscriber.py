@@ -158,7 +158,7 @@ def test_a_folder_that_is_trained(source: Source):
 
 def test_a_newer_format(source: Source):
     served = er.Subscriber(source.folder)
-    data = (source.folder / "manifest" / "0000000001.json").read_bytes()[:-66].replace(b'"format":8', b'"format":9')
+    data = (source.folder / "manifest" / "0000000001.json").read_bytes()[:-66].replace(b'"format":8', b'"format":10')
     line = data + b"\n" + hashlib.sha256(data).hexdigest().encode() + b"\n"
     (source.folder / "manifest" / "0000000007.json").write_bytes(line)
     with pytest.raises(er.NewerFormatError, match="Install a newer embedrock"):

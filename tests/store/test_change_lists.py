@@ -112,3 +112,5 @@ def test_parts_of_joined_lists_are_removed():
     files = [change_lists.ListFile(16, 0, 9, False, "joined")]
     files += [change_lists.ListFile(commit, commit - 1, 9, False, str(commit)) for commit in (7, 16, 17, 18)]
     assert [file.name for file in change_lists.superfluous(sorted(files), 18, 0)] == ["7", "16"]
+    assert [file.name for file in change_lists.orphans(sorted(files), 17)] == ["7", "16", "18"]
+    assert [file.name for file in change_lists.orphans(sorted(files), 7)] == ["joined", "16", "17", "18"]

@@ -20,6 +20,7 @@ from golden.make import (
     COME_AND_GO,
     FORGOTTEN,
     FORGOTTEN_IN_GROUP,
+    FROZEN,
     GOLDEN,
     HERE,
     IN_PIECES,
@@ -155,6 +156,22 @@ def test_a_group_with_rows_that_were_forgotten(tmp_path: Path):
         group.commit()
         with er.open(tmp_path / "g", mode="r", at=4) as reader:
             assert reader["people"].export()[0].tolist() == [9]
+
+
+@pytest.mark.parametrize("back", [0, 1, 2])
+def test_a_table_with_frozen_rows(back: int, tmp_path: Path):
+    folder, changes = tmp_path / "frozen", len(FROZEN.after) - back
+    shutil.copytree(HERE / "version-9" / "frozen", folder)
+    expected, commit = in_memory(FROZEN, changes), int(read_manifest(folder)["commit"]) - back
+    manifest, records = read_table(folder, commit)
+    assert (manifest["format"], manifest["spec"]["frozen"]) == (9, {"ranges": [[5, 6], [7, 2**63 - 1]]})
+    assert records == records_of(expected)
+    with er.open(folder) as table:
+        table.rollback(commit)
+        for each in (table, expected):
+            FROZEN.before[0](each)
+        table.commit()
+    assert read_table(folder)[1] == records_of(expected)
 
 
 @pytest.mark.parametrize("version", [3, 6])

@@ -382,8 +382,8 @@ def test_chunks_that_have_logs_in_them_are_of_format_5():
 
 
 def test_a_newer_format_says_so():
-    for version in (9, 10**6):
-        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 8. Install"):
+    for version in (10, 10**6):
+        with pytest.raises(NewerFormatError, match=f"format {version}: this release reads formats up to 9. Install"):
             manifests.parse(signed({"format": version, "shards": []}), WHERE)
 
 

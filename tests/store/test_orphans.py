@@ -15,6 +15,7 @@ import pytest
 
 import embedrock as er
 from embedrock.errors import EmbedrockError
+from embedrock.store import change_lists
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.segments import make_header
@@ -112,8 +113,10 @@ def test_a_thousand_refused_commits_leave_no_files_behind(count: int) -> None:
         table.commit()
 
 
-def test_what_a_crash_leaves_is_removed_by_the_next_writer() -> None:
+def test_what_a_crash_leaves_is_removed_by_the_next_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Power is lost after each call that changes something; then the table opens, and has only what commits name."""
+    monkeypatch.setattr(change_lists, "JOINED", 2)
+    monkeypatch.setattr(change_lists, "SINGLE", 3)
     system, rng, left = made_system(), np.random.default_rng(0), set[str]()
 
     def crash(_name: str, _path: str) -> None:
@@ -138,6 +141,7 @@ def test_what_a_crash_leaves_is_removed_by_the_next_writer() -> None:
     table.commit()
     system.after = None
     table.close()
+    assert any(not file.is_single for file in change_lists.files_in(system, PATH, table.uuid))
     assert left == set()
 
 

@@ -52,6 +52,7 @@ class Case:
     small: bool = True  # many small pieces where there would be a large one
     admission: er.Admission | None = None
     eviction: er.Eviction | None = None
+    frozen: Any = None
     memory: str | None = None  # else what `slots` need
     in_group: bool = False  # a member of a group, beside another one
 
@@ -119,6 +120,7 @@ class Pair:
             "init": er.Uniform(-1, 1),
             "admission": case.admission,
             "eviction": case.eviction,
+            "frozen": case.frozen,
         }
         self.ram = er.Table(case.rows, DIM, **arguments)
         self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}

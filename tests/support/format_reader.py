@@ -24,7 +24,7 @@ def read_manifest(folder: Path, commit: int | None = None) -> dict[str, Any]:
     line, *rest = (folder / "manifest" / name).read_bytes().split(b"\n")
     assert rest == [hashlib.sha256(line).hexdigest().encode(), b""], f"{name} is damaged"
     manifest = json.loads(line)
-    assert manifest["format"] in (1, 2, 3, 4, 5, 6, 7), f"{name} is of format {manifest['format']}"
+    assert manifest["format"] in (1, 2, 3, 4, 5, 6, 7, 9), f"{name} is of format {manifest['format']}"
     return manifest
 
 

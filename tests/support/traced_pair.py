@@ -73,6 +73,8 @@ EVICTIONS = (
     er.Eviction(max_rows=5 * BATCH, idle=25, half_life=7),
 )
 
+FROZEN = [1, range(4, 9), range(40, 2**40, 3)[:9]]
+
 
 def drawn_case(seed: int) -> Case:
     """Return a table and how it is kept on disk, most often with a tiny cache."""
@@ -91,7 +93,9 @@ def drawn_case(seed: int) -> Case:
         case = replace(case, in_group=True, slots=max(case.slots, 3 * BATCH))
     if case.rule not in LAZY or (case.in_group and rng.random() < 0.5):  # others move rows that a batch does not touch
         return case
-    return replace(case, admission=rng.choice(ADMISSIONS), eviction=rng.choice(EVICTIONS))
+    case = replace(case, admission=rng.choice(ADMISSIONS), eviction=rng.choice(EVICTIONS))
+    has_default_row = case.admission is not None and case.admission.default == "shared"
+    return replace(case, frozen=None if has_default_row else rng.choice((None, FROZEN)))
 
 
 # ---------------------------------------------------------------- timing
@@ -238,6 +242,12 @@ class TracedPair(Pair):
             rows = None if to_open else int(self.rng.integers(self.table.rows, self.most + 1))
             for table in (self.table, self.ram):
                 table.grow(rows)
+
+    def shrink(self) -> None:
+        """Have fewer rows, but those that batches have."""
+        if self.case.rows is not None:
+            rows = int(self.rng.integers(TOTAL, (self.table.rows or self.most) + 1))
+            assert len({table.shrink(rows) for table in (self.table, self.ram)}) == 1
 
     def forget(self) -> None:
         (ids,) = self.batches(self._trace(), 1)
@@ -455,6 +465,7 @@ ASKED: dict[str, Callable[[TracedPair], None]] = {
     "export": TracedPair.export,
     "bring": TracedPair.bring,
     "grow": TracedPair.grow,
+    "shrink": TracedPair.shrink,
     "forget": TracedPair.forget,
     "load": TracedPair.load,
     "open": lambda pair: pair.grow(to_open=True),

@@ -381,6 +381,32 @@ def test_lists_of_commits_that_were_not_published_are_removed(tmp_path: Path) ->
         assert last.exists()
 
 
+def test_what_a_crash_while_lists_are_joined_leaves_is_removed_by_the_next_writer_only(tmp_path: Path) -> None:
+    folder, count = tmp_path / "t" / "changes", 2 * change_lists.JOINED
+    table = made(str(tmp_path / "t"), commits=count - 1)
+    parts = {file: file.read_bytes() for file in folder.iterdir()}
+    table.update([77], np.ones((1, DIM)))
+    table.commit()
+    table.close()
+    (joint,) = {*folder.glob(f"{change_lists.JOINED:010d}-*")}
+    after = {file: file.read_bytes() for file in folder.iterdir()}
+    assert joint not in parts
+    assert len(after) == change_lists.JOINED + 1
+    parts = [*parts.items()]
+    for left in (parts, parts[::2], [(folder / ".tmp", joint.read_bytes())], [(folder / ".tmp", b"{"), *parts[-20:]]):
+        for file, data in left:
+            file.write_bytes(data)
+        crashed = {file: file.read_bytes() for file in folder.iterdir()}
+        assert len(crashed) > len(after)
+        for mode, there in (("r", crashed), ("w", after)):
+            with er.open(tmp_path / "t", mode=mode) as opened:
+                assert told(opened.changes(20))[0].keys() == {*range(20, count - 1), 77}
+                assert told(opened.changes(0))[0] == contents(opened)
+                assert opened.verify().problems == []
+                assert opened.stats()["collections_failed"] == 0
+            assert {file: file.read_bytes() for file in folder.iterdir()} == there
+
+
 # ---------------------------------------------------------------- what is refused, and what reads all rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,7 +204,7 @@ def test_plans_gradients_and_tickets_of_before(location: Home, tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        (ROWS - 1, r"`rows` of .* can only grow: got 699, and it has 700\. .*make a new table.*assign"),
+        (ROWS - 1, r"`rows` of .* can only grow: got 699, and it has 700\. For fewer, call shrink\(699\)"),
         (0, r"`rows` must be a whole number from 1"),
         (True, r"`rows` must be a whole number from 1"),
         ("1000", r"`rows` must be a whole number from 1 .*got '1000'"),
@@ -291,14 +292,254 @@ def test_a_member_whose_rows_leave_counts_them_still_when_its_ids_become_open(tm
 
 
 def test_a_state_of_before_says_how_it_is_loaded():
-    early, late = (er.Table(rows, DIM, rule=FAST[0], seed=1) for rows in (ROWS, MORE))
+    early, late = (er.Table(rows, DIM, rule=FAST[0], seed=seed) for rows, seed in ((ROWS, 1), (MORE, 2)))
     early.update([5], np.ones((1, DIM)))
     state = early.state()
-    with pytest.raises(er.ArgumentError, match=rf"A table of {ROWS} rows that has loaded the state.*grow\({MORE}\)"):
+    late.update([7], np.ones((1, DIM)))
+    before = late.lookup(np.arange(MORE))
+    with pytest.raises(er.ArgumentError, match=rf"must have rows {MORE}: got {ROWS}\..*Pass grow=True .*table.load_st"):
         late.load_state(state)
+    np.testing.assert_array_equal(late.lookup(np.arange(MORE)), before)
+    late.load_state(state, grow=True)
     made = er.Table(ROWS, DIM, rule=FAST[0], seed=2)
     made.load_state(state)
     made.grow(MORE)
     early.grow(MORE)
-    check_same(made, early)
-    np.testing.assert_array_equal(made.lookup(np.arange(MORE)), early.lookup(np.arange(MORE)))
+    for table in (made, late):
+        check_same(table, early)
+        np.testing.assert_array_equal(table.lookup(np.arange(MORE)), early.lookup(np.arange(MORE)))
+
+
+# ---------------------------------------------------------------- states of fewer rows, and of more
+
+
+@in_each_home
+@pytest.mark.parametrize("rows", [MORE, None])
+@pytest.mark.parametrize("rule", [*FAST, *slow(*(rule for rule in RULES if rule not in FAST))], ids=repr)
+def test_a_state_of_fewer_rows_is_that_of_a_table_that_grew(
+    location: Home, rows: int | None, rule: er.Rule, tmp_path: Path
+):
+    """It goes on as if all rows had been there from the start; whether it comes as a dict or as a table."""
+    if location.options.get("directory") == "direct" and rows is None:
+        location = Home("auto", {})
+    twins = Twins(er.Table(ROWS, DIM, rule=rule, init=er.Normal(std=0.1), seed=3), rows)
+    twins.train(ROWS)
+    saved = twins.table
+    for state in (saved.state(), saved):
+        folder = tmp_path / type(state).__name__
+        folder.mkdir()
+        twins.table = make(location, folder, rows, rule=rule)
+        twins.table.update([2, ROWS + 1], np.ones((2, DIM)))  # all rows begin anew
+        twins.table.load_state(state, grow=True)
+        assert twins.table.rows == rows
+        twins.check()
+        twins.close() if state is not saved else None
+    twins.train(MORE)
+    twins.check()
+    twins.close()
+
+
+def comes_and_goes(rows: int | None, **options: Any) -> er.Table:
+    policies = {"admission": er.Admission(min_count=3), "eviction": er.Eviction(max_rows=60)}
+    return er.Table(rows, DIM, rule=er.SGD(lr=0.1), seed=1, **policies, **options)
+
+
+def update_at_random(tables: list[er.Table], below: int, seed: int, kept: int | None = None) -> None:
+    """Step all tables by the same batches; those after the first without ids from `kept` on."""
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        ids = np.concatenate([[0], rng.integers(1, below, BATCH)])
+        grads = rng.standard_normal((len(ids), DIM)).astype(np.float32)
+        for table in tables:
+            stay = ids < (below if kept is None or table is tables[0] else kept)
+            table.update(ids[stay], grads[stay])
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_counts_and_uses_of_ids_are_kept(on_disk: bool, tmp_path: Path):
+    tables = [comes_and_goes(200), comes_and_goes(MORE)]
+    update_at_random(tables, 200, 0)
+    large = comes_and_goes(MORE, **({"path": tmp_path / "t"} if on_disk else {}))
+    large.load_state(tables[0].state(), grow=True)
+    update_at_random([large, tables[1]], MORE, 1)
+    check_same(large, tables[1])
+    counts = [{name: t.stats()[name] for name in ("admitted", "evicted", "pending")} for t in (large, tables[1])]
+    assert counts[0] == counts[1]
+    if on_disk:
+        large.commit()
+    large.close()
+
+
+def test_a_larger_array_of_first_values_begins_with_the_old_one():
+    array = np.random.default_rng(0).standard_normal((MORE, DIM)).astype(np.float32)
+    small, large = (er.Table(rows, DIM, init=er.FromArray(array[:rows]), rule=er.SGD(lr=1)) for rows in (ROWS, MORE))
+    small.update([3], np.ones((1, DIM)))
+    large.load_state(small.state(), grow=True)
+    array[3] -= 1
+    np.testing.assert_array_equal(large.lookup(np.arange(MORE)), array)
+    other = er.Table(MORE, DIM, init=er.FromArray(array + 1), rule=er.SGD(lr=1))
+    with pytest.raises(er.ArgumentError, match=r"first values .* of digest"):
+        other.load_state(small.state(), grow=True)
+
+
+def test_rows_of_other_sizes_are_no_fewer_rows():
+    state = er.Table(ROWS, DIM, seed=1).state()
+    for other in (er.Table(MORE, DIM + 1), er.Table(MORE, DIM, dtype="float16"), er.Table(MORE, DIM, init=er.Zeros())):
+        with pytest.raises(er.ArgumentError, match=r"must have (dim|dtype|init)"):
+            other.load_state(state, grow=True)
+    damaged = er.Table(ROWS, DIM, seed=1).state()
+    damaged |= {"ids": np.array([ROWS]), "records": np.zeros((1, damaged["records"].shape[1]), np.uint8)}
+    with pytest.raises(er.IdError, match=rf"\[0, {ROWS}\)"):  # no row of the table that was saved
+        er.Table(MORE, DIM).load_state(damaged, grow=True)
+
+
+@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize("as_table", [False, True])
+@pytest.mark.parametrize("saved", [MORE, None])
+def test_rows_that_do_not_fit_are_counted_and_cut_on_purpose(saved: int | None, as_table: bool, grow: bool):
+    large, small = (er.Table(rows, DIM, rule=FAST[0], seed=seed) for rows, seed in ((saved, 1), (ROWS, 2)))
+    large.update([5, ROWS, MORE - 1], np.ones((3, DIM)))
+    small.update([7], np.ones((1, DIM)))
+    state, before = large if as_table else large.state(), small.lookup(np.arange(ROWS))
+    with pytest.raises(er.ArgumentError) as error:
+        small.load_state(state, grow=grow)
+    assert f"must have rows {ROWS}: got {saved}" in str(error.value)
+    line = rf"first call grow\({saved}\)\. 2 rows with records would not fit: shrink\({ROWS}\) cuts them off once"
+    assert re.search(line, str(error.value))
+    np.testing.assert_array_equal(small.lookup(np.arange(ROWS)), before)
+    small.grow(saved)
+    small.load_state(state)
+    assert small.shrink(ROWS) == 2
+    expected = er.Table(ROWS, DIM, rule=FAST[0], seed=1)
+    expected.update([5], np.ones((1, DIM)))
+    check_same(small, expected)
+    np.testing.assert_array_equal(small.lookup(np.arange(ROWS)), expected.lookup(np.arange(ROWS)))
+
+
+# ---------------------------------------------------------------- tables that shrink
+
+
+@in_each_home
+@pytest.mark.parametrize("rule", [*FAST, *slow(*(rule for rule in RULES if rule not in FAST))], ids=repr)
+def test_a_table_that_shrank_is_the_one_that_was_made_so(location: Home, rule: er.Rule, tmp_path: Path):
+    table, few, first = make(location, tmp_path, MORE, rule=rule), 500, 0
+    made = er.Table(few, DIM, rule=rule, init=er.Normal(std=0.1), seed=7)
+    update_at_random([table, made], MORE, 0, kept=few)
+    if location.is_on_disk:
+        first = table.commit(name="before")
+        update_at_random([table, made], MORE, 1, kept=few)
+    count = int((table.export()[0] >= few).sum())
+    plan = table.plan([few])
+    assert count > 0
+    assert table.shrink(few) == count
+    assert table.shrink(few) == 0  # as a cell that is run again
+    assert table.rows == few
+    check_same(table, made)
+    np.testing.assert_array_equal(table.lookup(np.arange(few)), made.lookup(np.arange(few)))
+    for ask in (lambda: table.lookup([few]), lambda: table.apply(plan, np.ones((1, DIM)))):
+        with pytest.raises(er.IdError, match=rf"\[0, {few}\)"):
+            ask()
+    update_at_random([table, made], few, 2)
+    check_same(table, made)
+    for each in (table, made):
+        each.grow(MORE)
+    np.testing.assert_array_equal(table.lookup(np.arange(MORE)), made.lookup(np.arange(MORE)))
+    if location.is_on_disk:
+        assert table.shrink(few) == 0
+        table.commit()
+        table.compact()
+        table.close()
+        table = er.open(tmp_path / "table")
+        assert (table.rows, table.verify().problems) == (few, [])
+        check_same(table, made)
+        with er.open(tmp_path / "table", mode="r", at=first) as reader:
+            assert (reader.rows, MORE - 1 in reader.export()[0] or reader.export()[0].max() >= few) == (MORE, True)
+        table.rollback(first)
+        assert table.rows == MORE
+    table.close()
+
+
+def test_a_shrunken_table_forgets_what_it_counted():
+    tables = [comes_and_goes(MORE), comes_and_goes(200)]
+    update_at_random(tables, MORE, 0, kept=200)
+    tables[0].shrink(200)
+    assert tables[0].stats()["pending"] == tables[1].stats()["pending"]
+    for table in tables:
+        table.grow(MORE)
+    for table in tables:
+        table.update([MORE - 1], np.ones((1, DIM)))
+        table.update([MORE - 1], np.ones((1, DIM)))
+        assert MORE - 1 not in table.export()[0]
+
+
+def test_members_of_a_group_shrink_alone(tmp_path: Path):
+    for path in (None, tmp_path / "g"):
+        group = er.Group(path=path)
+        a, b = (group.table(name, ROWS, DIM, rule=er.SGD(lr=0.1), seed=1) for name in "ab")
+        group.update({"a": np.arange(ROWS), "b": np.arange(ROWS)}, {n: np.ones((ROWS, DIM)) for n in "ab"})
+        before = b.lookup(np.arange(ROWS))
+        if path:
+            group.commit()
+        assert a.shrink(100) == ROWS - 100
+        np.testing.assert_array_equal(a.lookup(np.arange(100)), before[:100])
+        np.testing.assert_array_equal(b.lookup(np.arange(ROWS)), before)
+        if path:
+            group.commit()
+            group.close()
+            with er.open(tmp_path / "g") as again:
+                assert (again["a"].rows, again["b"].rows) == (100, ROWS)
+                np.testing.assert_array_equal(again["a"].lookup(np.arange(100)), before[:100])
+                np.testing.assert_array_equal(again["b"].lookup(np.arange(ROWS)), before)
+
+
+def test_a_reader_follows_a_table_that_shrinks(tmp_path: Path):
+    with er.Table(ROWS, DIM, path=tmp_path / "t", rule=er.SGD(lr=1), seed=0) as table:
+        table.update(np.arange(ROWS), np.ones((ROWS, DIM)))
+        first = table.commit()
+        with er.open(tmp_path / "t", mode="r") as reader:
+            table.shrink(100)
+            table.update([5], np.ones((1, DIM)))
+            table.commit()
+            assert reader.refresh()
+            assert reader.rows == 100
+            np.testing.assert_array_equal(reader.lookup(np.arange(100)), table.lookup(np.arange(100)))
+        with pytest.raises(er.HistoryDroppedError):
+            list(table.changes(first))
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (ROWS + 1, r"`rows` .* must shrink: got 701, and it has 700\. Call grow\(701\)"),
+        (0, "whole number from 1"),
+        (None, "whole"),
+    ],
+)
+def test_what_is_no_smaller_table_is_refused(rows: Any, problem: str):
+    table = er.Table(ROWS, DIM)
+    with pytest.raises(er.ArgumentError, match=problem):
+        table.shrink(rows)
+    assert table.rows == ROWS
+
+
+def test_an_array_of_first_values_is_cut(tmp_path: Path):
+    array = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
+    table = er.Table(ROWS, DIM, init=er.FromArray(array), path=tmp_path / "t")
+    table.assign([ROWS - 1], np.ones((1, DIM)))
+    assert table.shrink(100) == 1
+    table.commit()
+    table.close()
+    with er.open(tmp_path / "t", init=er.FromArray(array[:100])) as again:
+        np.testing.assert_array_equal(again.lookup(np.arange(100)), array[:100])
+
+
+def test_rows_of_a_published_table_stay(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors.save_file({"rows": np.ones((ROWS, DIM), np.float32)}, tmp_path / "model.safetensors")
+    table = er.Table(ROWS, DIM, init=er.FromSafetensors(tmp_path, "rows"))
+    with pytest.raises(er.ArgumentError, match="cannot shrink: its rows are those of FromSafetensors"):
+        table.shrink(10)
+    state = table.state()
+    with pytest.raises(er.ArgumentError) as error:
+        er.Table(MORE, DIM).load_state(state, grow=True)
+    assert "must have init" in str(error.value)

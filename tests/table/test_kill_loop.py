@@ -63,6 +63,8 @@ class Clock(threading.Thread):
             except BaseException as error:
                 self.error = error
         os.kill(self._pid, {"term": signal.SIGTERM, "int": signal.SIGINT}.get(self._way, signal.SIGKILL))
+        if self._way == "int" and not self._cancelled.wait(60):
+            os.kill(self._pid, signal.SIGKILL)  # Python drops a KeyboardInterrupt of a callback of a weak reference
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -233,7 +235,7 @@ class Story:
 
     def _check_kept(self, table: er.Table) -> None:
         """Fail unless all commits that have a name are there, and open the oldest of them."""
-        steps = {commit["commit"]: commit["step"] for commit in table.commits()}
+        steps = {commit["commit"]: commit["step"] or 0 for commit in table.commits()}  # commit 0 has none
         assert all(steps.get(commit) in possible for commit, possible in self._kept.items()), (steps, self._kept)
         since = min(steps)
         check_changes(table, since, self.ram.after(steps[since]), self.ram.after(steps[table.last_commit]))

@@ -13,7 +13,7 @@ from embedrock.table.options import LayerOptions, OpenArguments, StorageOptions,
 IN_ORDER = (
     "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode missing system"
 )
-IN_ORDER += " device_memory admission eviction"
+IN_ORDER += " device_memory admission eviction frozen"
 
 
 def test_options_come_in_the_order_of_their_documentation():

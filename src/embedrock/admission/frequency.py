@@ -17,7 +17,7 @@ from embedrock.admission.copy_on_write import (
     damaged,
     int64,
 )
-from embedrock.admission.segments import Segments
+from embedrock.admission.hash_segments import HashSegments
 from embedrock.batch.id_table import IdNumbers
 from embedrock.kernels.constants import SKETCH_DEPTH, SKETCH_LINE_BYTES
 from embedrock.spec.admission import Admission
@@ -127,7 +127,7 @@ class CountMinSketch:
     """
 
     def __init__(self, admission: Admission, key: np.uint64, segments: int = 1) -> None:
-        self._bits, self._key, self._segments = admission.cell_bits, key, Segments(segments)
+        self._bits, self._key, self._segments = admission.cell_bits, key, HashSegments(segments)
         self._each = max(1, admission.lines // segments)  # lines of a segment
         self._changed, self._is_saved = np.zeros(0, np.uint8), False
         self._lines, self._snapshot = np.empty((0, SKETCH_LINE_BYTES), np.uint8), LastCopy()

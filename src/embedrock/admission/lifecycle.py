@@ -62,7 +62,7 @@ class RowLifecycle:
         self.admission, self.eviction, self.subject, self._key = spec.admission, spec.eviction, subject, spec.key
         self._segments = spec.segments
         self.change_layout(spec)
-        self.usage = None if self.eviction is None else UsageTracker(self.eviction, spec.segments)
+        self.usage = None if self.eviction is None else UsageTracker(self.eviction, spec.segments, spec.frozen)
         # Of this period and of the one before; none without admission.
         self._period, self._counters = 0, [self._new_counter() for _ in range(2 if self.admission else 0)]
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)

@@ -12,9 +12,10 @@ import numpy as np
 from embedrock import kernels
 from embedrock.admission.clock import Clock, Reading
 from embedrock.admission.copy_on_write import Arrays, Columns, LastCopy, copied, damaged, int64
-from embedrock.admission.segments import Segments, counting_each, nth_of_equals
+from embedrock.admission.hash_segments import HashSegments, counting_each, nth_of_equals
 from embedrock.batch.id_table import IdNumbers
 from embedrock.spec.eviction import Eviction
+from embedrock.spec.frozen import FrozenRows
 from embedrock.system.arena import returned
 
 ONE_USE = 256  # one use, as a fixed-point count that halves with time
@@ -39,16 +40,23 @@ class UsageTracker:
         eviction: the policy, which decides what the tracker records.
         segments: number of segments of the table.
         clock: returns the time in seconds. Only gaps between steps matter.
+        frozen: rows that stay, beside those that the policy keeps.
 
     Attributes:
         clock: the time by which rows are idle.
     """
 
-    def __init__(self, eviction: Eviction, segments: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        eviction: Eviction,
+        segments: int = 1,
+        frozen: FrozenRows | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._eviction, self.clock = eviction, Clock(eviction.idle_seconds(), clock)
-        self._segments, self._room = Segments(segments), FIRST_ROWS if segments == 1 else FIRST_ROWS // 64
+        self._segments, self._room = HashSegments(segments), FIRST_ROWS if segments == 1 else FIRST_ROWS // 64
         self._counts, self._hands = (np.zeros(int(segments == 1), np.int64) for _ in range(2))  # by segment
-        self._numbers, self._kept = IdNumbers(), eviction.kept()
+        self._numbers, self._kept, self._frozen = IdNumbers(), eviction.kept(), frozen
         size = self._room * len(self._counts)
         self._ids, self._last, self._marks = (np.empty(size, np.int64) for _ in range(3))
         self._is_kept = np.empty(size, bool)  # rows that `keep` protects
@@ -120,6 +128,8 @@ class UsageTracker:
         self._ids[places], self._last[places] = ids, step
         self._marks[places] = step if self._eviction.by == "age" else ONE_USE
         self._is_kept[places] = np.isin(ids, self._kept) if len(self._kept) else False
+        if self._frozen:
+            self._is_kept[places] |= self._frozen.has(ids)
         self._counts += np.bincount(numbers, minlength=len(self._counts))
 
     def make_room(self, ids: np.ndarray) -> np.ndarray:

@@ -245,9 +245,11 @@ def _group_text(info: dict[str, Any], files: dict[str, str]) -> str:
 
 def _lifecycle(info: dict[str, Any]) -> dict[str, str]:
     policies = {name: info[name] for name in POLICIES if name in info}
+    ranges = policies.pop("frozen", {}).get("ranges", [])
+    frozen = {"frozen": format_count(sum(stop - start for start, stop in ranges), "id")} if ranges else {}
     facts = {name: _call({"name": name.capitalize(), **policy}) for name, policy in policies.items()}
     counts = ", ".join(f"{info[name]:,} {name.replace('_', ' ')}" for name in RESIDENTS[:-1] if info.get(name, -1) >= 0)
-    return {**facts, "come and gone": counts} if facts else {}
+    return {**facts, "come and gone": counts, **frozen} if facts else frozen
 
 
 def _call(described: dict[str, Any] | None) -> str:

@@ -120,7 +120,7 @@ def _has_slots_of_ids(spec: Spec) -> bool:
 
 def _is_planned_by_host(spec: Spec) -> bool:
     """Return whether the host has to plan a table's batches, wherever its slot index is."""
-    return drawn_by(spec.init) is None or spec.has_residents
+    return drawn_by(spec.init) is None or spec.has_residents or bool(spec.frozen)
 
 
 def _laid_out(rows: TableState, index: str) -> RamBackend | None:

@@ -87,6 +87,7 @@ class DeviceBatch:
         bounds: int32 (2 * k + 1,), begin of each table's rows, the end of the last, and each table's padding row.
         ends, paddings: int32 (k,), parts of it: the end of each table's rows, and its padding row, -1 for none.
         found: weights that a lookup has read from RAM, for a step of the same rows.
+        frozen: positions of frozen rows among the rows, if the host plans.
         norms: memory for the norms of the first sums, see `RowSums`; None: it is taken.
         newest_event: time of its step, if the host plans that: see `StepRequest`.
     """
@@ -103,6 +104,7 @@ class DeviceBatch:
     ids: Any = None
     positions: Tensor | None = None
     found: FoundWeights | None = None
+    frozen: Any = ()
     norms: Tensor | None = None
     newest_event: float | None = None
     placed: Tensor

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from embedrock.device.batch import DeviceBatch
+from embedrock.device.copies import uploaded
 from embedrock.device.workspace import aligned
 from embedrock.kernels.gpu import sums
 from embedrock.kernels.gpu.binding import TensorPart, as_tensor
@@ -80,6 +81,12 @@ class RowSums:
         occurrences = (starts[1:] - starts[:-1]).clamp(min=1)  # undefined beyond the existing rows
         values = self.values.clone()
         values[: len(occurrences)] /= occurrences[:, None]
+        return self.with_values(values)
+
+    def without(self, rows: np.ndarray) -> RowSums:
+        """Return gradients that are zero for some rows, int64 (m,). Of one table."""
+        values = self.values.clone()
+        values[uploaded(rows, values.device)] = 0.0
         return self.with_values(values)
 
     def with_values(self, values: Tensor) -> RowSums:

@@ -63,6 +63,8 @@ class HostBatch(DeviceBatch):
         (padding,) = layout.paddings
         found = np.flatnonzero(host.ids == padding) if padding is not None else np.empty(0, np.int64)
         self.padding = int(found[0]) if len(found) else -1
+        if (spec := executor.rows.spec).frozen:
+            self.frozen = np.flatnonzero(~spec.are_trained(host.ids))
         self._upload(host)
         executor.leave_out(self, self.padding)
         if is_cached:

@@ -129,9 +129,10 @@ class HostPlannedExecutor(GpuExecutor):
         return batch
 
     def leave_out(self, batch: Any, padding: int) -> None:
-        """Leave the padding row out of the stepped rows; -1: there is none."""
-        if padding >= 0:
-            batch.stepped = SteppedRows.of(batch.host, np.delete(np.arange(len(batch.host.ids)), padding))
+        """Leave the padding row (-1: there is none) and frozen rows out of the stepped rows."""
+        left = [*batch.frozen, padding] if padding >= 0 else batch.frozen
+        if len(left):
+            batch.stepped = SteppedRows.of(batch.host, np.delete(np.arange(len(batch.host.ids)), left))
 
     def plan_ahead_by_host(self, ids: Tensor) -> None:
         """Plan and upload the next batch while the device works, and load its rows from RAM into the cache.
@@ -255,7 +256,7 @@ class HostPlannedExecutor(GpuExecutor):
             slots = self.backend.find(now.left)
             here = slots[slots >= 0]  # of rows that the step evicts: written back before any table is stepped
             leaving = self.mirror.write_back_slots(here) if len(here) else None
-            if now.plan.slots is due.plan.slots and not now.plan.missing:
+            if now.plan.slots is due.plan.slots and not now.plan.missing and not len(batch.frozen):
                 return stepped._replace(admit=lambda: self._begin(now, leaving))
             self._of_shared = self._shared_gradient(due, now.decision, values, clip, verdict)
             keys, fill = _slot_buffer(batch.keys.shape[0], _taking_part(due, now.decision), self.device)

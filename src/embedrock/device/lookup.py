@@ -196,7 +196,8 @@ class DeviceLookup:
         with layout.working:
             of_bags: tuple[Any, ...] = () if self._bags is None else self._bags.shares(self.trace)
             summed = sum_rows(self._joined_grads(grads), batch, *of_bags)
-            return [(summed.by_frequency() if self._by_frequency else summed, came)]
+            summed = summed.by_frequency() if self._by_frequency else summed
+            return [(summed.without(batch.frozen) if len(batch.frozen) else summed, came)]
 
     def _joined_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Return the gradients of all outputs: (lines, dim)."""

@@ -281,6 +281,7 @@ class Resharding:
                 "decides by itself who has a record: they cannot be shared out anew."
             )
         options: dict[str, Any] = {"seed": spec.seed, "dtype": spec.dtype, "init": spec.init, "memory": self._memory}
+        options["frozen"] = spec.frozen
         return Table(spec.rows, spec.dim, path=self.after.part(rank), **options)
 
     def _is_made(self, rank: int) -> bool:

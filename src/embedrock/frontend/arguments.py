@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from numbers import Real
 from typing import Any
@@ -18,6 +18,7 @@ from embedrock.frontend.references import tell_resumed
 from embedrock.initializers import Initializer, Normal, TruncatedNormal, Uniform
 from embedrock.optimizers import Rule
 from embedrock.spec.eviction import Eviction
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import OPEN_IDS, check_count
 from embedrock.system.interrupts import held_back
 from embedrock.table.changes import RuleTaker, check_may_bind, set_rule
@@ -27,6 +28,7 @@ from embedrock.table.options import TableOptions, declared, index, table_options
 from embedrock.table.rows import TableState
 from embedrock.table.table import Table, rows_of
 
+ROWS_AT_ONCE = 65_536
 WIRES = ("float32", "bfloat16")  # dtypes of float32 numbers on the wire between processes
 
 _of_layers: weakref.WeakSet[Table] = weakref.WeakSet()  # tables of groups that some layer uses by their name
@@ -75,6 +77,7 @@ def open_table(
         is_loaded: the layer comes from a file, which names shared tables.
     """
     rows_name, dim_name = names
+    options = {**options, "frozen": FrozenRows.of(options.get("frozen"))}  # an array compares by elements
     if isinstance(rows, Table):
         known = declared(TableOptions).items()
         given = [dim_name] * (dim is not None) + ["group"] * (group is not None)
@@ -196,6 +199,12 @@ def zero_rows(table: Table, ids: Sequence[int]) -> None:
             set_rule(rows, None)
         table.assign(ids, np.zeros((len(ids), table.dim), np.float32))
         set_rule(rows, rule)
+
+
+def write_batches(table: Table, count: int) -> Iterator[slice]:
+    """Cut `count` rows into slices of as many as a table on disk writes through its cache."""
+    size = min(ROWS_AT_ONCE, max(1, int(table.stats().get("cache_slots", ROWS_AT_ONCE)) // 2))
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def resolve_padding(padding_idx: int | None, rows: int | None) -> int | None:

@@ -19,7 +19,7 @@ from embedrock.keras.layers.embedding import Embedding
 from embedrock.keras.layers.hashing import Hashing, hash_ids
 from embedrock.keras.prefetch import prefetch
 from embedrock.keras.saving.checkpoint import TableCheckpoint
-from embedrock.keras.saving.loading import load_model
+from embedrock.keras.saving.loading import load_model, load_weights
 from embedrock.keras.stats import TableStats
 from embedrock.keras.training.optimizers import RowOptimizer, optimizer
 from embedrock.keras.workers.cluster import distribute, worker_errors
@@ -42,6 +42,7 @@ __all__ = [
     "fuse",
     "hash_ids",
     "load_model",
+    "load_weights",
     "optimizer",
     "prefetch",
     "worker_errors",

@@ -21,6 +21,7 @@ from embedrock.errors import RequirementError
 KERAS_SAVING = "keras.src.saving.saving_lib"
 KERAS_LEGACY = "keras.src.legacy.saving.legacy_h5_format"
 KERAS_LAYER = "keras.src.layers.layer"
+KERAS_STOPPING = "keras.src.callbacks.early_stopping"
 KERAS_CLONING = "keras.src.models.cloning"
 KERAS_FUNCTIONAL = "keras.src.models.functional"
 KERAS_SUMMARY = "keras.src.utils.summary_utils"

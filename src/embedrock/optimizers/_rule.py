@@ -149,6 +149,7 @@ class Rule(ABC):
     BELOW: ClassVar[tuple[tuple[str, float], ...]] = ()  # numbers from 0, and what each must be less than
     ADDED: ClassVar[frozenset[str]] = frozenset()  # absent in release 0.1: left out of descriptions while off
     HISTORY: ClassVar[type[StepHistory] | None] = None  # with the argument `dense`, if the rule has it
+    MOVES_ALL: ClassVar[bool] = False  # with `dense`, also rows that were never stepped
     COLUMNS: ClassVar[tuple[StateColumn, ...]] = ()  # of the state, before the last step of `dense`
     FADE: ClassVar[str]  # hyperparameter by which untouched rows fade then
     # A step, its constants and log fades, and `StepHistory.content` after it by before.

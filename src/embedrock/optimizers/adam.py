@@ -142,7 +142,7 @@ class AdamW(_AdamFamily):
     """
 
     BELOW = (("eps", math.inf), ("weight_decay", math.inf))
-    HISTORY = DenseAdamHistory
+    HISTORY, MOVES_ALL = DenseAdamHistory, True
     ADDED = frozenset({"dense", "eps_hat"})
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)

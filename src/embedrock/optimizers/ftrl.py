@@ -68,7 +68,7 @@ class Ftrl(Rule):
     """
 
     FIXED = frozenset({"initial_accumulator_value", "dense"})
-    HISTORY = DenseFtrlHistory
+    HISTORY, MOVES_ALL = DenseFtrlHistory, True
     BELOW = tuple((name, math.inf) for name in ("l1", "l2", "beta", "initial_accumulator_value", "l2_shrinkage"))
     ADDED = frozenset({"l2_shrinkage", "dense"})
     lr: float = 1e-3

@@ -12,15 +12,16 @@ from embedrock.initializers import INITIALIZERS, FromArray, FromSafetensors, Giv
 from embedrock.optimizers import RULES, Rule, describe_rule
 from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import Spec
 
-OPEN = ("seed", "init", "rule", "admission", "eviction")  # arguments that an existing table may provide
-POLICIES = ("admission", "eviction")  # only in descriptions of tables with dynamic rows
+POLICIES = ("admission", "eviction", "frozen")  # only in descriptions of tables that have them
+OPEN = ("seed", "init", "rule", *POLICIES)  # arguments that an existing table may provide
 
 
 def describe_spec(spec: Spec) -> dict[str, Any]:
     """Return a description in JSON's own types."""
-    policies = {name: _plain(policy.describe()) for name, policy in spec.policies.items() if policy is not None}
+    policies = {name: _plain(policy.describe()) for name, policy in spec.policies.items() if policy}
     return {
         **policies,
         **({} if spec.segments == 1 else {"segments": spec.segments}),
@@ -114,8 +115,8 @@ def _plain(value: Any) -> Any:
 
 
 def policies_of(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the admission and eviction in a description by `describe_spec`, by name; None for none."""
-    kinds = {"admission": Admission, "eviction": Eviction}
+    """Return the policies in a description by `describe_spec`, by name; None for none."""
+    kinds = {"admission": Admission, "eviction": Eviction, "frozen": FrozenRows}
     return {name: kind(**description[name]) if description.get(name) else None for name, kind in kinds.items()}
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from embedrock.optimizers import Rule
     from embedrock.spec.admission import Admission
     from embedrock.spec.eviction import Eviction
+    from embedrock.spec.frozen import FrozenRows
 
 
 # The dtypes of weights, and their form in a record. NumPy has no bfloat16, and Numba no 16-bit floats. So 16-bit
@@ -60,11 +61,13 @@ class Spec:
         seed: of initial values and of stochastic rounding.
         admission: admission of rows to records; None: rows get records when they are stepped.
         eviction: eviction of rows; None: none.
+        frozen: rows that no step changes; None: none.
         segments: parts of the hash space that admit and evict rows for themselves, 1 or a power of two: see `SEGMENTS`.
 
     Raises:
         ArgumentError: an invalid value.
-        UnsupportedError: dynamic rows under a rule that moves rows without a gradient; training of int8 or int4.
+        UnsupportedError: dynamic or frozen rows under a rule that moves rows without a gradient; frozen rows that may
+            read as a default row that trains; training of int8 or int4.
     """
 
     rows: int | None
@@ -75,6 +78,7 @@ class Spec:
     seed: int
     admission: Admission | None = None
     eviction: Eviction | None = None
+    frozen: FrozenRows | None = None
     segments: int = 1
 
     def __post_init__(self) -> None:
@@ -86,8 +90,8 @@ class Spec:
             raise untrained(self.dtype, f"rule={self.rule}" if self.rule is not None else "admission= or eviction=")
         if self.segments != 1 and (self.segments not in SEGMENTS or not self.has_residents):
             raise ArgumentError(
-                f"`segments` must be 1, or of a table with admission or eviction one of {', '.join(map(str, SEGMENTS))}: "
-                f"got {self.segments!r}."
+                f"`segments` must be 1, or one of {', '.join(map(str, SEGMENTS))} with admission or eviction: got "
+                f"{self.segments!r}."
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise ArgumentError(f"`seed` must be a whole number of at most 64 bits: got {self.seed!r}.")
@@ -100,10 +104,35 @@ class Spec:
                 "gradient. Leave dense=True out (under an optimizer of Keras: name the rule in the layer, "
                 f"rule=er.{type(self.rule).__name__}()), or admission= and eviction=."
             )
+        if self.frozen:
+            self._check_frozen(self.frozen)
+
+    def _check_frozen(self, frozen: FrozenRows) -> None:
+        for start, stop in frozen.ranges:
+            if self.rows is not None and not 0 <= start < stop <= self.rows:
+                raise ArgumentError(
+                    f"`frozen` must be ids in [0, {self.rows}), which the table has: got {range(start, stop)}. Leave "
+                    "out the others, or make the table with rows=None, for any int64."
+                )
+        if self.rule is not None and self.rule.MOVES_ALL and self.rule.history() is not None:
+            raise UnsupportedError(
+                f"`frozen` rows cannot stay under {self.rule}, which moves every row in each step. Leave dense=True "
+                f"out (under an optimizer of Keras: name the rule in the layer, rule=er.{type(self.rule).__name__}()), "
+                "or frozen=."
+            )
+        if self.admission is not None and self.admission.default == "shared":
+            raise UnsupportedError(
+                "`frozen` rows cannot stay where rows without a record read as the default row, which trains: got "
+                f"{self.admission}. Choose another default=, such as 'first', or leave frozen= out."
+            )
 
     @property
     def policies(self) -> dict[str, Any]:
-        return {"admission": self.admission, "eviction": self.eviction}
+        return {"admission": self.admission, "eviction": self.eviction, "frozen": self.frozen}
+
+    def are_trained(self, ids: np.ndarray) -> np.ndarray:
+        """Return which rows (n,) steps change, all but the frozen ones: bool (n,)."""
+        return ~self.frozen.has(ids) if self.frozen else np.ones(ids.shape, bool)
 
     @property
     def has_residents(self) -> bool:

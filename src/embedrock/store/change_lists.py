@@ -7,6 +7,7 @@ commit without a list. docs/format.md has the format.
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from embedrock.store.publishing import NUMBER, UUID, FieldCheck, check_fields, o
 from embedrock.store.segments import damaged
 
 FOLDER = "changes"
+DRAFT = f"{FOLDER}/.tmp"  # a joined list that has no name yet
 FORMAT = 1
 BLOCK_IDS = 1024  # ids whose differences have one width
 WIDTHS = (1, 2, 4, 8)
@@ -125,7 +127,7 @@ def write(system: System, folder: str, name: str, data: bytes, joins: bool = Fal
         system.fsync_folder(folder)
     path = f"{folder}/{name}"
     if joins:
-        write_whole(system, f"{folder}/{FOLDER}/.tmp", [data], link_to=path)
+        write_whole(system, f"{folder}/{DRAFT}", [data], link_to=path)
     else:
         write_whole(system, path, [data], sync_name=False)
 
@@ -203,6 +205,12 @@ def joined(lists: list[ChangeList]) -> ChangeList:
     return lists[0]._replace(since=last.since, parent=last.parent, tables=tables, renamed=renamed, forgets=forgets)
 
 
+def orphans(files: list[ListFile], newest: float = math.inf) -> list[ListFile]:
+    """Return the files that no chain needs: parts of joined lists, and lists above the newest commit."""
+    joined_to = max((file.commit for file in files if not file.is_single and file.commit <= newest), default=0)
+    return [file for file in files if file.commit > newest or (file.is_single and file.commit <= joined_to)]
+
+
 def superfluous(files: list[ListFile], oldest: int, table_bytes: int) -> list[ListFile]:
     """Return the files to remove: parts of joined lists, too many bytes of old lists, or forgotten rows.
 
@@ -211,9 +219,7 @@ def superfluous(files: list[ListFile], oldest: int, table_bytes: int) -> list[Li
         oldest: number of the oldest commit of the folder. Lists of later commits stay.
         table_bytes: bytes of the table's newest commit.
     """
-    room, gone = max(_LEAST_BYTES, table_bytes // _SHARE), False
-    joined_to = max((file.commit for file in files if not file.is_single), default=0)
-    removed = [file for file in files if file.is_single and file.commit <= joined_to]
+    room, gone, removed = max(_LEAST_BYTES, table_bytes // _SHARE), False, orphans(files)
     for file in reversed(files):
         if file.commit > oldest or file in removed:
             continue

@@ -113,7 +113,9 @@ class TableFolder(Folder[Manifest]):
         if self.manifest.origin is not None:
             self.withheld = self._withhold(self.manifest, self.stores, self._forgotten(self.manifest))
         lists = change_lists.files_in(self.system, self.folder, self.manifest.uuid)
-        self.unlink([file.name for file in lists if file.commit > self.manifest.commit], lambda: False)
+        orphans = [file.name for file in change_lists.orphans(lists, self.manifest.commit)]
+        has_draft = self.system.exists(f"{self.folder}/{change_lists.DRAFT}")
+        self.unlink([*orphans, *[change_lists.DRAFT] * has_draft], lambda: False)
 
     @classmethod
     def _open_to_read(

@@ -114,6 +114,7 @@ class FeatureLayout:
             rows=rows,
             described=reading.described(rows, own.tolist()),
             paddings=[self.paddings[each[0]] for each in tables.values()] if padded and kind == "rows" else [],
+            leaves_out=bool(padded and kind == "rows") or any(each.spec.frozen for each in rows),
             skips=[self.paddings[number] for number in numbers] if padded and kind != "rows" else [],
             numbers=numbers,
             is_whole=numbers == list(range(len(self.tables))),
@@ -135,6 +136,7 @@ class PoolLayout:
         rows: states of the tables.
         described: the tables as `plan_tables` takes them.
         paddings: of each table of rows, the id whose row gets no gradient; empty without paddings.
+        leaves_out: some rows get no gradient: those of paddings, and frozen ones.
         skips: of each feature of bags, the id that is left out; empty without paddings.
         numbers: of the features, in the order of their positions.
         is_whole: these are all features, in their order.
@@ -151,6 +153,7 @@ class PoolLayout:
     rows: list[TableState]
     described: np.ndarray
     paddings: list[int | None]
+    leaves_out: bool
     skips: list[int | None]
     numbers: list[int]
     is_whole: bool
@@ -160,6 +163,11 @@ class PoolLayout:
     width: int
     goes_on: bool = False
     _positions: PositionLayout | None = None
+
+    def are_trained(self, table: int, ids: np.ndarray) -> np.ndarray:
+        """Return which rows of a table get gradients: bool (n,)."""
+        trained = self.rows[table].spec.are_trained(ids)
+        return trained & (ids != self.paddings[table]) if self.paddings else trained
 
     def positions(self, ids: Sequence[np.ndarray], offsets: Arrays | None) -> PositionLayout:
         """Return the layout of its features' ids, cached for batches of the same shapes."""
@@ -606,14 +614,14 @@ def _summed(batch: Batch, places: Sequence[pooling.Places], touched: Sequence[np
         whole = RowGradients(part.plan, values, sum(norms), norms)
         if batch.by_frequency:
             whole = whole.with_values(values / np.diff(part.plan.starts).astype(np.float32)[:, None])
-        if touched is None and not layout.paddings:
+        if touched is None and not layout.leaves_out:
             found.append((layout.tables, whole))
             continue
         for k, table in enumerate(layout.tables):
-            summed, padding = whole.of(k), layout.paddings[k] if layout.paddings else None
+            summed = whole.of(k)
             if touched is not None:
                 summed = summed.kept(touched[number][part.plan.of(k)])
-            found.append(([table], summed if padding is None else summed.kept(summed.plan.ids != padding)))
+            found.append(([table], summed.kept(layout.are_trained(k, summed.plan.ids))))
     return found
 
 
@@ -632,12 +640,12 @@ def bind_unstepped(batch: Batch, stepped: Container[Table]) -> None:
 
 
 def by_position(batch: Batch, grads: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the id of each position of a batch of one feature, and its gradient, float32 (n, dim), without padding."""
+    """Return id and gradient, float32 (n, dim), of positions of a batch of one feature, without those left out."""
     (part,), (places, _kept) = batch.parts, _places(batch, grads)
     ids = part.plan.ids[part.plan.inverse]
     about = places, part.layout.dim, part.weights, part.positions.bags, part.trace
     values, _squares = pooling.sum_bags(plan_of_rows(ids, ids, -1), *about)
-    counts = ids != part.layout.paddings[0] if part.layout.paddings else slice(None)
+    counts = part.layout.are_trained(0, ids) if part.layout.leaves_out else slice(None)
     return ids[counts], values[counts]
 
 

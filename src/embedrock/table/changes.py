@@ -16,12 +16,15 @@ import numpy as np
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.errors import ArgumentError, ReadOnlyTableError, UnsupportedError, counted, plural
 from embedrock.initializers import FromArray, FromSafetensors, Given, Initializer
-from embedrock.optimizers import Rule
+from embedrock.optimizers import Rule, StepHistory
+from embedrock.spec.description import describe_spec
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import OPEN_IDS, Spec, check_count
 from embedrock.storage.backend import Backend
+from embedrock.storage.record_pools import MOVED_BYTES
 from embedrock.storage.records import SharedRow
 from embedrock.table import reading
-from embedrock.table.rows import TableState
+from embedrock.table.rows import NOBODY, TableState
 
 
 class RuleTaker(NamedTuple):
@@ -194,19 +197,73 @@ def _discard(rows: TableState, ids: np.ndarray, there: np.ndarray) -> int:
     return len(there)
 
 
+def _check_here(rows: TableState, verb: str, count: int | None) -> None:
+    if rows.executor is not None:
+        raise UnsupportedError(
+            f"{rows.subject} cannot {verb} while its rows are used {rows.executor!r}. Call {verb}({count}) of a layer, "
+            "which brings them back to the CPU first, and to the GPU again at its next call."
+        )
+
+
 def grow(rows: TableState, count: int | None, init: Initializer | None) -> None:
     """Grow to `count` rows, None for open ids: see `Table.grow`."""
     rows.check_commit()
-    if rows.executor is not None:
-        raise UnsupportedError(
-            f"{rows.subject} cannot grow while its rows are used {rows.executor!r}. Call grow({count}) of a layer, "
-            "which "
-            "brings them back to the CPU first, and to the GPU again at its next call."
-        )
+    _check_here(rows, "grow", count)
     rows.location.wait_for_quiet()  # the lock may have been released meanwhile
     if count == rows.spec.rows and init is None:
         return
     rows.grow(grown_spec(rows.spec, count, init, rows.subject))
+
+
+def has_more(spec: Spec, count: int | None) -> bool:
+    """Return whether a table has more rows than `count`. Open ids are more than any number."""
+    return isinstance(count, int) and (spec.rows is None or spec.rows > count)
+
+
+def outside(ids: np.ndarray, count: int | None) -> np.ndarray:
+    """Return which ids a table of `count` rows does not have, bool of their shape."""
+    return np.zeros(ids.shape, bool) if count is None else (ids < 0) | (ids >= count)
+
+
+def shrink(rows: TableState, count: int) -> int:
+    """Shrink to `count` rows: see `Table.shrink`."""
+    spec, lifecycle = rows.spec, rows.lifecycle
+    check_count("`rows`", count)
+    rows.check_commit()
+    _check_here(rows, "shrink", count)
+    if spec.rows == count:
+        return 0
+    if not has_more(spec, count):
+        raise ArgumentError(
+            f"`rows` of {rows.subject} must shrink: got {count}, and it has {spec.rows}. Call grow({count})."
+        )
+    if isinstance(spec.init, FromSafetensors):
+        raise ArgumentError(
+            f"{rows.subject} cannot shrink: its rows are those of {spec.init}. Leave them: they take no RAM."
+        )
+    fewer = replace(spec, rows=count, init=cut_values(spec.init, count))
+    pools, old = rows.location.idle_pools(), rows.tier
+    gone = np.concatenate([NOBODY, *(ids[outside(ids, count)] for ids in old.id_batches(reading.EXPORT_BATCH_ROWS))])
+
+    def fill(made: Backend) -> None:
+        made.check_room(old.count - len(gone))
+        for ids, records in old.record_batches(max(1, MOVED_BYTES // spec.record_bytes)):
+            stay = ~outside(ids, count)
+            made.bulk_insert(ids[stay], records[stay])
+
+    made = pools.replaced(old, fewer, fill, rows.subject)
+    if lifecycle is not None:
+        known = [ids[outside(ids, count)] for name, ids in lifecycle.state().items() if name.endswith("_ids")]
+        lifecycle.forget(np.unique(np.concatenate([gone, *known])), gone)
+        lifecycle.leave(gone)
+    rows.install(fewer, made, rows.history, rows.steps, rows.skipped_steps, lifecycle=lifecycle)
+    rows.tell()
+    return len(gone)
+
+
+def cut_values(init: Initializer, count: int) -> Initializer:
+    """Return the initial values of the first `count` rows."""
+    return type(init)(init.array[:count]) if isinstance(init, FromArray) else init
 
 
 def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject: str) -> Spec:
@@ -217,8 +274,7 @@ def grown_spec(spec: Spec, count: int | None, init: Initializer | None, subject:
     if had is None or (count is not None and count < had):
         has = "takes any int64 as an id" if had is None else f"has {had}"
         raise ArgumentError(
-            f"`rows` of {subject} can only grow: got {count}, and it {has}. For fewer, make a new table, and write the "
-            "rows that are to stay by assign(ids, values)."
+            f"`rows` of {subject} can only grow: got {count}, and it {has}. For fewer, call shrink({count})."
         )
     return replace(spec, rows=count, init=_first_values(spec.init, had, count, init, subject))
 
@@ -229,7 +285,7 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
             raise ArgumentError(f"`init` of {subject} stays {own} when it grows: got {init}. Leave it out.")
         return own
     if isinstance(init, FromArray) and type(init) is type(own) and len(init.array) == count:
-        first = type(init)(init.array[:had])
+        first = cut_values(init, had)
         if first.describe() == own.describe() and first.digest == own.digest:
             return init
     if isinstance(own, FromSafetensors):
@@ -245,8 +301,20 @@ def _first_values(own: Initializer, had: int, count: int | None, init: Initializ
     )
 
 
+def check_may_freeze(subject: str, spec: Spec, before: FrozenRows | None, history: StepHistory | None) -> None:
+    """Raise `UnsupportedError` if a spec freezes more rows than `before`, and a dense rule may go on moving them."""
+    if spec.frozen is None or history is None or not history.moves_weights or not history.steps:
+        return
+    if not spec.frozen <= (before or FrozenRows(())):
+        raise UnsupportedError(
+            f"`frozen` of {subject} cannot have more rows after {counted(history.steps, 'step')} by {spec.rule}, which "
+            "goes on moving rows that it has stepped. Leave frozen= out, or give the rows that were frozen before; or "
+            "begin the rule's state anew before, table.set_rule(None, reset_state=True)."
+        )
+
+
 def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) -> None:
-    """Replace the admission, the eviction, or both.
+    """Replace the admission, the eviction or the frozen rows.
 
     Raises:
         ArgumentError: the counts belong to another admission.
@@ -268,14 +336,18 @@ def change_policies(rows: TableState, given: Mapping[str, Any], writes: bool) ->
             "Leave it out; or make a new table, of which the weights of rows that have a record are taken over, and "
             'nothing else: table.assign(*er.open(path, mode="r").export()).'
         )
-    made = RowLifecycle.of(replace(spec, **changed), rows.subject)
-    assert made is not None  # at least one policy was given
-    if had is not None:
+    now = replace(spec, **changed)
+    check_may_freeze(rows.subject, now, spec.frozen, rows.history)
+    made = RowLifecycle.of(now, rows.subject)
+    if had is not None and made is not None:
         if "eviction" in changed and not changed["eviction"].has_mirror:
             had.end_mirror()
         made.take_over(had, keeps_counts=not is_other)
-    if made.usage is not None and not made.usage.count and rows.tier.count:
+    if made is not None and made.usage is not None and not made.usage.count and rows.tier.count:
         ids = np.concatenate([np.empty(0, np.int64), *rows.tier.id_batches(reading.EXPORT_BATCH_ROWS)])
         made.usage.adopt(ids, made.steps)
-    rows.spec = replace(spec, **changed)
+    if "frozen" in changed and describe_spec(now) != describe_spec(spec):
+        rows.version.advance(keeps_rows=True)
+        rows.attach(None)  # a GPU plans by them
+    rows.spec = now
     rows.let(made)

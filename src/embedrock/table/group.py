@@ -172,6 +172,7 @@ class Group(StoredVerbs):
         device_memory: Size | None = None,
         admission: Admission | None = None,
         eviction: Eviction | None = None,
+        frozen: Any = None,
     ) -> Table:
         """Return the member of that name: a new one, or the existing one if the arguments agree with it.
 
@@ -183,15 +184,15 @@ class Group(StoredVerbs):
             on_nonfinite: None: the group's value, or that of an existing member on disk.
             device_memory: see `Table`. None or 0 for members on disk, which share the group's, and for members of a
                 group with a `device_memory`.
-            admission, eviction: admission and eviction of rows: see `Table`. For an existing member, another eviction
-                replaces its own.
+            admission, eviction, frozen: admission, eviction and frozen rows: see `Table`. For an existing member,
+                another eviction or other frozen rows replace its own.
 
         Raises:
             ArgumentError: an invalid value, or another table has that name.
             UnsupportedError: `device_memory` of a member on disk.
             MemoryBudgetError: no row fits the group's `memory`.
         """
-        values = dtype, init, seed, rule, on_nonfinite, device_memory, admission, eviction
+        values = dtype, init, seed, rule, on_nonfinite, device_memory, admission, eviction, frozen
         return self.made(name, rows, dim, dict(zip(GIVEN, values, strict=True)))
 
     def made(
@@ -233,7 +234,7 @@ class Group(StoredVerbs):
         """Apply the policies that are given to an existing member."""
         rows, before, own = rows_of(table), describe_spec(table.spec), table.spec.policies
         new = {name: policy for name, policy in given.items() if policy is not None and _is_other(policy, own[name])}
-        if new and table.mode == "w" and not table.spec.has_residents:
+        if table.mode == "w" and replace(table.spec, **new).has_residents and not table.spec.has_residents:
             rows.location.wait_for_quiet()
             rows.grow(replace(table.spec, **new))  # moves it to a pool of its own
         change_policies(rows, new, table.mode == "w")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embedrock.errors import ArgumentError, IdError, UnsupportedError, counted, did_you_mean
+from embedrock.spec.frozen import FrozenRows
 
 CHOICES = ("first", "zeros", "shared", "raise")
 SHOWN_IDS = 8
@@ -19,11 +20,13 @@ class Missing(NamedTuple):
         choice: one of `CHOICES`, or "row".
         values: of "row".
         padding: id of a layer's padding row, which is there; None: none.
+        frozen: rows of the table that are there, as no step makes records of them; None: none.
     """
 
     choice: str
     values: tuple[float, ...] = ()
     padding: int | None = None
+    frozen: FrozenRows | None = None
 
     @classmethod
     def of(cls, given: Any, subject: str = "the table") -> Missing | None:
@@ -60,8 +63,9 @@ class Missing(NamedTuple):
         return list(self.values) if self.choice == "row" else self.choice
 
     def absent(self, ids: np.ndarray) -> np.ndarray:
-        """Return which ids (n,) without records are not there: all but the padding row. bool (n,)."""
-        return np.ones(len(ids), bool) if self.padding is None else ids != self.padding
+        """Return which ids (n,) without records are not there: all but padding and frozen rows. bool (n,)."""
+        absent = np.ones(len(ids), bool) if self.padding is None else ids != self.padding
+        return absent & ~self.frozen.has(ids) if self.frozen else absent
 
 
 FIRST = Missing("first")

@@ -14,6 +14,7 @@ from embedrock.optimizers import Rule
 from embedrock.spec.admission import Admission
 from embedrock.spec.description import POLICIES, check_same, describe_spec
 from embedrock.spec.eviction import Eviction
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import Spec
 from embedrock.storage.base_cache import BaseCache
 from embedrock.storage.ram_backend import DIRECTORIES
@@ -57,7 +58,7 @@ def make_rows(
     spec, asked = new_spec(rows, dim, options, first)
     if options["path"] is None:
         return _in_ram(spec, options), None
-    # The rule, the admission and the eviction may change.
+    # The rule and the policies may change.
     opening, given = opening_of(options), {**asked, "rule": None, **dict.fromkeys(POLICIES)}
     table_folder = open_alone(opening.path, lambda: open_or_make(opening, spec))
     return rows_of_last_commit(table_folder, opening, options, spec.init if given["init"] is not None else None, given)
@@ -144,12 +145,13 @@ def check_rule(rule: Any) -> None:
 
 
 def check_policies(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the admission and eviction in a table's options.
+    """Return the policies in a table's options.
 
     Raises:
         ArgumentError: one is of another type.
     """
     given = {name: options.get(name) for name in POLICIES}
+    given["frozen"] = FrozenRows.of(given["frozen"])
     _check_kind("admission", given["admission"], Admission, "er.Admission(min_count=2)")
     _check_kind("eviction", given["eviction"], Eviction, "er.Eviction(max_rows=10**6)")
     return given

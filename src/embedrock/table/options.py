@@ -66,6 +66,7 @@ class LayerOptions(StorageOptions, total=False):
     directory: Annotated[str, TableOption(7, "auto")]
     admission: Annotated[Admission | None, TableOption(18, None)]
     eviction: Annotated[Eviction | None, TableOption(19, None)]
+    frozen: Annotated[Any, TableOption(19, None)]
 
 
 class OpenArguments(StorageOptions, total=False):

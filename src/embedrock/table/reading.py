@@ -249,7 +249,9 @@ def _as_first(rows: TableState, ids: np.ndarray, out: np.ndarray) -> np.ndarray:
 def _instead(rows: TableState, choices: Choices) -> Missing | None:
     """Return the choice that makes the values of a table's rows without records; None: they are as without one."""
     missing = choices.get(rows, rows.missing)
-    return missing if missing and not rows.are_all_there else None
+    if not missing or rows.are_all_there:
+        return None
+    return missing._replace(frozen=rows.spec.frozen) if rows.spec.frozen else missing
 
 
 def choices_of(tables: Tables, missing: Missing | None, paddings: Sequence[int | None] = ()) -> Choices:
@@ -276,7 +278,7 @@ def are_there(rows: TableState, ids: np.ndarray) -> np.ndarray:
     """Return which ids (n,) have a row: bool (n,)."""
     tier = rows.tier
     check_owned((rows,), (ids,))
-    return np.ones(len(ids), bool) if rows.are_all_there else tier.holds(ids)
+    return np.ones(len(ids), bool) if rows.are_all_there else tier.holds(ids) | ~rows.spec.are_trained(ids)
 
 
 # -------------------------------------------------------------------- without a plan

@@ -13,15 +13,25 @@ from embedrock.admission.lifecycle import PREFIX, RowLifecycle
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, UnsupportedError, counted
+from embedrock.initializers import FromSafetensors, Given
 from embedrock.optimizers import Rule, describe_rule
-from embedrock.spec.description import POLICIES, describe_spec, rule_of
+from embedrock.spec.description import POLICIES, describe_spec, policies_of, rule_of
+from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import Spec
 from embedrock.storage.backend import Backend
 from embedrock.storage.records import encode, wrong_last_steps
 from embedrock.storage.table_lock import together
 from embedrock.store.segments import damaged
 from embedrock.system.interrupts import held_back
-from embedrock.table.changes import first_scale, lost_state, set_rule
+from embedrock.table.changes import (
+    check_may_freeze,
+    cut_values,
+    first_scale,
+    has_more,
+    lost_state,
+    outside,
+    set_rule,
+)
 from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.reading import weights_of
 from embedrock.table.rows import TableState
@@ -33,6 +43,7 @@ HISTORY = "history_"
 LOADED_BYTES = 8 << 20  # of records, at a time
 DIGEST = "init_digest"  # of initial values from an array
 OPTIONAL = {DIGEST, *POLICIES}
+GROWING = "to table.load_state, ert.load_state_dict, ert.load, erk.load_weights or erk.TableCheckpoint"
 _NOBODY = np.empty(0, np.int64)
 
 
@@ -80,19 +91,21 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
     """Replace rows, optimizer state, steps and seed by a result of `save`. Under another rule, only the weights are
     loaded.
 
-    A table without a rule gets the saved one.
+    A table without a rule gets the saved one. A table with more rows than the state keeps them.
 
     Args:
         rows: the caller holds their table lock.
         saved: a state that `check_header` accepted.
         refuse_repeated: called with the ids of a batch that repeats earlier ids; returns the error to raise.
     """
-    header, wanted = saved.header, rows.spec.rule
-    spec = replace(rows.spec, rows=header["rows"], rule=rule_of(header["rule"]), seed=int(header["seed"]))
+    header, wanted, frozen = saved.header, rows.spec.rule, _frozen(rows, saved.header)
+    spec = replace(rows.spec, rule=rule_of(header["rule"]), seed=int(header["seed"]))
+    spec = replace(spec, frozen=frozen if spec.frozen is None else spec.frozen)  # as of a table that is opened again
     steps = int(header["steps"])
     history = None if spec.rule is None else spec.rule.history()
     if history is not None:
         history.load({name: a for name, a in saved.history.items() if not name.startswith(PREFIX)}, steps)
+    check_may_freeze(rows.subject, spec, frozen, history)
     lifecycle = _lifecycle(rows, spec, saved)
 
     def fill(tier: Backend) -> None:
@@ -106,7 +119,7 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
 
     def checked(are_new: Callable[[np.ndarray], bool]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for ids, records in saved.batches:
-            check_ids(ids, spec.rows, rows.subject)
+            check_ids(ids, header["rows"], rows.subject)
             if not are_new(ids):
                 raise refuse_repeated(ids)
             if wrong_last_steps(spec, records, np.arange(len(ids)), steps).size:
@@ -127,6 +140,14 @@ def load(rows: TableState, saved: SavedState, refuse_repeated: Callable[[np.ndar
         what = f"only the weights of a state for {rows.subject} are taken, which steps by {wanted}"
         warnings.warn(f"{what}: {spec.rule} {lost.replace('would be lost', 'is left out')}.", stacklevel=2)
     set_rule(rows, wanted)
+
+
+def _frozen(rows: TableState, header: dict[str, Any]) -> FrozenRows | None:
+    """Return the frozen rows in the header of a state."""
+    try:
+        return policies_of({"frozen": header.get("frozen")})["frozen"]
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"a state for {rows.subject} is damaged, load another one: {error}") from error
 
 
 def _lifecycle(rows: TableState, spec: Spec, saved: SavedState) -> RowLifecycle | None:
@@ -161,17 +182,29 @@ def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
         )
 
 
-def check_header(header: dict[str, Any], rows: TableState) -> None:
-    """Raise `ArgumentError` unless a header agrees with the table."""
+def check_header(
+    header: dict[str, Any], rows: TableState, batches: Iterable[np.ndarray] = (), grow: bool = False
+) -> None:
+    """Raise `ArgumentError` unless a header agrees with the table; with `grow`, the table may have more rows.
+
+    `batches` are ids of saved records, which an error counts.
+    """
     expected = _header(rows)
     _check_keys(header, [key for key in expected if key not in OPTIONAL], rows)
     for key in WHOLE_NUMBERS & header.keys():
         _check_number(key, header[key], rows)
+    if grow and has_more(rows.spec, header["rows"]):
+        expected["rows"] = header["rows"]
+        first = cut_values(rows.spec.init, header["rows"])
+        expected |= {"init": repr(first), DIGEST: first.digest}
     for key in ("format", "rows", "dim", "dtype", "init"):
         if header[key] != expected[key]:
+            more = _remedy(rows, header["rows"], batches) if key == "rows" else ""
+            if key == "init" and "From" not in f"{header[key]} {expected[key]}":
+                more = f", here er.{header['init']}."  # a name such as "xavier_uniform" has numbers of its rows
             raise ArgumentError(
                 f"a state for {rows.subject} must have {key} {expected[key]!r}: got {header[key]!r}. "
-                f"Make the table with the arguments it was saved with.{_how_to_grow(key, header[key], expected[key])}"
+                f"Make the table with the arguments it was saved with{more or '.'}"
             )
     counted_by, own = header.get("admission"), expected.get("admission")
     if counted_by is not None and counted_by != own:
@@ -187,12 +220,15 @@ def check_header(header: dict[str, Any], rows: TableState) -> None:
         )
 
 
-def _how_to_grow(key: str, saved: int | None, rows: int | None) -> str:
-    if key != "rows" or saved is None:
-        return ""
-    if rows is not None and rows < saved:
-        return f" First call grow({saved}): the table has fewer rows than were saved."
-    return f" A table of {counted(saved, 'row')} that has loaded the state gets more by grow({rows})."
+def _remedy(rows: TableState, saved: int | None, batches: Iterable[np.ndarray]) -> str:
+    """Return the remedy for a table with another number of rows than were saved."""
+    spec = rows.spec
+    if has_more(spec, saved):
+        is_published = isinstance(spec.init, FromSafetensors)
+        return "" if is_published else f". Pass grow=True for new rows of first values, {GROWING}."
+    lost = counted(sum(int(np.count_nonzero(outside(ids, spec.rows))) for ids in batches), "row")
+    grow = "" if isinstance(spec.init, Given) else f", or first call grow({saved})"
+    return f"{grow}. {lost} with records would not fit: shrink({spec.rows}) cuts them off once the state is loaded."
 
 
 def _check_number(key: str, value: Any, rows: TableState) -> None:
@@ -243,7 +279,7 @@ def state(rows: TableState, verb: str = "state") -> dict[str, Any]:
     return {**_header(rows), "ids": ids, "records": records, **arrays}
 
 
-def load_state(rows: TableState, state: dict[str, Any] | TableState) -> None:
+def load_state(rows: TableState, state: dict[str, Any] | TableState, grow: bool = False) -> None:
     """Load a result of `state`, or the rows of another table: see `Table.load_state`. Takes the table locks."""
     if not isinstance(state, TableState):
         if not isinstance(state, Mapping):
@@ -253,23 +289,23 @@ def load_state(rows: TableState, state: dict[str, Any] | TableState) -> None:
             )
         with rows.table_lock.whole():
             rows.check()
-            _load_dict(rows, state)
+            _load_dict(rows, state, grow)
     while isinstance(state, TableState) and state is not rows:
         with rows.table_lock.whole():
             rows.check_commit()
             rows.location.wait_for_quiet()
         with held_back(), together([rows.table_lock, state.table_lock]):
             if rows.location.is_idle:  # or it would have to release its lock while holding the other one
-                return _load_rows(rows, state)
+                return _load_rows(rows, state, grow)
 
 
-def _load_rows(rows: TableState, source: TableState) -> None:
+def _load_rows(rows: TableState, source: TableState, grow: bool) -> None:
     for each in (rows, source):
         each.table_lock.wait_for_step()
         each.check()
     is_packed = rows.spec.codec is not None and source.spec.codec is None
     of_source = _packed(rows, source) if is_packed else saved_of(source, _loaded_rows(source.spec.record_bytes))
-    _check_state(rows, of_source.header)
+    _check_state(rows, of_source.header, source.tier.id_batches(EXPORT_ROWS), grow)
     load(rows, of_source, lambda ids: _repeated(rows, ids))
 
 
@@ -290,10 +326,10 @@ def _packed(rows: TableState, source: TableState) -> SavedState:
     return SavedState({**header, "count": source.tier.count}, {}, batches, ascends=True)
 
 
-def _load_dict(rows: TableState, state: dict[str, Any]) -> None:
+def _load_dict(rows: TableState, state: dict[str, Any], grow: bool) -> None:
     rows.check_commit()
     _check_keys(state, KEYS, rows)
-    rule = _check_state(rows, state)
+    rule = _check_state(rows, state, map(np.asarray, [state["ids"]]), grow)
     ids, records = _arrays(rows, state, replace(rows.spec, rule=rule).record_bytes)
     history = {key.removeprefix(HISTORY): value for key, value in state.items() if key.startswith(HISTORY)}
     size = _loaded_rows(records.shape[1])
@@ -301,9 +337,9 @@ def _load_dict(rows: TableState, state: dict[str, Any]) -> None:
     load(rows, SavedState({**state, "count": len(ids)}, history, batches), lambda _: _repeated(rows, ids))
 
 
-def _check_state(rows: TableState, header: dict[str, Any]) -> Rule | None:
+def _check_state(rows: TableState, header: dict[str, Any], batches: Iterable[np.ndarray], grow: bool) -> Rule | None:
     """Raise `ArgumentError` unless a header agrees with the table, and its rule is allowed; return the rule."""
-    check_header(header, rows)
+    check_header(header, rows, batches, grow)
     wanted, rule = rows.spec.rule, rule_of(header["rule"])
     if rule is not None and wanted is not None and not wanted.same_layout(rule):
         raise ArgumentError(

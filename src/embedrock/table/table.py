@@ -106,6 +106,9 @@ class Table(StoredVerbs):
             memory; of a table on disk 0.
         admission: admission of rows to records, an `Admission`; None: rows get records when they are stepped.
         eviction: eviction of rows from the table, an `Eviction`; None: no eviction.
+        frozen: rows that stay as they are: an id, a range, an array of ids, or a list of ids and ranges. No step, no
+            decay and no eviction changes them. `assign` does. An existing table keeps its own (None), or gets others,
+            or none: ``frozen=[]``.
 
     Attributes:
         device_memory, name: see above.
@@ -397,9 +400,10 @@ class Table(StoredVerbs):
         self._apply(plan, grads, lr, time, changes)
 
     def sum(self, plan: Plan, grads: npt.ArrayLike) -> RowGradients:
-        """Return the gradients of a batch, floats of shape ``plan.shape + (dim,)``, summed to one for each row."""
+        """Sum gradients of a batch, floats of shape ``plan.shape + (dim,)``, to one for each row that is not frozen."""
         rows = self._rows
-        return RowGradients.sum(plan, checks.floats("grads", grads, (*plan.shape, rows.spec.dim), rows.subject))
+        summed = RowGradients.sum(plan, checks.floats("grads", grads, (*plan.shape, rows.spec.dim), rows.subject))
+        return summed.kept(rows.spec.are_trained(plan.ids)) if rows.spec.frozen else summed
 
     @exclusive
     def step(
@@ -426,6 +430,8 @@ class Table(StoredVerbs):
         rows = self._rows
         newest = newest_event(time, (rows,), rows.subject)
         rule = checks.rule_of_step(rows.spec, lr, changes, rows.subject)
+        if rows.spec.frozen:  # sums may be made elsewhere
+            grads = grads.kept(rows.spec.are_trained(grads.plan.ids))
         step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value), time=newest)])
 
     def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, time: Any, changes: dict[str, Any]) -> None:
@@ -536,6 +542,26 @@ class Table(StoredVerbs):
         """
         changes.grow(self._rows, index(rows), init)
 
+    @whole
+    def shrink(self, rows: int) -> int:
+        """Delete all rows outside of ``[0, rows)``, with their state; return how many of them had records.
+
+        The table then equals one made and trained with these rows only. On disk, the next commit makes that durable. It
+        writes all rows anew. Earlier commits keep their rows, and `rollback` goes back to them.
+
+        Raises:
+            ArgumentError: more rows than the table has, or rows of a published table.
+            UnsupportedError, ReadOnlyTableError: as for `grow`.
+
+        Example:
+            >>> import embedrock as er
+            >>> table = er.Table(rows=10, dim=2)
+            >>> table.assign([3, 9], np.ones((2, 2)))
+            >>> table.shrink(8), table.rows, table.export()[0].tolist()
+            (1, 8, [3])
+        """
+        return changes.shrink(self._rows, index(rows))
+
     # ---------------------------------------------------------------- saving and loading
 
     @exclusive
@@ -585,17 +611,19 @@ class Table(StoredVerbs):
         """Return the input of `load_state`: scalars, and arrays that later steps do not change."""
         return saved.snapshot(self._checked_rows())
 
-    def load_state(self, state: dict[str, Any] | Table) -> None:
+    def load_state(self, state: dict[str, Any] | Table, grow: bool = False) -> None:
         """Replace rows, optimizer state, steps and seed by a result of `state`, or by those of another table.
 
         Either table may be on disk, where the next commit makes it durable. Rows are copied part by part. A table
         without a rule gets that of the state. A table of dtype "int8" or "int4" takes the weights of one of floats.
 
+        With `grow`, the table may have more rows than were saved. These are as after `grow` of the saved table.
+
         Raises:
             ArgumentError: the state is that of a table of another shape, dtype, initializer or rule.
             GradientError: NaN or Inf, where weights become "int8" or "int4".
         """
-        saved.load_state(self._rows, state._rows if isinstance(state, Table) else state)
+        saved.load_state(self._rows, state._rows if isinstance(state, Table) else state, grow)
 
     def stats(self) -> dict[str, float]:
         """Return statistics of the table: rows, bytes, steps and more."""

@@ -9,6 +9,7 @@ require("embedrock.torch", "torch", {"torch": "2.5"})
 from embedrock.errors import ForgottenGradientsError
 from embedrock.frontend.references import HeldCommitsWarning
 from embedrock.storage.listeners import PlacementWarning
+from embedrock.torch import resizing as _resizing  # noqa: F401  # makes transformers resize our layers
 from embedrock.torch.freezing import freeze
 from embedrock.torch.fusing import fuse
 from embedrock.torch.graphs import GraphedStep, graphed
@@ -33,7 +34,7 @@ from embedrock.torch.optim import (
     RowwiseRMSprop,
 )
 from embedrock.torch.prefetch import prefetch
-from embedrock.torch.saving.checkpoint import NoCheckpointError, load, release, save
+from embedrock.torch.saving.checkpoint import NoCheckpointError, load, load_state_dict, release, save
 from embedrock.torch.saving.publishing import Publisher, publish
 from embedrock.torch.stats import log_stats
 from embedrock.torch.training import backward as _spans  # noqa: F401  # shows phases to torch.profiler
@@ -78,6 +79,7 @@ __all__ = [
     "graphed",
     "handles",
     "load",
+    "load_state_dict",
     "log_stats",
     "num_parameters",
     "optimizer",

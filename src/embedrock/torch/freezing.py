@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
@@ -19,7 +20,6 @@ from embedrock.table.table import rows_of
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, is_jagged, jagged_like
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
-from embedrock.torch.training.averages import AveragedModel
 from embedrock.torch.training.handle import Handle
 
 BATCH_ROWS = 65_536
@@ -127,7 +127,7 @@ def freeze(model: nn.Module, ids: Ids | None = None, missing: Any = None) -> nn.
     choices = {layer: _missing(layer, given) for layer in layers.values()}
     memo: dict[int, Any] = {id(own): _plain(own, wanted.get(own), missing, weights) for own, missing in choices.items()}
     for module in model.modules():
-        if isinstance(module, AveragedModel):  # the average follows a model, and a frozen model cannot change
+        if isinstance(module, swa_utils.AveragedModel):  # the average follows a model, and a frozen model cannot change
             memo[id(module)] = copy.deepcopy(module.module, memo)
     return copy.deepcopy(model, memo) if memo else copy.deepcopy(model)
 
@@ -215,7 +215,8 @@ def _weight(layer: RowLayer, ids: np.ndarray, missing: Missing | None, spare: np
     for start in range(0, len(ids), BATCH_ROWS):
         rows = torch.from_numpy(layer.handle.rows(ids[start : start + BATCH_ROWS], missing))
         if layer.max_norm is not None:
-            rows = torch.embedding_renorm_(rows, torch.arange(len(rows)), layer.max_norm, layer.norm_type)
+            trained = torch.from_numpy(np.flatnonzero(layer.table.spec.are_trained(ids[start : start + BATCH_ROWS])))
+            rows = torch.embedding_renorm_(rows, trained, layer.max_norm, layer.norm_type)
         weight[start : start + len(rows)] = rows.to(layer.dtype)
     weight[len(ids) :] = torch.from_numpy(spare).to(layer.dtype)
     return nn.Parameter(weight.to(layer.handle.device), requires_grad=False)

@@ -104,7 +104,7 @@ def _check(handle: Handle, name: str, group: Group) -> None:
 def _move(table: Table, group: Group, name: str, layers: Iterable[RowLayer]) -> None:
     spec, old = table.spec, rows_of(table)
     values = spec.dtype, spec.init, spec.seed, spec.rule, table.on_nonfinite, table.device_memory
-    given: dict[str, Any] = dict(zip(GIVEN, (*values, spec.admission, spec.eviction), strict=True))
+    given: dict[str, Any] = dict(zip(GIVEN, (*values, *spec.policies.values()), strict=True))
     made = group.made(name, table.rows, table.dim, given)
     made.load_state(table)
     rows_of(made).given_rule, rows_of(made).is_rule_bound = old.given_rule, old.is_rule_bound

@@ -201,7 +201,8 @@ def _not_captured(handle: Handle, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"steps of {handle.label} cannot be captured in a CUDA graph: {why}. A graph takes tables in RAM with rows= "
         "and Embedrock's initializers, near, cached or in place. It takes none with directory=, admission=, eviction=, "
-        "sharded=, max_norm, dense=True or ert.average. Leave that out, or call the step itself, without ert.graphed."
+        "frozen=, sharded=, max_norm, dense=True or ert.average. Leave that out, or call the step itself, without "
+        "ert.graphed."
     )
 
 

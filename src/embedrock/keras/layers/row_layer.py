@@ -183,7 +183,7 @@ class KerasRowLayer(keras.layers.Layer):
     mask_zero = LayerArgument(lambda layer, given: given)
     embeddings_initializer = LayerArgument(default=UNIFORM)
     rule, seed, memory, directory, on_nonfinite, group, sharded, wire = (LayerArgument() for _ in range(8))
-    policy, keep, commit_every, device_memory, admission, eviction = (LayerArgument() for _ in range(6))
+    policy, keep, commit_every, device_memory, admission, eviction, frozen = (LayerArgument() for _ in range(7))
 
     @property
     def missing(self) -> Any:
@@ -248,6 +248,19 @@ class KerasRowLayer(keras.layers.Layer):
         if self._handle is not None:
             self._handle.leave_gpu()
         self.table.grow(input_dim, init)
+
+    def shrink(self, input_dim: int) -> int:
+        """Delete rows from the end, with their state. Return the number that had records: see `Table.shrink`.
+
+        Example:
+            >>> import embedrock.keras as erk
+            >>> layer = erk.Embedding(10, 4)
+            >>> layer.shrink(8), layer.input_dim
+            (0, 8)
+        """
+        if self._handle is not None:
+            self._handle.leave_gpu()
+        return self.table.shrink(input_dim)
 
     def forget(self, ids: npt.ArrayLike) -> int:
         """Remove rows at once, and return the number of removed rows: see `Table.forget`.
@@ -329,7 +342,7 @@ class KerasRowLayer(keras.layers.Layer):
         # Assigned, so that Keras counts it among the weights of each layer on the table.
         self._handle, self.rows = handle, handle.variable
         handle.share_trainable(self.trainable)
-        handle.variable.numpy = partial(state.refuse_get_weights, self.label)
+        handle.variable.numpy = partial(state.rows_in_weights, weakref.ref(self))
         self.supports_masking |= self.mask_zero
         self.built = True
 

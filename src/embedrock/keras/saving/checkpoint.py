@@ -26,6 +26,7 @@ from embedrock.frontend.checkpoints import (
 )
 from embedrock.frontend.references import go_to
 from embedrock.keras import callers
+from embedrock.keras.saving.loading import load_weights
 from embedrock.keras.saving.references import begun_commits, is_accumulating
 from embedrock.keras.training.handle import handles_of
 from embedrock.keras.workers.cluster import WorkerGroup
@@ -60,6 +61,7 @@ class TableCheckpoint(keras.callbacks.Callback):
             the checkpoint waits for the step.)
         keep: number of checkpoints to keep; None: all.
         resume: go back to the last checkpoint when `fit` begins, unless the model is there already.
+        grow: layers may have more rows than at the checkpoint, as for `load_weights`.
 
     Attributes:
         step: ``optimizer.iterations`` of the checkpoint that the model went back to; None without one.
@@ -88,12 +90,13 @@ class TableCheckpoint(keras.callbacks.Callback):
         *,
         keep: int | None = 2,
         resume: bool = True,
+        grow: bool = False,
     ) -> None:
         super().__init__()
         _check_count("every", every, "epoch")
         _check_count("keep", keep, None)
         self.folder = Path(local_path(folder, "`folder` of erk.TableCheckpoint"))
-        self.every, self.keep, self.resume = every, keep, resume
+        self.every, self.keep, self.resume, self.grow = every, keep, resume, grow
         self.step: int | None = None
         self.epoch = self.batch = 0
         self._seen, self._is_due, self._left_out = 0, False, 0
@@ -216,7 +219,7 @@ class TableCheckpoint(keras.callbacks.Callback):
         if is_there and (not batch or self.step == found[-1].step):
             return False
         if not is_there:
-            model.load_weights(found[-1].file)
+            load_weights(model, found[-1].file, grow=self.grow)
         # In the middle of an epoch, no training has ended: `fit` would continue as if the model were one batch further.
         self.step, self.epoch, self.batch = found[-1].step, epoch, batch
         return not is_there

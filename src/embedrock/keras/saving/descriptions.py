@@ -15,9 +15,10 @@ from embedrock.keras.saving import loading
 from embedrock.keras.saving.state import KEY
 from embedrock.keras.workers.shards import check_whole
 from embedrock.optimizers import Rule, describe_rule
-from embedrock.spec.description import POLICIES, describe_spec, policies_of, read_initializer, rule_of
+from embedrock.spec.description import describe_spec, policies_of, read_initializer, rule_of
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opened import opened
+from embedrock.table.opening import check_policies
 from embedrock.table.options import LayerOptions, checked_every, declared
 from embedrock.table.table import Table, rows_of
 
@@ -49,7 +50,8 @@ def config_of(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
             config["embeddings_initializer"] = keras.initializers.serialize(keras.initializers.get(drawn))
         config["path"] = None if path is None else os.path.abspath(path)
         config["commit_every"] = checked_every(config["commit_every"], "w")  # a timedelta is no plain data
-        config |= {name: None if config[name] is None else config[name].describe() for name in POLICIES}
+        policies = check_policies(config).items()
+        config |= {name: None if policy is None else policy.describe() for name, policy in policies}
     group = config.pop("group", None)
     if group is not None and (group.is_on_disk or loading.shared_objects() is not None):
         config["group"] = describe_group(group)

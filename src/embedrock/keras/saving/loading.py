@@ -19,6 +19,7 @@ from keras.src.backend.common import global_state
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.frontend.arguments import make_table
+from embedrock.frontend.growing import growing
 from embedrock.frontend.references import Relocate, is_reference, relocation
 from embedrock.initializers import FromSafetensors, Given
 from embedrock.keras import callers
@@ -89,6 +90,25 @@ def load_model(
     loading = _Loading(mode, relocation("erk.load_model", relocate, [*found, *folders]), found)
     with set_within(_loading, loading):
         return keras.models.load_model(filepath, custom_objects, **more)
+
+
+def load_weights(model: Any, filepath: str | os.PathLike[str], *, grow: bool = False, **more: Any) -> None:
+    """Load weights as ``model.load_weights`` does, with `grow` also those of fewer rows.
+
+    Args:
+        model, filepath, more: as of ``model.load_weights``.
+        grow: embedding layers may have more rows than were saved. Rows and their optimizer state are as saved, and new
+            rows have their first values. Without it, a table on disk goes back to the rows of its commit, and rows in
+            RAM are an error.
+
+    Example:
+        >>> import keras, embedrock.keras as erk
+        >>> before, now = (keras.Sequential([keras.Input((2,)), erk.Embedding(rows, 4)]) for rows in (10, 12))
+        >>> before.save("model.keras")
+        >>> erk.load_weights(now, "model.keras", grow=True)
+    """
+    with growing([layer for layer in model._flatten_layers() if hasattr(layer, "_row_state")], grow):
+        model.load_weights(filepath, **more)
 
 
 def _places_in(file: str) -> tuple[dict[str, int], list[str]]:

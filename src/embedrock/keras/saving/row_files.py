@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.errors import CorruptTableError, counted
+from embedrock.frontend.growing import grows
 from embedrock.spec.description import rule_of
 from embedrock.spec.spec import Spec
 from embedrock.table import saved
@@ -48,8 +49,9 @@ def write_rows(table: Table, folder: str) -> None:
 def read_rows(table: Table, folder: str) -> None:
     """Load the files of `write_rows`, as `Table.load_state` does. For another rule, only the weights are loaded."""
     content, rows = _content(Path(folder)), rows_of(table)
-    saved.check_header(content, rows)
     spec = replace(table.spec, rule=rule_of(content["rule"]))
+    ids = (ids for ids, _ in _batches(Path(folder), spec, content["count"]))
+    saved.check_header(content, rows, ids, grows())
     names = content["history"] if spec.rule is not None else []
     history = {name: _array(Path(folder, HISTORY.format(name))) for name in names}
     repeated = CorruptTableError(f"{folder}/{IDS} is damaged: ids of rows for {table.subject} repeat.")

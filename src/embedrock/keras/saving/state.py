@@ -11,19 +11,21 @@ import os
 import tempfile
 import weakref
 import zipfile
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
+from embedrock.frontend.references import reference_to
 from embedrock.io.vfs import explained_if_full, full_disk
 from embedrock.keras import callers
 from embedrock.keras.saving.references import (
     destination_in_keras,
     destination_of_checkpoint,
     go_to_reference,
+    iterations_of,
     reference_of,
     warn_between_steps,
 )
@@ -186,14 +188,51 @@ def refuse_legacy_format(layer: Any) -> None:
         )
 
 
-def refuse_get_weights(label: str, *args: Any, **kwargs: Any) -> NoReturn:
-    """Raise the error of `get_weights`: no list of arrays can hold the rows."""
-    raise UnsupportedError(
-        f"get_weights cannot return the rows of {label}, and set_weights cannot bring them back: "
-        "EarlyStopping(restore_best_weights=True) and the like would lose them. Use "
-        'ModelCheckpoint("best.keras", save_best_only=True) (or save_weights_only=True for rows on disk) beside '
-        "EarlyStopping() and load that file; read rows by layer.table.lookup(ids)."
-    )
+class KeptRows:
+    """Rows in the weights that `EarlyStopping` keeps: a commit on disk, or a copy in RAM.
+
+    Args:
+        layer: layer of the rows.
+        name: name of the commit, which all tables of a group share. It is released with this object.
+    """
+
+    shape = ()
+
+    def __init__(self, layer: Any, name: str) -> None:
+        table, self._layer = layer.table, weakref.ref(layer)
+        if table.is_on_disk and table.mode != "r":
+            if table.uncommitted or table.commits()[-1]["name"] != name:
+                table.commit(step=iterations_of(layer), name=name)
+            weakref.finalize(self, _release, weakref.ref(table), name)
+        self._state = reference_to(table) if table.is_on_disk else table.state()
+
+    def put_back(self) -> None:
+        """Restore the rows and their optimizer state."""
+        layer: Any = self._layer()
+        if layer.table.is_on_disk:
+            go_to_reference(layer, self._state)
+        else:
+            layer.table.load_state(self._state)
+        layer.handle.pending.drop()
+
+
+def _release(known: weakref.ref[Table], name: str) -> None:
+    table = known()
+    if table is not None and table.is_open_here:
+        table.release(name)
+
+
+def rows_in_weights(known: weakref.ref[Any], *args: Any, **kwargs: Any) -> KeptRows:
+    """Return what stands for a layer's rows in `get_weights` of `EarlyStopping`. No list of arrays can hold them."""
+    layer: Any = known()
+    stopping, epoch = (callers.local(callers.KERAS_STOPPING, "on_epoch_end", name) for name in ("self", "epoch"))
+    if stopping is callers.MISSING:
+        raise UnsupportedError(
+            f"get_weights cannot return the rows of {layer.label}, and set_weights cannot bring them back. Use "
+            'ModelCheckpoint("best.keras", save_best_only=True) and load that file, or '
+            "EarlyStopping(restore_best_weights=True); read rows by layer.table.lookup(ids)."
+        )
+    return KeptRows(layer, f"best weights of epoch {epoch}, {id(stopping):x}")
 
 
 def check_callbacks(layer: Any) -> None:
@@ -203,7 +242,7 @@ def check_callbacks(layer: Any) -> None:
     """
     for callback in getattr(callers.local(callers.KERAS_TRAINER, "fit", "callbacks"), "callbacks", ()):
         if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:
-            refuse_get_weights(layer.label)
+            check_whole(layer.table, layer.label, "kept by EarlyStopping(restore_best_weights=True)")
         saves_weights_alone = isinstance(callback, keras.callbacks.BackupAndRestore) or (
             isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_weights_only
         )

@@ -16,6 +16,7 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError, IdTypeError, MemoryBudgetError, UnsupportedError
 from embedrock.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform, Zeros
 from embedrock.kernels import constants
+from embedrock.spec.frozen import MOST_RANGES
 from embedrock.spec.spec import Spec
 from embedrock.system.ram import memory_limit
 from embedrock.system.sizes import format_bytes, parse_bytes
@@ -158,10 +159,9 @@ class ServingTable(tf.Module):
         super().__init__()
         rows = rows_of(table)
         missing = None if rows.are_all_there else rows.missing if missing is None else missing
-        padding = missing.padding if missing else None
         self._spec, self._first_scale = table.spec, np.float32(table.first_scale)
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
-        there = np.array([] if padding is None or padding in table else [padding], np.int64)  # without a record
+        there = _without_records(table, missing) if missing else np.empty(0, np.int64)
         self._count = _count(table) + len(there)
         row = rows.row_instead(missing) if missing else rows.default_row()
         self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
@@ -280,6 +280,19 @@ def pooled(rows: tf.Tensor, offsets: tf.Tensor, weights: tf.Tensor | None = None
     if weights is not None:
         rows *= tf.reshape(weights, [tf.shape(rows)[0], 1])  # it fails unless there is one for each id
     return tf.math.unsorted_segment_sum(rows, bags, count)
+
+
+def _without_records(table: Table, missing: Missing) -> np.ndarray:
+    """Return the ids that are there without a record: of frozen rows, and of padding."""
+    ranges = [] if table.spec.frozen is None else table.spec.frozen.ranges
+    if (count := sum(stop - start for start, stop in ranges)) > MOST_RANGES:
+        raise UnsupportedError(
+            f"{count:,} frozen rows of {table.subject} cannot be served with missing={missing}, which has room for "
+            f"{MOST_RANGES:,}. Leave missing= out: all rows that are not there then have their initial values."
+        )
+    padding = [] if missing.padding is None else [missing.padding]
+    ids = np.unique(np.array([*padding, *(row for own in ranges for row in range(*own))], np.int64))
+    return ids[~rows_of(table).tier.holds(ids)]
 
 
 def _count(table: Table) -> int:

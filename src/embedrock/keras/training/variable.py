@@ -167,7 +167,9 @@ class RowsVariable(keras.Variable):
                 "model that was saved, with keras.layers.Embedding, load the file into it, and make this layer by "
                 "from_pretrained(weights) of that one's."
             )
-        if callers.local(callers.KERAS_LAYER, "set_weights", "weights") is not callers.MISSING:
+        if (given := callers.local(callers.KERAS_LAYER, "set_weights", "value")) is not callers.MISSING:
+            if hasattr(given, "put_back"):
+                return given.shape
             raise UnsupportedError(
                 f"set_weights cannot set the rows of {self._label}, which are in no list of arrays. Write rows by "
                 "layer.table.assign(ids, values), or make the layer by from_pretrained(weights)."
@@ -199,7 +201,13 @@ class RowsVariable(keras.Variable):
             )
         return tf.constant(table.lookup(np.arange(table.rows)))
 
-    assign = assign_add = assign_sub = GuardedVariable._refuse_write
+    def assign(self, value: Any) -> None:
+        """Put rows back that `EarlyStopping` has kept. Refuse all other values."""
+        if not hasattr(value, "put_back"):
+            self._refuse(value)
+        value.put_back()
+
+    assign_add = assign_sub = _refuse = GuardedVariable._refuse_write
     __array__ = GuardedCell._refuse_read  # Keras' own does not take NumPy's `copy`, and reads nothing in a graph
 
 

@@ -15,7 +15,6 @@ from embedrock.distributed.commits import layout_of, part_to_open
 from embedrock.distributed.owners import Shard
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.workers.cluster import WorkerGroup
-from embedrock.spec.description import POLICIES
 from embedrock.system.paths import local_path
 from embedrock.table.table import Table
 
@@ -45,7 +44,7 @@ def current_shard() -> Shard:
 
 def check_options(kind: str, rows: Any, options: Mapping[str, Any]) -> None:
     """Raise an error if a layer cannot be sharded: it has a ready-made table, or dynamic rows."""
-    for name in POLICIES:
+    for name in ("admission", "eviction"):
         if options[name] is not None:
             raise UnsupportedError(
                 f"`{name}` of {kind} does not go with `sharded`, as workers would have to decide together who has a "

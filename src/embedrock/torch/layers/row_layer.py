@@ -15,9 +15,12 @@ from embedrock.batch.ids import check_range
 from embedrock.batch.wrong_ids import Place
 from embedrock.distributed.commits import is_part_of
 from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedError
-from embedrock.frontend.arguments import lags_behind, resolve_padding, zero_rows
+from embedrock.frontend.arguments import ROWS_AT_ONCE, lags_behind, resolve_padding, write_batches, zero_rows
+from embedrock.frontend.growing import begin_padding, growing, grows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray, Given
+from embedrock.table import saved
+from embedrock.table.changes import has_more
 from embedrock.table.missing import Missing
 from embedrock.table.options import shows
 from embedrock.table.table import Table, rows_of
@@ -37,7 +40,6 @@ from embedrock.torch.training.handle import Handle, handle_of
 from embedrock.torch.training.lookup import LayerLayout, needs_gradient
 from embedrock.torch.training.sharing import ShardingOptions
 
-IMPORT_ROWS = 65_536
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
 HOOKS = (  # hooks that change the output of a call
     "_forward_hooks",
@@ -174,6 +176,36 @@ class RowLayer(nn.Module):
         self.table.grow(num_embeddings, init)
         self.name_in_errors()
 
+    def shrink(self, num_embeddings: int) -> int:
+        """Delete rows from the end, with their state. Return the number that had records: see `Table.shrink`.
+
+        Raises:
+            ArgumentError: as for `Table.shrink`; or `padding_idx` would be deleted. Set it to None first.
+            UnsupportedError: gradients are pending on a GPU.
+
+        Example:
+            >>> import embedrock.torch as ert
+            >>> layer = ert.Embedding(10, 4)
+            >>> layer.shrink(8), layer.num_embeddings
+            (0, 8)
+        """
+        if isinstance(num_embeddings, int) and 0 < num_embeddings <= (self.padding_idx or 0):
+            raise ArgumentError(
+                f"`padding_idx` of {self.handle.label} must be a row that stays, below {num_embeddings}: got "
+                f"{self.padding_idx}. Set layer.padding_idx = None first, or another one."
+            )
+        self.handle.leave_side()
+        count = self.table.shrink(num_embeddings)
+        self.name_in_errors()
+        return count
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *, grow: bool = False
+    ) -> Any:
+        """Load a state dict; with `grow`, also one of fewer rows: see `embedrock.torch.load_state_dict`."""
+        with growing([self], grow):
+            return super().load_state_dict(state_dict, strict, assign)
+
     def reset_parameters(self) -> None:
         """Set all rows to new initial values, with a seed of PyTorch's generator. Drop their optimizer state and steps.
 
@@ -199,8 +231,8 @@ class RowLayer(nn.Module):
         self.handle.forget()
         self.handle.leave_side()
         spec, seed = self.table.spec, first_values(None).seed
-        policies = {"admission": spec.admission, "eviction": spec.eviction}
-        first = Table(spec.rows, spec.dim, dtype=spec.dtype, rule=spec.rule, init=spec.init, seed=seed, **policies)
+        own = {"dtype": spec.dtype, "rule": spec.rule, "init": spec.init, **spec.policies}
+        first = Table(spec.rows, spec.dim, seed=seed, **own)
         if self.padding_idx is not None:
             zero_rows(first, [self.padding_idx])
         self.table.load_state(first)
@@ -302,7 +334,7 @@ class RowLayer(nn.Module):
         plan = self._table.plan(ids)
         rows = torch.from_numpy(self._table.read_rows(plan))
         norms = torch.linalg.vector_norm(rows, self.norm_type, dim=1)
-        over = norms > max_norm
+        over = (norms > max_norm) & torch.from_numpy(self._table.spec.are_trained(plan.ids))
         if over.any():
             factors = max_norm / (norms[over].double() + 1e-7)
             self._table.assign(plan.ids[over.numpy()], (rows[over] * factors.float()[:, None]).numpy())
@@ -357,7 +389,7 @@ class RowLayer(nn.Module):
     def _no_weight(self) -> NoReturn:
         raise AttributeError(
             f"{type(self).__name__} has no attribute 'weight': its rows are not a parameter. "
-            "For more rows, call layer.grow(n) in the place of resize_token_embeddings. "
+            "For more rows, call layer.grow(n), as model.resize_token_embeddings(n) of transformers does. "
             "For all rows at once, as a head or a softmax needs them, call layer(torch.arange(n)), which is "
             "differentiable. Read rows by layer.table.lookup(ids) or layer.table.export(), write them by "
             "layer.table.assign(ids, values), choose first values by init='xavier_uniform' or init=er.Uniform(-0.1, "
@@ -408,7 +440,7 @@ class RowLayer(nn.Module):
     def _load_rows(self, state: dict[str, Any]) -> None:
         """Load rows in the form that `take_rows` returns. A table on disk goes to the commit of a reference."""
         if self.handle.average is not None:
-            self.handle.average.load(*row_state.weights_of(state, self.handle.label))
+            self.handle.average.load(*row_state.weights_of(state))
             return
         self.handle.changed()
         if (shard := self.handle.shard) is not None and shard.is_elsewhere:
@@ -420,8 +452,20 @@ class RowLayer(nn.Module):
         elif is_reference(state):
             go_to(self._table, state)
             self.name_in_errors()  # the table may have had fewer rows then
+            ids, averages = row_state.weights_of(state)
+            self.write_rows(ids, torch.from_numpy(averages))
         else:
-            self._table.load_state(state)
+            self._table.load_state(state, grow=grows())
+            begin_padding(self, state["rows"])
+
+    def check_rows(self, states: Mapping[str, Any], prefix: str) -> None:
+        """Raise an error if the rows in a state dict have another shape than the layer's. It sees no shards."""
+        if self.handle.average is None and {prefix + row_state.META, prefix + "weight"} & states.keys():
+            state = row_state.take_rows(states, prefix, self.handle.label)[0] or {}
+            if "weight" in state:
+                self._check_weight(state["weight"])
+            elif "ids" in state:
+                saved.check_header(state, rows_of(self._table), [state["ids"]], grows())
 
     def _check_part(self, state: dict[str, Any]) -> None:
         part, shard = state.pop(row_state.PART, None), self.handle.shard
@@ -434,16 +478,20 @@ class RowLayer(nn.Module):
 
     def _import_weight(self, weight: Tensor) -> None:
         self._check_weight(weight)
-        slots = self._table.stats().get("cache_slots", IMPORT_ROWS)  # a table on disk must write through its rows
-        for start, rows in _batches(weight, min(IMPORT_ROWS, max(1, int(slots) // 2))):
-            ids = np.arange(start, start + len(rows))
-            own = slice(None) if (shard := self.handle.shard) is None else shard.owns(ids)
-            self._table.assign(ids[own], rows.numpy()[own])
+        self.write_rows(np.arange(len(weight)), weight)
+
+    def write_rows(self, ids: np.ndarray, weights: Tensor) -> None:
+        """Assign rows of this process, with weights (n, dim) for ids (n,), in batches."""
+        for part in write_batches(self._table, len(ids)):
+            own = slice(None) if (shard := self.handle.shard) is None else shard.owns(ids[part])
+            rows = weights[part].detach().to("cpu", torch.float32).numpy()
+            self._table.assign(ids[part][own], rows[own])
 
     def _check_weight(self, weight: Tensor) -> None:
         """Raise an error if a weight cannot be imported, before any row changes."""
         expected, layer = (self._table.rows, self._table.dim), f"ert.{type(self).__name__}"
-        if tuple(weight.shape) != expected:
+        is_part = weight.ndim == 2 and weight.shape[1] == self._table.dim and has_more(self._table.spec, len(weight))
+        if tuple(weight.shape) != expected and not (grows() and is_part):
             raise ArgumentError(
                 f"`weight` for {layer} must have shape {expected}: got {tuple(weight.shape)}.{self._remedy(weight)}"
             )
@@ -464,17 +512,21 @@ class RowLayer(nn.Module):
     def _remedy(self, weight: Tensor) -> str:
         if weight.ndim != 2 or weight.shape[1] != self._table.dim:
             return ""
-        n = len(weight)
-        if self._table.rows is not None and self._table.rows < n:
-            return f" First call layer.grow({n}), for that many rows."
-        assign = f"layer.table.assign(range({n}), weight.float())"
-        return f" For the first {n} rows, with all others as they are, write {assign} in the place of load_state_dict."
+        n, own = len(weight), self._table.rows
+        if own is not None and own < n:
+            return f" First call layer.grow({n}), for that many rows; or leave {n - own} out, by weight[:{own}]."
+        return (
+            f" For the first {n} rows, with all others as they are, call layer.load_state_dict(state, grow=True), or "
+            "ert.load_state_dict(model, state, grow=True)."
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.name_in_model(prefix)
         self.handle.check_untouched()
         if self.handle.state_dicts.is_saved_first(destination, prefix):
             average = self.handle.average
+            if self.handle.shown is not None:
+                self.handle.shown.refuse_in_model("saved")
             tensors = self._own_tensors() if average is None else row_state.averaged_tensors(average, self.handle.label)
             self.handle.state_dicts.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})
@@ -516,7 +568,7 @@ class RowLayer(nn.Module):
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
 
 
-def _batches(weight: Tensor, size: int = IMPORT_ROWS) -> Iterator[tuple[int, Tensor]]:
+def _batches(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Return a weight as batches of (first row, rows float32 on the CPU)."""
-    for start in range(0, len(weight), size):
-        yield start, weight[start : start + size].detach().to("cpu", torch.float32)
+    for start in range(0, len(weight), ROWS_AT_ONCE):
+        yield start, weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)

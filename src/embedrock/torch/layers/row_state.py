@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from embedrock.distributed.owners import Shard
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError
 from embedrock.frontend.references import is_reference, lasting_reference_to, reference_to_parts
 from embedrock.initializers import Zeros
 from embedrock.spec.description import rule_of
@@ -35,6 +35,7 @@ ROWS = "rows."
 META, IDS, WEIGHT, HISTORY = ROWS + "meta", ROWS + "ids", ROWS + "weight", ROWS + saved.HISTORY
 OF_PART = re.compile(r"part-(\d+)-of-(\d+)\.(.+)")
 META_BYTES = 512  # minimal size: code that keeps tensors of equal shapes must not drop it by its length
+AVERAGES = "averages"  # key of ids and weights of averages, beside a reference
 HOLDER = "state_dict"  # holder of commits that state dicts refer to
 PART = "part"  # key of the rank and the number of ranks, for rows in RAM that processes share
 OLD = "_extra_state"  # key of a dict in earlier versions, without tensors
@@ -159,35 +160,25 @@ def _joined(parts: Sequence[dict[str, Tensor]], shard: Shard | None) -> dict[str
 
 
 def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
-    """Return the entries of row averages for a state dict: those of a table in RAM without a rule.
-
-    Raises:
-        UnsupportedError: the rows are on disk.
+    """Return the entries of row averages for a state dict: those of a table in RAM without a rule. A table on disk
+    gives a reference, and the averages that differ from its rows.
     """
     table = average.table
-    if table.is_on_disk:
-        raise UnsupportedError(
-            f"{label} has no state: its rows are on disk, at {str(table.path)!r}. Write the averages that you want to "
-            "keep to a table of their own: table.assign(ids, averaged_layer(ids))."
-        )
     tensors = row_tensors(table)
-    meta = {**_meta(tensors[META], label), "rule": None}
-    if IDS not in tensors:
+    meta = {**_meta(tensors[META], label), **({} if table.is_on_disk else {"rule": None})}
+    ids = torch.from_numpy(average.ids()) if table.is_on_disk else tensors.get(IDS, torch.empty(0, dtype=torch.int64))
+    if not len(ids):
         return {META: _json_tensor(meta)}
-    weight = torch.from_numpy(average.of(tensors[IDS].numpy())).to(DTYPES[table.spec.dtype])
-    return {META: _json_tensor(meta), IDS: tensors[IDS], WEIGHT: weight}
+    weight = torch.from_numpy(average.of(ids.numpy())).to(DTYPES[table.spec.dtype])
+    return {META: _json_tensor(meta), IDS: ids, WEIGHT: weight}
 
 
-def weights_of(state: Mapping[str, Any], label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids (n,) and float32 weights (n, dim) of a state from `take_rows`.
-
-    Raises:
-        ArgumentError: the state is a reference to a table on disk.
-    """
+def weights_of(state: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids (n,) and float32 weights (n, dim) of a state from `take_rows`. A reference has those of averages."""
+    if is_reference(state):
+        return state.get(AVERAGES, (np.empty(0, np.int64), np.empty((0, 0), np.float32)))
     if "weight" in state:
         return np.arange(len(state["weight"])), np.asarray(state["weight"], np.float32)
-    if "records" not in state:
-        raise ArgumentError(f"the state of {label} must have rows: got a reference to a table on disk.")
     column = _RowField(WEIGHT, 0, state["dim"], DTYPES[state["dtype"]])
     return state["ids"], _bytes_as(column.of(state["records"][:]), column.dtype).float().numpy()
 
@@ -226,7 +217,9 @@ def take_rows(states: Mapping[str, Any], prefix: str, label: str) -> tuple[dict[
         return None if weight is None else {"weight": weight}, rest
     del rest[prefix + META]
     if is_reference(meta):
-        return dict(meta), rest
+        found = {key: rest.pop(prefix + key) for key in (IDS, WEIGHT) if prefix + key in rest}
+        pair = {AVERAGES: (found[IDS].cpu().numpy(), found[WEIGHT].float().cpu().numpy())} if len(found) == 2 else {}
+        return {**meta, **pair}, rest
     spec = _spec(meta, label)
     known = [IDS, *(column.key for column in _columns(spec))]
     known += [key.removeprefix(prefix) for key in rest if key.startswith(prefix + HISTORY)]

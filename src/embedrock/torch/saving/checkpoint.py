@@ -36,6 +36,7 @@ from embedrock.frontend.checkpoints import (
     one_of_each,
     retire,
 )
+from embedrock.frontend.growing import growing, grows
 from embedrock.frontend.references import (
     Relocate,
     check_state,
@@ -48,6 +49,7 @@ from embedrock.frontend.references import (
 )
 from embedrock.io.vfs import lacks_files, opened
 from embedrock.system.paths import local_path
+from embedrock.table.changes import has_more
 from embedrock.table.storage import UncommittedWarning
 from embedrock.table.table import Table
 from embedrock.torch.layers.row_layer import REMEDIES, RowLayer
@@ -145,7 +147,8 @@ def _replace(model: nn.Module, old: Table, path: str) -> None:
             f"trained for {old.steps} steps. Make the layer with path={path!r}."
         )
     new = embedrock.open(path, memory=old.options["memory"], init=old.spec.init)
-    if (new.rows, new.dim, new.spec.dtype) != (old.rows, old.dim, old.spec.dtype):
+    rows = old.rows if grows() and has_more(old.spec, new.rows) else new.rows  # `growing` adds the others
+    if (rows, new.dim, new.spec.dtype) != (old.rows, old.dim, old.spec.dtype):
         new.close()
         raise ArgumentError(f"the table at {path!r} must be one like {old!r}: it is {new!r}.")
     keep_rule(new, old.rule)
@@ -328,7 +331,12 @@ def _check_readable(draft: Path) -> None:
 
 
 def load(
-    model: nn.Module, folder: str | os.PathLike[str], optimizer: Any = None, *, relocate: Relocate | None = None
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    relocate: Relocate | None = None,
+    grow: bool = False,
 ) -> int:
     """Load the last checkpoint in `folder` into a model, and log one line with its step.
 
@@ -341,6 +349,8 @@ def load(
         optimizer: as for `save`. It is loaded, too.
         relocate: new paths of moved tables, for layers made with the old paths. It is {old path: new path}, or a
             function of the old path. The table at the new path replaces the layer's untrained table.
+        grow: layers may have more rows than were saved, as for `load_state_dict`. Without it, a table on disk goes back
+            to the rows of its commit, and rows in RAM are an error.
 
     Returns:
         The step of the checkpoint.
@@ -356,10 +366,41 @@ def load(
     found = all_ranks.of_first(lambda: opened(checkpoints, folder, ENDINGS), Checkpoint.new(folder, 0, ENDINGS))
     if not found:
         raise NoCheckpointError(f"{str(folder)!r} holds no checkpoint.{_undo_first(folder, model)}")
-    step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate))
+    with growing(_row_layers(model).values(), grow):
+        step = all_ranks.do("ert.load", lambda: _load(model, found[-1], parts, relocate))
     if all_ranks.is_first:
         tell_resumed(folder, step)
     return step
+
+
+def load_state_dict(
+    model: nn.Module, state_dict: States, strict: bool = True, assign: bool = False, *, grow: bool = False
+) -> Any:
+    """Load a state dict as ``model.load_state_dict`` does, with `grow` also one of fewer rows.
+
+    Args:
+        model, state_dict, strict, assign: as of ``model.load_state_dict``, whose result is returned.
+        grow: embedding layers may have more rows than were saved. Rows and their optimizer state are as saved, and new
+            rows have their first values. Of a plain `weight` of `nn.Embedding`, only its rows are written.
+
+    Raises:
+        ArgumentError: the state is that of other layers, or has more rows.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> before, now = (torch.nn.Sequential(ert.Embedding(rows, 4), torch.nn.Linear(4, 1)) for rows in (10, 12))
+        >>> ert.load_state_dict(now, before.state_dict(), grow=True)
+        <All keys matched successfully>
+    """
+    layers = _row_layers(model)
+    with growing(layers.values(), grow):
+        for name, layer in layers.items():
+            layer.check_rows(state_dict, f"{name}." if name else "")
+        return model.load_state_dict(state_dict, strict, assign)
+
+
+def _row_layers(model: nn.Module) -> dict[str, RowLayer]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
 
 
 def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: Relocate | None) -> int:
@@ -376,7 +417,7 @@ def _load(model: nn.Module, made: Checkpoint, parts: dict[str, Any], relocate: R
     for label, layer, state in references(model, content["model"]):
         if (shard := layer.handle.shard) is None or not shard.is_elsewhere:
             check_state(layer.table, state, label, REMEDIES)
-    model.load_state_dict(as_parts(model, content["model"]))
+    load_state_dict(model, as_parts(model, content["model"]))
     for name, part in parts.items():
         part.load_state_dict(states[name])
         take_parts(part)

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, NoReturn, Self, cast
+from typing import Any, ClassVar, NoReturn, Self, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from embedrock.torch.training.cpu_executor import CpuExecutor
 from embedrock.torch.training.executor import Executor, Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle_gradient import HandleGradient, Pending, number_of, set_number
-from embedrock.torch.training.handle_value import HandleValue
+from embedrock.torch.training.handle_value import Factors, HandleValue, factors_of
 from embedrock.torch.training.ranks import are_there_groups, group_of
 from embedrock.torch.training.sharing import ShardingOptions, SharedTable, known_as
 from embedrock.torch.training.unapplied import BOTH, StateDictCheck, UnappliedGradientsCheck
@@ -67,6 +67,8 @@ class Handle(HandleValue, nn.Parameter):
         terms: how the rows are shared with other processes.
         known_as: name of the table among processes that share it; None: not named yet.
         average: average of the rows, for an `AveragedHandle`; else None.
+        shown: the `RowAverage` that lookups return in place of the rows; None: the rows.
+        before_copy: called with the copies made so far.
         max_norm: `max_norm` of the layers on the table; None without one.
         is_applied: a step has applied the pending gradients.
         is_watched: other code may look at ``.grad`` when autograd accumulates it.
@@ -76,6 +78,8 @@ class Handle(HandleValue, nn.Parameter):
     max_norm: float | None
     followers: weakref.WeakSet[Any] | None
     average: Any = None
+    shown: Any = None
+    before_copy: ClassVar[Callable[[dict[int, Any]], None]]
     terms: ShardingOptions
     known_as: str | None
     _sharing: SharedTable | None
@@ -303,9 +307,10 @@ class Handle(HandleValue, nn.Parameter):
         if self._is_untouched():
             return
         with no_dispatch():
-            harmless = self._is_original and are_there_groups() and self.item() == 0.0
+            may_write = self.factors() is not None or (self._is_original and are_there_groups())
+            harmless = may_write and self.item() == 0.0
         self._write_zero(self._zero_bits)  # report each write once
-        if not harmless:  # DistributedDataParallel writes all parameters once, without changing them
+        if not harmless:  # DistributedDataParallel and averages write to parameters, without changing them
             self.refuse_write()
 
     def refuse_write(self) -> NoReturn:
@@ -328,7 +333,32 @@ class Handle(HandleValue, nn.Parameter):
     def data(self, value: Tensor) -> None:
         if not isinstance(value, HandleValue) or value.dtype != self.dtype:
             self.refuse_write()
+        if (factors := factors_of(value)) is not None:
+            self.write(factors)
         self.move(value.device)
+
+    def own_factors(self) -> Factors:
+        """Return what stands for the rows as they are now."""
+        return {(self, rows_of(self.table).version.of_rows): 1.0}
+
+    def factors(self) -> Factors | None:
+        """Return the rows or averages that the handle shows; None: no averages follow the rows."""
+        shown = self.shown
+        return {(shown, shown.changes): 1.0} if shown is not None else self.own_factors() if self.followers else None
+
+    def write(self, factors: Factors) -> None:
+        """Show averages in place of the rows while the average is a copy of the rows, or the rows again. Else overwrite
+        the rows with their averages.
+        """
+        average = next((one for one in self.followers or () if factors == {(one, one.changes): 1.0}), None)
+        if factors != self.own_factors() and average is None:
+            self.refuse_write()
+        if factors != self.factors():
+            self.shown = average
+            if average is not None and not average.is_copy:
+                self.shown = None
+                average.become_rows()
+            generation.advance()
 
     def _is_untouched(self) -> bool:
         # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
@@ -350,7 +380,9 @@ class Handle(HandleValue, nn.Parameter):
         self._untouched = self._version, bits, None, self.data_ptr()
 
     def check_rule(self, rule: Rule | None) -> None:
-        """Raise `UnsupportedError` if the layers on the table do not support a rule."""
+        """Raise `UnsupportedError` if the layers on the table, or averages of its rows, do not support a rule."""
+        for follower in self.followers or ():
+            follower.check_rule(rule)
         if self.max_norm is not None and lags_behind(rule):
             raise UnsupportedError(
                 f"`max_norm` ({self.max_norm}) of {self.label} cannot go with {rule}, whose rows lag behind and "
@@ -493,6 +525,8 @@ class Handle(HandleValue, nn.Parameter):
             UnsupportedError: GPU memory was requested, but the rows cannot be there. Or gradients are pending on a GPU
                 that the rows must leave.
         """
+        if self.shown is not None:
+            return self.shown.executor(in_model=True)
         if self.sharing is not None:
             return self._host_executor()  # the CPU receives other processes' rows
         if self._placed_on is None and not self.is_cuda and self.pending.executor is self._host:
@@ -537,6 +571,8 @@ class Handle(HandleValue, nn.Parameter):
         """
         self.check_untouched()
         self.check_whole("frozen")
+        if self.shown is not None:
+            return self.shown.of(ids, in_model=True)
         return self.table.lookup(ids, missing=missing)
 
     def executor_of_gradients(self) -> Executor:
@@ -550,6 +586,7 @@ class Handle(HandleValue, nn.Parameter):
         return self.executor()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        Handle.before_copy(memo)
         if id(self) not in memo:
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)

@@ -1,4 +1,4 @@
-"""`Segments`: the parts of the hash space that a process has rows of, as tables that ranks share are cut."""
+"""`HashSegments`: the parts of the hash space that a process has rows of, as tables that ranks share are cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from embedrock.admission.copy_on_write import damaged
 from embedrock.batch.ids import owners
 
 
-class Segments:
+class HashSegments:
     """Segments of the hash space, numbered in the order in which their ids come.
 
     A table of one process has one segment. In a table that ranks share, each segment admits and evicts rows for itself,
@@ -21,7 +21,7 @@ class Segments:
         known: int64 (k,), the segments that have a number here.
 
     Example:
-        >>> segments = Segments(256)
+        >>> segments = HashSegments(256)
         >>> segments.numbers_of(np.array([1, 8, 1])).tolist(), len(segments.known)
         ([0, 1, 0], 2)
     """
