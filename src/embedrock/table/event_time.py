@@ -62,7 +62,9 @@ def newest_event(time: Any, tables: Iterable[TableState], subject: str) -> float
         usage = None if rows.lifecycle is None else rows.lifecycle.usage
         if usage is None or not (clock := usage.clock).idle:
             continue
-        if newest - oldest > clock.idle and newest - (median := _upper_median(seconds)) > clock.idle:
+        middle = seconds.size // 2
+        median = float(np.partition(seconds, middle, axis=None)[middle]) if newest - oldest > clock.idle else newest
+        if newest - median > clock.idle:
             raise ArgumentError(
                 f"`time` of {subject} must be at most `idle` ({clock.idle:.0f} s) after the median of its batch "
                 f"({_date(median)}): got {_date(newest)}{at}. One wrong time would make all rows idle. Correct that "
@@ -96,11 +98,6 @@ def seconds_of(time: Any, subject: str) -> np.ndarray:
         f"`time` of {subject} must be seconds since 1970, or dates such as datetime64: got dtype {array.dtype}. Of "
         "texts, pass pandas.to_datetime(time).to_numpy()."
     )
-
-
-def _upper_median(seconds: np.ndarray) -> float:
-    middle = seconds.size // 2
-    return float(np.partition(seconds, middle, axis=None)[middle])
 
 
 def _at(seconds: np.ndarray, position: int) -> str:
