@@ -145,15 +145,9 @@ class EmbeddingBag(RowLayer):
         return self._by_operator(input, offsets, per_sample_weights, self.include_last_offset, time)
 
     def looked_up(
-        self,
-        layout: LayerLayout,
-        trained: list[Handle],
-        ids: Tensor,
-        time: Any,
-        offsets: Any,
-        weights: Any,
-        weights_train: bool,
+        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, time: Any, *of_bags: Any
     ) -> tuple[Tensor, LookupState]:
+        offsets, weights, weights_train = of_bags
         value = BagInput(ids, offsets, weights)
         try:
             lookup = self._planned_lookup(layout, trained, value, time)
