@@ -122,7 +122,9 @@ class RowLifecycle:
         excess, now = nobody, None
         if self.usage is not None:
             excess = self.usage.excess(new, self._most)
-            now = self.usage.clock.after(time, self.subject) if counts else self.usage.clock.read
+            now = (clock := self.usage.clock).read
+            if counts and (time is not None or len(ids) > 0 or not now.counts_events):
+                now = clock.after(time, self.subject)
         return AdmissionDecision(step, rows, turned_away, ids, new, excess, counts, now)
 
     def _reach_min_count(self, ids: np.ndarray) -> np.ndarray | None:

@@ -216,7 +216,23 @@ class UsageTracker:
             looks = np.where(is_short, np.minimum(self._counts, 2 * looks), looks)
         if (missing > 0).any():
             leaves[rest[self._least(window[rest], numbers[rest], missing, step)]] = True
-        return window[leaves]
+        return self._with_idle_movers(window[leaves], window, idle_before)
+
+    def _with_idle_movers(self, chosen: np.ndarray, seen: np.ndarray, idle_before: int) -> np.ndarray:
+        """Return the chosen places, and those of idle rows that would move into them, where a hand has passed by."""
+        while chosen.size and idle_before > 0:
+            tail, _ = self._tails(np.bincount(chosen // self._room, minlength=len(self._counts)))
+            tail = tail[np.isin(tail, seen, assume_unique=True, invert=True)]
+            idle = tail[(self._last[tail] < idle_before) & ~(self._busy[tail] | self._is_kept[tail])]
+            if not idle.size:
+                break
+            chosen, seen = np.concatenate([chosen, idle]), np.concatenate([seen, tail])
+        return chosen
+
+    def _tails(self, lost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places that end if segments lose so many rows, int64 (sum,), and the counts of rows then."""
+        counts = self._counts - lost
+        return np.repeat(np.arange(len(counts)) * self._room + counts, lost) + counting_each(lost), counts
 
     def _least(self, places: np.ndarray, numbers: np.ndarray, missing: np.ndarray, step: int) -> np.ndarray:
         """Return the positions of the rows with the lowest scores, `missing` of each segment. `numbers` ascend.
@@ -240,7 +256,7 @@ class UsageTracker:
         idle = self._eviction.idle
         if idle is None:
             return 0
-        share = ROUNDS * self.clock.moved(now) if isinstance(idle, str) else 1 / max(1, idle // ROUNDS)
+        share = 1 / max(1, idle // ROUNDS) if isinstance(idle, int) else ROUNDS * self.clock.moved(now)
         looks = np.ceil(self._counts * min(1.0, share)).astype(np.int64)
         return np.maximum(max(1, LEAST_LOOK // self._segments.count), looks)
 
@@ -249,23 +265,20 @@ class UsageTracker:
         idle = self._eviction.idle
         if idle is None:
             return -1
-        return self.clock.idle_before(now) if isinstance(idle, str) else step - idle
+        return step - idle if isinstance(idle, int) else self.clock.idle_before(now)
 
     def pass_by(self, excess: np.ndarray, removed: np.ndarray, now: Reading) -> None:
         """Remove the rows evicted in a step, and advance the clock hands."""
-        looks = self._looks(excess, now)
+        self._hands = (self._hands + self._looks(excess, now)) % np.maximum(1, self._counts)
         self.remove(removed)
-        self._hands = (self._hands + looks) % np.maximum(1, self._counts)
 
     def remove(self, ids: np.ndarray) -> None:
         """Remove rows that have records, without repeats. The last rows of their segments take their places."""
         if not len(ids):
             return
         places, known, room = self._numbers.find(ids), self._batch_places, self._room
-        had, numbers = self._counts, places // room
-        lost = np.bincount(numbers, minlength=len(had))
-        self._counts = had - lost
-        tail = np.repeat(np.arange(len(had)) * room + self._counts, lost) + counting_each(lost)  # places that end
+        numbers = places // room
+        tail, self._counts = self._tails(np.bincount(numbers, minlength=len(self._counts)))
         is_hole = places - numbers * room < self._counts[numbers]
         holes = places[is_hole]
         holes = holes[np.argsort(numbers[is_hole], kind="stable")]
@@ -275,7 +288,7 @@ class UsageTracker:
         for array in (self._ids, self._last, self._marks, self._is_kept):
             array[holes] = array[moved]
         self._numbers.set(self._ids[holes], holes)
-        self._hands = self._hands % np.maximum(1, self._counts)
+        self._hands = np.where(self._hands < self._counts, self._hands, 0)  # the rows after it are gone
         if known is not None and len(moved):  # none of the batch was removed, but some may have moved
             at = np.minimum(np.searchsorted(moved, known[1]), len(moved) - 1)
             has_moved = moved[at] == known[1]

@@ -89,6 +89,7 @@ class DeviceBatch:
         found: weights that a lookup has read from RAM, for a step of the same rows.
         frozen: positions of frozen rows among the rows, if the host plans.
         norms: memory for the norms of the first sums, see `RowSums`; None: it is taken.
+        newest_event: time of its step, if the host plans that: see `StepRequest`.
     """
 
     keys: Tensor
@@ -105,6 +106,7 @@ class DeviceBatch:
     found: FoundWeights | None = None
     frozen: Any = ()
     norms: Tensor | None = None
+    newest_event: float | None = None
     placed: Tensor
     _space: Any = None
     _search: tuple[Any, ...] = ()

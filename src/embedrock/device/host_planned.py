@@ -210,10 +210,9 @@ class HostPlannedExecutor(GpuExecutor):
         return []
 
     def _prepare(self, parts: Sequence[tuple[Any, DeviceRowGradients]]) -> None:
-        due = [((executor.rows,), executor.plan_in_ram(grads)) for executor, grads in parts]
-        due = [(tables, plan) for tables, plan in due if plan is not None]
+        due = [each for executor, grads in parts for each in executor.due(grads)]
         with self._table_lock():
-            for (rows,), _ in due:
+            for (rows,), *_ in due:
                 rows.check_commit()
             stepping.prepare_each(
                 due, elsewhere=[each for executor, grads in parts for each in executor.elsewhere(grads)]
@@ -231,7 +230,13 @@ class HostPlannedExecutor(GpuExecutor):
 
     def is_prepared(self, grads: DeviceRowGradients) -> bool:
         """Return whether the results of `prepare` still hold. Caller holds the table lock."""
-        return stepping.known(self.rows, self._stepped(grads.batch).plan) is not None
+        batch = grads.batch
+        return stepping.known(self.rows, self._stepped(batch).plan, time=batch.newest_event) is not None
+
+    def due(self, grads: DeviceRowGradients) -> list[stepping.Due]:
+        """Return the batch of a step that the host prepares; empty if the host does not plan."""
+        plan = self.plan_in_ram(grads)
+        return [] if plan is None else [((self.rows,), plan, grads.batch.newest_event)]
 
     def plan_in_ram(self, grads: DeviceRowGradients) -> Plan | None:
         """Return the host plan of the rows that a step needs in RAM; None if the host does not plan."""
@@ -246,7 +251,8 @@ class HostPlannedExecutor(GpuExecutor):
             stepped = batch.as_ready()
             if due is None:
                 return stepped
-            now = stepping.prepare(self.rows, due.plan)
+            is_zeroed = due.rows is not None and not len(due.rows)
+            now = stepping.prepare(self.rows, due.plan, time=None if is_zeroed else batch.newest_event)
             slots = self.backend.find(now.left)
             here = slots[slots >= 0]  # of rows that the step evicts: written back before any table is stepped
             leaving = self.mirror.write_back_slots(here) if len(here) else None

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embedrock.batch.plan import Plan
 from embedrock.device import device_errors
 from embedrock.device.batch import SteppedTables
 from embedrock.device.device_errors import step_numbers
@@ -26,7 +25,7 @@ from embedrock.kernels.gpu import gate
 from embedrock.kernels.gpu import rows as kernels
 from embedrock.optimizers import Rule
 from embedrock.table.rows import TableState
-from embedrock.table.stepping import CheckedStep, DeferredInserts, StepRequest
+from embedrock.table.stepping import CheckedStep, DeferredInserts, Due, StepRequest
 
 
 class TableStep(NamedTuple):
@@ -64,13 +63,15 @@ _table_step = functools.partial(tuple.__new__, TableStep)  # a call of Python le
 def steps_of(requests: Sequence[StepRequest]) -> list[TableStep]:
     """Return the step of each table of requests, for the executors that have the rows. Sums have theirs in order."""
     found: list[TableStep] = []
-    for tables, rule, grads, _, executor in requests:
+    for tables, rule, grads, _, executor, time in requests:
         if type(grads) is RowSums:
             parts = grads.batch.executors, repeat(grads), itertools.count(), repeat(None)
             found += map(_table_step, zip(tables, repeat(rule), *parts, strict=False))
         else:
             now = grads.for_executor(executor)
             found.append(TableStep(tables[0], rule, executor, now.sums, now.table, now))
+        if time is not None and tables[-1].lifecycle is not None:  # the host plans it, alone
+            found[-1].grads.batch.newest_event = time
     if len(requests) > 1:  # as of param groups, in any order
         places = {id(part.sums): place for place, part in enumerate(found)}
         found.sort(key=lambda part: (places[id(part.sums)], part.table))
@@ -102,9 +103,8 @@ class DeviceStep(CheckedStep):
         return self.verdicts[:, gate.FINITE].tolist()
 
     @property
-    def due(self) -> list[tuple[Sequence[TableState], Plan]]:
-        found = [((part.rows,), part.executor.plan_in_ram(part.grads)) for part in self._rooms]
-        return [(tables, plan) for tables, plan in found if plan is not None]
+    def due(self) -> list[Due]:
+        return [each for part in self._rooms for each in part.executor.due(part.grads)]
 
     @property
     def elsewhere(self) -> list[DeferredInserts]:

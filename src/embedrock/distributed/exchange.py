@@ -414,11 +414,11 @@ _Tables = dict[int, tuple[ExchangeMember | None, list[list[GradientBlock]]]]
 
 
 def _letter(blocks: Sequence[_Parts], rank: int) -> Letter:
-    """Return the message to a rank: the number of its blocks; key, rows and words of each; the blocks."""
+    """Return the message to a rank: the number of its blocks; key, rows, words and time of each; the blocks."""
     head, letter = [len(blocks)], Letter()
     for key, member, parts in blocks:
         ids, values = parts[rank].ids, as_sent(parts[rank].values, member.wire)
-        head += [key, len(ids), length([values])]
+        head += [key, len(ids), length([values]), parts[rank].time]
         letter += [ids, values]
     return [np.array(head, np.int64), *letter]
 
@@ -427,11 +427,11 @@ def _read(
     message: np.ndarray, find: Callable[[int], ExchangeMember | None]
 ) -> Iterator[tuple[int, ExchangeMember | None, GradientBlock]]:
     reader = MessageReader(message)
-    heads = iter(reader.ints(3 * int(reader.ints(1)[0])).tolist())
-    for key, count, words in zip(heads, heads, heads, strict=True):
+    heads = iter(reader.ints(4 * int(reader.ints(1)[0])).tolist())
+    for key, count, words, time in zip(heads, heads, heads, heads, strict=True):
         ids, member, values = reader.ints(count), find(key), MessageReader(reader.words(words))
         dim, wire = (0, "float32") if member is None else (member.table.dim, member.wire)
-        yield key, member, GradientBlock(ids, values.sent(count, dim, wire))
+        yield key, member, GradientBlock(ids, values.sent(count, dim, wire), None, time)
 
 
 def _check_steps(member: ExchangeMember, steps: list[float]) -> None:

@@ -56,6 +56,7 @@ class RowSource(NamedTuple):
 
 
 _NONE = np.empty((0, 0), np.float32)
+NO_TIME = -1
 
 
 class GradientBlock(NamedTuple):
@@ -65,11 +66,13 @@ class GradientBlock(NamedTuple):
         ids: int64 (n,).
         values: float32 (n, dim).
         split: the rows by owner, if known.
+        time: of the newest event, whole seconds since 1970; `NO_TIME`: it is not known.
     """
 
     ids: np.ndarray
     values: np.ndarray
     split: Split | None = None
+    time: int = NO_TIME
 
 
 # ---------------------------------------------------------------- lookups
@@ -147,7 +150,7 @@ def bring(block: GradientBlock, placement: Placement, wire: str = "float32") -> 
     split = placement.split(block.ids) if block.split is None else block.split
     if split is None:
         return [block] * placement.ranks
-    parts = [GradientBlock(block.ids[own], block.values[own]) for own in split.places]
+    parts = [GradientBlock(block.ids[own], block.values[own], time=block.time) for own in split.places]
     if wire != "float32":
         own = parts[placement.rank]
         parts[placement.rank] = own._replace(values=as_received(own.values, wire))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, check_choice
 from embedrock.spec.admission import check_whole
-from embedrock.system.sizes import Size, parse_bytes, parse_seconds
+from embedrock.system.sizes import Size, duration, parse_bytes, parse_seconds
 
 ORDERS = ("use", "recency", "age")
 MOST_KEPT = 1 << 16
@@ -29,9 +30,10 @@ class Eviction:
     Args:
         max_rows: most rows with records after each step.
         max_bytes: most bytes of their records; "2GiB" too.
-        idle: steps without a use after which a row leaves, at the latest an eighth of them later. Or a time of
-            training, as "30d", "12h", "45m" or "10s". A pause of training, or a restart, counts as little as a step.
-            Two runs take other times, and may differ.
+        idle: steps without a use after which a row leaves, at the latest an eighth of them later. Or a time: "30d",
+            "12 hours", "45m", "10s", a `timedelta` or a `timedelta64`. With `time=` in the steps, the time is that of
+            events: see `Table.update`. Without it, it is the time of training. A pause of training, or a restart, then
+            counts as little as a step. Two runs take other times, and may differ.
         by: order of eviction if there are too many rows. "use": least uses, a count that is halved every `half_life`
             steps. "recency": used last the longest time ago. "age": the oldest records. A clock hand samples four rows
             for each one that has to leave.
@@ -58,7 +60,7 @@ class Eviction:
 
     max_rows: int | None = None
     max_bytes: Size | None = None
-    idle: int | str | None = None
+    idle: int | str | timedelta | np.timedelta64 | None = None
     by: str = "use"
     half_life: int = 1000
     keep: npt.ArrayLike | None = field(default=None, repr=False)
@@ -66,6 +68,7 @@ class Eviction:
     returned: Callable[[np.ndarray], object] | str | os.PathLike[str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "idle", duration(self.idle))
         if self.max_rows is None and self.max_bytes is None and self.idle is None:
             raise ArgumentError("an Eviction must have `max_rows`, `max_bytes` or `idle`: got none of them.")
         if self.max_rows is not None:

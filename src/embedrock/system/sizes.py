@@ -6,8 +6,11 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from embedrock.errors import ArgumentError
 from embedrock.system.ram import memory_limit
@@ -120,19 +123,31 @@ def format_at_least(count: float) -> str:
     return text if parse_bytes(text) >= count else f"{float(number) + 0.1:.1f} {unit}"
 
 
-SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|m|h|d)\s*")
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # by the first letter of a unit
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|seconds?|m|min|minutes?|h|hours?|d|days?)\s*")
+
+
+def duration(time: Any) -> Any:
+    """Return a `timedelta`, NumPy's too, as text for `parse_seconds`; other values as they are.
+
+    Example:
+        >>> duration(timedelta(minutes=1.5)), duration(np.timedelta64(2, "h")), duration("30d"), duration(7)
+        ('90.0s', '7200.0s', '30d', 7)
+    """
+    if isinstance(time, np.timedelta64):
+        return f"{time / np.timedelta64(1, 's')}s"
+    return f"{time.total_seconds()}s" if isinstance(time, timedelta) else time
 
 
 def parse_seconds(text: str) -> float | None:
     """Return the seconds of a duration, or None if it is malformed or zero.
 
     Example:
-        >>> parse_seconds("30s"), parse_seconds("1.5 min"), parse_seconds("soon")
-        (30.0, 90.0, None)
+        >>> parse_seconds("30s"), parse_seconds("1.5 min"), parse_seconds("2 days"), parse_seconds("soon")
+        (30.0, 90.0, 172800.0, None)
     """
     found = _DURATION.fullmatch(text)
-    return float(found[1]) * SECONDS[found[2]] or None if found is not None else None
+    return float(found[1]) * SECONDS[found[2][0]] or None if found is not None else None
 
 
 def to_seconds(time: float | str, subject: str) -> float:

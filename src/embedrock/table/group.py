@@ -45,6 +45,7 @@ from embedrock.table import batches, checks, opened
 from embedrock.table.batches import FeatureLayout
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.changes import change_policies, set_rule
+from embedrock.table.event_time import newest_event
 from embedrock.table.missing import Missing
 from embedrock.table.opened import open_alone
 from embedrock.table.opening import InitialValuesOf, check_on_nonfinite, new_spec, opening_of, rows_of_last_commit
@@ -366,7 +367,11 @@ class Group(StoredVerbs):
             return dict(zip(ids, batches.look_up(layout, list(ids.values())), strict=True))
 
     def update(
-        self, ids: Mapping[str, npt.ArrayLike], grads: Mapping[str, npt.ArrayLike], lr: float | None = None
+        self,
+        ids: Mapping[str, npt.ArrayLike],
+        grads: Mapping[str, npt.ArrayLike],
+        lr: float | None = None,
+        time: Any = None,
     ) -> None:
         """Make one exact step of each of some members, by its own rule. If one is refused, none is stepped.
 
@@ -374,6 +379,7 @@ class Group(StoredVerbs):
             ids: by name of the member: see `Table.update`.
             grads: by name, for each of `ids`: floats of shape ``ids.shape + (dim,)``.
             lr: learning rate of this step, for all; None: each rule's own.
+            time: of the events, for all members of the call: see `Table.update`.
 
         Raises:
             UnknownTableError: the group has no such member.
@@ -389,6 +395,7 @@ class Group(StoredVerbs):
         if not ids:
             return
         with self.table_lock.lock:
+            newest = newest_event(time, list(map(rows_of, layout.tables)), self.subject)
             batch = batches.plan(layout, list(ids.values()))
             given, rules = [], dict[Table, Rule]()
             for name, table, of_table in zip(ids, layout.tables, batch.ids, strict=True):
@@ -399,7 +406,7 @@ class Group(StoredVerbs):
             for tables, summed in batches.sum_blocks(batch, given):
                 if not summed.is_finite:
                     _refuse_nonfinite(tables, summed, zip(layout.tables, batch.ids, given, strict=True))
-                parts += [(summed, rules[table], number, rows_of(table)) for number, table in enumerate(tables)]
+                parts += [(summed, rules[table], newest, number, rows_of(table)) for number, table in enumerate(tables)]
             step_checked(StepRequest.of_joint(parts))
 
     def _layout(self, ids: Mapping[str, npt.ArrayLike], missing: Missing | None = None) -> FeatureLayout:

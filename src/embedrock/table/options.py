@@ -23,7 +23,7 @@ from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
 from embedrock.storage.cache import POLICIES
 from embedrock.system.paths import local_path
-from embedrock.system.sizes import MAP, Size, parse_bytes, parse_device_memory, parse_seconds
+from embedrock.system.sizes import MAP, Size, duration, parse_bytes, parse_device_memory, parse_seconds
 from embedrock.table.missing import Missing
 
 MODES = ("w", "r")
@@ -242,7 +242,7 @@ def checked_every(every: Any, mode: str) -> int | str | None:
     """
     if every is None:
         return None
-    text = f"{every.total_seconds()}s" if isinstance(every, timedelta) else every
+    text = duration(every)
     is_steps = isinstance(every, int) and not isinstance(every, bool) and every > 0
     if not is_steps and not (isinstance(text, str) and parse_seconds(text)):
         raise ArgumentError(

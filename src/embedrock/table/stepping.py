@@ -39,8 +39,9 @@ STEP_HERE_BYTES = 1 << 20  # of records: handing a smaller step to a thread take
 # Returns new weights from the stepped weights, float32 (unique, dim).
 Change = Callable[[np.ndarray], np.ndarray]
 NO_RULE = SGD(lr=0.0)
-Part = tuple[Any, Rule, int, TableState]  # joint gradients, rule, and the number and the state of a table
-_TOGETHER, _NUMBERED = itemgetter(0, 1), itemgetter(2, 3)
+# Joint gradients, rule and time, and the number and the state of a table.
+Part = tuple[Any, Rule, float | None, int, TableState]
+_TOGETHER, _NUMBERED = itemgetter(0, 1, 2), itemgetter(3, 4)
 # Many tables are read by one call of `map`.
 _CHANGE = attrgetter("change")
 _EXECUTOR, _LIFECYCLE, _RULE = attrgetter("executor"), attrgetter("lifecycle"), attrgetter("spec.rule")
@@ -86,18 +87,19 @@ class StepRequest(NamedTuple):
     def of_joint(parts: Sequence[Part]) -> list[StepRequest]:
         """Return the steps of tables whose gradients were summed together: one step, if it is of all of them.
 
-        Parts with the same gradients and rule follow each other.
+        Parts with the same gradients, rule and time follow each other.
         """
         found: list[StepRequest] = []
-        for (joint, rule), run in groupby(parts, _TOGETHER):
+        for (joint, rule, time), run in groupby(parts, _TOGETHER):
             tables = dict(map(_NUMBERED, run))
             executor = joint.executor
             if len(tables) >= joint.count_of_tables:
                 whole = list(map(tables.__getitem__, range(len(tables))))
-                found += (StepRequest(whole, rule, joint, None, executor),)
+                found += (StepRequest(whole, rule, joint, None, executor, time),)
             else:
                 found += [
-                    StepRequest((own,), rule, part := joint.of(k), None, part.executor) for k, own in tables.items()
+                    StepRequest((own,), rule, part := joint.of(k), None, part.executor, time)
+                    for k, own in tables.items()
                 ]
         return found
 
@@ -106,6 +108,10 @@ class StepRequest(NamedTuple):
         if len(self.tables) == 1:
             return [self]
         return [self._replace(tables=(rows,), grads=self.grads.of(k)) for k, rows in enumerate(self.tables)]
+
+
+# Tables of a batch, its plan, and its time: see `StepRequest`.
+Due = tuple[Sequence[TableState], Plan, float | None]
 
 
 class DeferredInserts(NamedTuple):
@@ -136,7 +142,7 @@ class CheckedStep(ABC):
     table_locks: Sequence[TableLock]
 
     @property
-    def due(self) -> Sequence[tuple[Sequence[TableState], Plan]]:
+    def due(self) -> Sequence[Due]:
         """Batches of tables whose rows are found in RAM."""
         return ()
 
@@ -285,14 +291,14 @@ def _find_together(steps: Sequence[CheckedStep]) -> None:
     Several steps share a lock if some of their tables are on a device. Otherwise one step could evict rows of another,
     or take their room.
     """
-    batches = [(step, tables, plan) for step in steps for tables, plan in step.due]
+    batches = [(step, each) for step in steps for each in step.due]
     others = [(step, each) for step in steps for each in step.elsewhere]
-    for table_lock in {tables[0].table_lock for _, tables, _ in batches}:
-        own = [batch for batch in batches if batch[1][0].table_lock is table_lock]
+    for table_lock in {tables[0].table_lock for _, (tables, *_) in batches}:
+        own = [batch for batch in batches if batch[1][0][0].table_lock is table_lock]
         elsewhere = [(step, each) for step, each in others if each.rows.table_lock is table_lock]
         if len({id(step) for step, *_ in (*own, *elsewhere)}) > 1:
             with table_lock.whole():
-                prepare_each([(tables, plan) for _, tables, plan in own], [each for _, each in elsewhere])
+                prepare_each([each for _, each in own], [each for _, each in elsewhere])
 
 
 def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) -> bool:
@@ -397,8 +403,8 @@ class HostStep(CheckedStep):
         self.find()
 
     @property
-    def due(self) -> Sequence[tuple[Sequence[TableState], Plan]]:
-        return [(each.tables, each.grads.plan) for each in self._requests]
+    def due(self) -> Sequence[Due]:
+        return [(each.tables, each.grads.plan, each.time) for each in self._requests]
 
     def is_prepared(self) -> bool:
         self.rows[0].check_writable()
@@ -590,7 +596,7 @@ def _step_at_once(requests: Sequence[StepRequest]) -> None:
         look(step.rows)
 
 
-def prepare(rows: TableState, plan: Plan, is_step: bool = True) -> PoolStep:
+def prepare(rows: TableState, plan: Plan, is_step: bool = True, time: float | None = None) -> PoolStep:
     """Do all work of changing a plan's rows of a table that can fail, and return it. No row changes.
 
     The change of the same batch reuses it, unless the table changes before. The caller has checked that the table can
@@ -600,10 +606,11 @@ def prepare(rows: TableState, plan: Plan, is_step: bool = True) -> PoolStep:
         rows: state of the table.
         plan: of the rows.
         is_step: it is a step of the rule, which admits rows.
+        time: see `StepRequest`.
     """
-    ready = known(rows, plan, is_step)
+    ready = known(rows, plan, is_step, time)
     if ready is None:
-        step = HostStep([_without_values((rows,), plan)], is_step=is_step)
+        step = HostStep([_without_values((rows,), plan, time)], is_step=is_step)
         step.find()
         rows.location.prepared = step
         (ready,) = step.pools
@@ -613,25 +620,25 @@ def prepare(rows: TableState, plan: Plan, is_step: bool = True) -> PoolStep:
     return ready
 
 
-def known(rows: TableState, plan: Plan, is_step: bool = True) -> PoolStep | None:
-    """Return the result of the last `prepare` if it is of this batch and still valid."""
+def known(rows: TableState, plan: Plan, is_step: bool = True, time: float | None = None) -> PoolStep | None:
+    """Return the result of the last `prepare` if it is of this batch and time, and still valid."""
     step = rows.location.prepared
     ready = None if step is None else step.part(rows, plan)
-    if ready is None or step is None or (ready.decision is not None and step.is_step != is_step):
-        return None
-    return ready
+    if ready is None or step is None or ready.decision is None:
+        return ready
+    return ready if (step.is_step, ready.requests[0].time) == (is_step, time) else None
 
 
-def prepare_each(due: Sequence[tuple[Sequence[TableState], Plan]], elsewhere: Sequence[DeferredInserts] = ()) -> None:
+def prepare_each(due: Sequence[Due], elsewhere: Sequence[DeferredInserts] = ()) -> None:
     """Prepare steps of tables that share a lock together, for `prepare` of each.
 
     Args:
-        due: tables of each batch, and its plan.
+        due: tables of each batch, its plan and its time.
         elsewhere: other tables in the same step, which need room as well.
     """
     beside = [NewRows(each.rows.tier, each.count_new()) for each in elsewhere]
     if due:
-        step = HostStep([_without_values(tables, plan) for tables, plan in due], beside)
+        step = HostStep([_without_values(*each) for each in due], beside)
         step.find()
         due[0][0][0].location.prepared = step
     elif elsewhere:
@@ -640,10 +647,10 @@ def prepare_each(due: Sequence[tuple[Sequence[TableState], Plan]], elsewhere: Se
         each.keep_room(new.rows)
 
 
-def _without_values(tables: Sequence[TableState], plan: Plan) -> StepRequest:
+def _without_values(tables: Sequence[TableState], plan: Plan, time: float | None) -> StepRequest:
     """Return a request whose gradients are not known here."""
     nothing, squares = np.empty((len(plan.ids), 0), np.float32), [0.0] * len(tables) if len(tables) > 1 else ()
-    return StepRequest(tables, NO_RULE, RowGradients(plan, nothing, 0.0, squares))
+    return StepRequest(tables, NO_RULE, RowGradients(plan, nothing, 0.0, squares), time=time)
 
 
 def _more(pools: Sequence[PoolStep]) -> list[NewRows]:

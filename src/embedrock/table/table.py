@@ -26,6 +26,7 @@ from embedrock.system.interrupts import held_back
 from embedrock.table import changes, checks, opened, reading, saved
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.changes import first_scale, give_rule
+from embedrock.table.event_time import newest_event
 from embedrock.table.missing import Missing
 from embedrock.table.opening import check_rule, make_rows
 from embedrock.table.options import TableOptions, index, shows, table_options
@@ -358,13 +359,19 @@ class Table(StoredVerbs):
     # ---------------------------------------------------------------- training
 
     @exclusive
-    def update(self, ids: npt.ArrayLike, grads: npt.ArrayLike, lr: float | None = None, **changes: Any) -> None:
+    def update(
+        self, ids: npt.ArrayLike, grads: npt.ArrayLike, lr: float | None = None, time: Any = None, **changes: Any
+    ) -> None:
         """Make one exact step of the rule: gradients of equal ids are summed, then each row is stepped once.
 
         Args:
             ids: integers of any shape; repeats are allowed.
             grads: floats of shape ``ids.shape + (dim,)``.
             lr: learning rate of this step; None: the rule's.
+            time: times of the batch's events, one or any array of them: seconds since 1970, `datetime64` or `datetime`,
+                in UTC. Their newest one moves the clock of ``Eviction(idle="30d")``, which never goes back. Once a step
+                has a time, all later ones must. Other tables check it, and do not use it. None: `idle` is time of
+                training.
             changes: other hyperparameters of this step, by name (``betas=(0.8, 0.99)``).
 
         Raises:
@@ -373,14 +380,27 @@ class Table(StoredVerbs):
             NonFiniteGradientError: gradients with NaN or Inf, and ``on_nonfinite="raise"``.
             MemoryBudgetError: the new rows do not fit `memory`.
             UnknownArgumentError: the rule has no such hyperparameter.
+            ArgumentError: a time more than a day after the machine's clock, or more than `idle` after the median of its
+                batch. One such time would make all rows idle.
+
+        Example:
+            >>> import embedrock as er
+            >>> import numpy as np
+            >>> table = er.Table(rows=None, dim=1, rule=er.SGD(lr=1.0), eviction=er.Eviction(idle="30 days"))
+            >>> for id, day in ((7, "2025-01-01"), (8, "2025-01-30"), (9, "2025-02-08")):  # a log, as fast as it goes
+            ...     table.update([id], np.ones((1, 1), np.float32), time=np.datetime64(day))
+            >>> table.export()[0].tolist()
+            [8, 9]
         """
-        self._apply(self._planned(ids), grads, lr, changes)
+        self._apply(self._planned(ids), grads, lr, time, changes)
 
     @exclusive
-    def apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None = None, **changes: Any) -> None:
+    def apply(
+        self, plan: Plan, grads: npt.ArrayLike, lr: float | None = None, time: Any = None, **changes: Any
+    ) -> None:
         """Make the step of `update` for a planned batch."""
         self._rows.check()
-        self._apply(plan, grads, lr, changes)
+        self._apply(plan, grads, lr, time, changes)
 
     def sum(self, plan: Plan, grads: npt.ArrayLike) -> RowGradients:
         """Sum gradients of a batch, floats of shape ``plan.shape + (dim,)``, to one for each row that is not frozen."""
@@ -395,6 +415,7 @@ class Table(StoredVerbs):
         scale: float = 1.0,
         clip_value: float | None = None,
         lr: float | None = None,
+        time: Any = None,
         **changes: Any,
     ) -> None:
         """Make one exact step of the rule by summed gradients.
@@ -406,25 +427,28 @@ class Table(StoredVerbs):
             scale: factor of every gradient, applied first.
             clip_value: every scaled gradient is clamped to ``[-clip_value, clip_value]``.
             lr: learning rate of this step; None: the rule's.
+            time: of the events, as in `update`.
             changes: other hyperparameters of this step, by name.
         """
         rows = self._rows
+        newest = newest_event(time, (rows,), rows.subject)
         rule = checks.rule_of_step(rows.spec, lr, changes, rows.subject)
         if rows.spec.frozen:  # sums may be made elsewhere
             grads = grads.kept(rows.spec.are_trained(grads.plan.ids))
-        step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value))])
+        step_checked([StepRequest((rows,), rule, grads.scaled(scale, clip_value), time=newest)])
 
-    def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, changes: dict[str, Any]) -> None:
+    def _apply(self, plan: Plan, grads: npt.ArrayLike, lr: float | None, time: Any, changes: dict[str, Any]) -> None:
         rows, summed = self._rows, self.sum(plan, grads)
+        newest = None if time is None else newest_event(time, (rows,), rows.subject)
         rule = checks.rule_of_step(rows.spec, lr, changes, rows.subject)
         try:
-            step_checked([StepRequest((rows,), rule, summed)])
+            step_checked([StepRequest((rows,), rule, summed, time=newest)])
         except NonFiniteGradientError as error:
             raise checks.nonfinite_in(error, plan, grads) from None
 
     @whole
-    def check_step(self, grads: RowGradients) -> None:
-        """Raise the errors of `step` for these gradients, except for NaN and Inf. Nothing changes.
+    def check_step(self, grads: RowGradients, time: Any = None) -> None:
+        """Raise the errors of `step` for these arguments, except for NaN and Inf. Nothing changes.
 
         The step then finds everything prepared.
         """
@@ -432,7 +456,7 @@ class Table(StoredVerbs):
         rows.check_commit()
         if not grads.has_width(rows.spec.dim):
             raise checks.wrong_width(grads, rows.spec.dim, rows.subject)
-        prepare(rows, grads.plan)
+        prepare(rows, grads.plan, time=newest_event(time, (rows,), rows.subject))
 
     @whole
     def assign(self, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:

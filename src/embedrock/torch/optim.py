@@ -295,7 +295,7 @@ class RowOptimizer(torch.optim.Optimizer):
             is_plain = clip is None and not handle.followers
             if joint is not None and rule is not None and is_plain and (joint is current or joint.is_current):
                 current = joint
-                together += ((joint, rule, pending.number, rows),)
+                together += ((joint, rule, pending.time, pending.number, rows),)
             elif (grads := handle.gradients()) is not None:
                 if rule is None:
                     pending.executor.prepare(grads.clipped(None))  # raises ReadOnlyTableError
@@ -303,7 +303,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 for follower in handle.followers or ():
                     follower.note(grads)
                 executor: Any = handle.executor_of_gradients()
-                due.append(StepRequest((rows,), rule, grads.clipped(clip), None, executor if executor.judge else None))
+                executor = executor if executor.judge else None
+                time = None if pending.grads is None else pending.time  # zeroed in place
+                due.append(StepRequest((rows,), rule, grads.clipped(clip), None, executor, time))
         due += StepRequest.of_joint(together)
 
     def bound(self) -> list[OptimizedRows]:

@@ -42,6 +42,7 @@ class EmbeddingBag(KerasRowLayer):
 
     Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such. `weights` are floats of the
     same shape, for all inputs or for none. Gradients reach them.
+    `time` is as in `Embedding`.
     Output: S + (output_dim,) for each input, in the layer's compute dtype; zeros for empty bags. With
     ``mask_zero=True``, bags of padding only are masked out if the input has three or more dimensions.
 
@@ -79,10 +80,10 @@ class EmbeddingBag(KerasRowLayer):
 
     mode = LayerArgument(_checked_mode)
 
-    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None, time: Any = None) -> Any:
         """Return the pooled rows of bags of ids."""
         requests = self.ask_all(inputs, weights)
-        return self.answer_all(inputs, requests, look_up(requests, training))
+        return self.answer_all(inputs, requests, look_up(requests, training, time))
 
     def mask_of(self, ids: Any) -> Any:
         is_masked = len(ids.shape) > 2 and ragged_rank(ids) == 0

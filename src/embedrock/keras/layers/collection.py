@@ -9,7 +9,7 @@ import keras
 
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.keras.layers.row_layer import KerasRowLayer
-from embedrock.keras.training.lookup import look_up
+from embedrock.keras.training.lookup import look_up, whole_seconds
 
 
 @keras.saving.register_keras_serializable("embedrock")
@@ -22,7 +22,8 @@ class EmbeddingCollection(keras.layers.Layer):
         embeddings: `Embedding` and `EmbeddingBag` layers, by name. A layer may have more than one.
         more: arguments of `keras.layers.Layer`.
 
-    Input: a dict of each layer's input; and `weights`, a dict of the weights of some bags.
+    Input: a dict of each layer's input; and `weights`, a dict of the weights of some bags. `time` is for all tables:
+    see `Embedding`.
     Output: a dict of each layer's output.
 
     Example:
@@ -55,7 +56,12 @@ class EmbeddingCollection(keras.layers.Layer):
             layer.build()
         self.built = True
 
-    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("time") is not None:
+            kwargs["time"] = whole_seconds(kwargs["time"], self.name)
+        return super().__call__(*args, **kwargs)
+
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None, time: Any = None) -> Any:
         """Return the output of each layer."""
         weights = {} if weights is None else weights
         if not isinstance(weights, Mapping) or not set(weights) <= set(self._names):
@@ -63,7 +69,7 @@ class EmbeddingCollection(keras.layers.Layer):
         parts, factors = self._unpacked(inputs), [weights.get(name) for name in self._names]
         each = list(zip(self._members, parts, factors, strict=True))
         requests_by_layer = [layer.ask_all(part, factor) for layer, part, factor in each]
-        found = iter(look_up([request for requests in requests_by_layer for request in requests], training))
+        found = iter(look_up([request for requests in requests_by_layer for request in requests], training, time))
         return self._packed(
             [
                 layer.answer_all(part, requests, [next(found) for _ in requests])
@@ -146,12 +152,16 @@ def fuse(model: Any) -> Any:
         )
     depths = sorted(model._nodes_by_depth, reverse=True)
     nodes = [node for depth in depths for node in model._nodes_by_depth[depth] if not node.is_input]
-    lookups = _first_lookups(nodes)
-    if len(lookups) < 2:
+    by_time: dict[int, list[Any]] = {}  # a collection has one `time`
+    for node in _first_lookups(nodes):
+        by_time.setdefault(id(node.arguments.kwargs.get("time")), []).append(node)
+    together = [own for own in by_time.values() if len(own) > 1]
+    lookups = [node for own in together for node in own]
+    if not lookups:
         return model
     tensors = {id(tensor): tensor for node in nodes for tensor in (*node.input_tensors, *node.outputs)}
     tensors |= {id(tensor): tensor for tensor in model.inputs}
-    changed = _look_up_together(lookups)
+    changed = {old: new for own in together for old, new in _look_up_together(own).items()}
     for node in nodes:
         if node not in lookups and any(id(tensor) in changed for tensor in node.input_tensors):
             args, kwargs = node.arguments.fill_in(tensors | changed)
@@ -180,7 +190,8 @@ def _look_up_together(lookups: Sequence[Any]) -> dict[int, Any]:
     ids = {name: _argument(node, 0, "inputs") for name, node in named.items()}
     weights = {name: given for name, node in named.items() if (given := _argument(node, 1, "weights")) is not None}
     layers = EmbeddingCollection({name: node.operation for name, node in named.items()})
-    outputs = layers(ids, weights=weights) if weights else layers(ids)
+    more = {"time": time} if (time := lookups[0].arguments.kwargs.get("time")) is not None else {}
+    outputs = layers(ids, weights=weights, **more) if weights else layers(ids, **more)
     return {
         id(old): new
         for name, node in named.items()

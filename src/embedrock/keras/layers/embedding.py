@@ -60,6 +60,9 @@ class Embedding(KerasRowLayer, keras.layers.Embedding):  # pyright: ignore[repor
 
     Input: int32 or int64 of any shape S, dense, ragged or sparse. A list or dict of such is looked up at once. A sparse
     tensor's missing elements are id 0.
+    `time` is times of the batch's events, a column of any shape: integers, seconds since 1970. They count in the step
+    of its gradients, for ``er.Eviction(idle="30d")``: see `er.Table.update`.
+
     Output: S + (output_dim,) for each input, in the layer's compute dtype.
 
     Raises:
@@ -75,10 +78,10 @@ class Embedding(KerasRowLayer, keras.layers.Embedding):  # pyright: ignore[repor
         4
     """
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Any, training: bool | None = None, time: Any = None) -> Any:
         """Return the rows of ids."""
         requests = self.ask_all(inputs)
-        return self.answer_all(inputs, requests, look_up(requests, training))
+        return self.answer_all(inputs, requests, look_up(requests, training, time))
 
     def mask_of(self, ids: Any) -> Any:
         if isinstance(ids, tf.SparseTensor) or getattr(ids, "sparse", False):

@@ -28,7 +28,7 @@ from embedrock.keras.layers.arguments import (
 )
 from embedrock.keras.saving import descriptions, loading, state
 from embedrock.keras.training.handle import TableHandle, handle_of
-from embedrock.keras.training.lookup import check_id_dtype, checked_column
+from embedrock.keras.training.lookup import check_id_dtype, checked_column, whole_seconds
 from embedrock.keras.training.regularization import batch_regularizer, constraint_of, regularizer_of
 from embedrock.keras.training.requests import LookupRequest
 from embedrock.keras.training.variable import BEGIN_ANEW
@@ -395,6 +395,8 @@ class KerasRowLayer(keras.layers.Layer):
             inputs = checked_column(inputs, self.label)
         if loading.shared_objects() is not None:
             inputs = keras.tree.map_structure(_as_ids, inputs)
+        if kwargs.get("time") is not None:
+            kwargs["time"] = whole_seconds(kwargs["time"], self.label)
         return super().__call__(inputs, *args, **kwargs)
 
     @abstractmethod

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -21,6 +22,7 @@ from embedrock.keras.training.requests import KEPT_PLANS, HostLookup, LookupRequ
 from embedrock.keras.training.slices import INSTEAD
 from embedrock.keras.workers import shards
 from embedrock.system.spans import spanned
+from embedrock.table.event_time import newest_event, seconds_of
 
 ID_DTYPES = (tf.int32, tf.int64)
 SMALL_DTYPES = (tf.int8, tf.uint8, tf.int16, tf.uint16)
@@ -40,6 +42,10 @@ class ProgramLookup:
     It is made when the program is traced, once for each replica. At run time the executors work in `look_up` and
     `sum_gradients`.
 
+    Args:
+        requests, training: see `look_up`.
+        has_time: the last part of the inputs is the `time` of `look_up`.
+
     Attributes:
         handles: handles of the tables.
         trained: handles whose rows get gradients.
@@ -51,7 +57,7 @@ class ProgramLookup:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, requests: Sequence[LookupRequest], training: bool | None) -> None:
+    def __init__(self, requests: Sequence[LookupRequest], training: bool | None, has_time: bool) -> None:
         keep, self._is_training = training is not False, training is True
         self._number, self._keep, self._count = next(ProgramLookup._numbers), keep, len(requests)
         self.kept: dict[int, list[Any]] = {}
@@ -61,6 +67,7 @@ class ProgramLookup:
         inputs = itertools.count()
         # Without their tensors, which would live as long as the program.
         numbered = [request.of(inputs) for request in requests]
+        self._time = next(inputs) if has_time else None
         self._inputs, kind = next(inputs), HostLookup
         if self.handles[0].executor.is_on_gpu:
             from embedrock.keras.training.gpu_lookup import GpuLookup as kind  # needs PyTorch
@@ -123,11 +130,14 @@ class ProgramLookup:
             if weights:
                 pairs = zip(part.which, part.requests, strict=True)
                 of_weights.update(zip([k for k, one in pairs if one.weights is not None], weights, strict=True))
-        where, tokens = (place, int(replica)), []
+        where, tokens, time = (place, int(replica)), [], None
+        if self._time is not None and self.trained:
+            times = self.handles[0].executor.host_array(inputs[self._time])
+            time = newest_event(times, [handle.state for handle in self.trained], self.trained[0].label)
         for handle in self.trained:
             own = by_handle[handle]
             summed = own[0] if len(own) == 1 else handle.executor.sum_of(own)
-            tokens.append(handle.pending.add(where, self._number, summed))
+            tokens.append(handle.pending.add(where, self._number, summed, time))
         return [*tokens, *(of_weights[k] for k in sorted(of_weights))]
 
     def gradients(
@@ -169,12 +179,13 @@ class ProgramLookup:
         return {}
 
 
-def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> list[tf.Tensor]:
+def look_up(requests: Sequence[LookupRequest], training: bool | None = None, time: Any = None) -> list[tf.Tensor]:
     """Look up the rows of several inputs, of any tables, in one call for each of CPU and GPU.
 
     Args:
         requests: the inputs.
         training: False if gradients are not expected; they are right in either case.
+        time: times of the batch's events, from `whole_seconds`; None: not known.
 
     Returns:
         The result of each request: rows, float32 ``ids.shape + (dim,)``, or bags, (bags, dim).
@@ -188,13 +199,13 @@ def look_up(requests: Sequence[LookupRequest], training: bool | None = None) -> 
         places.setdefault(request.handle.executor.is_on_gpu, []).append(k)
     found = {}
     for which in places.values():
-        found.update(zip(which, _look_up([requests[k] for k in which], training), strict=True))
+        found.update(zip(which, _look_up([requests[k] for k in which], training, time), strict=True))
     return [found[k] for k in range(len(requests))]
 
 
-def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[tf.Tensor]:
+def _look_up(requests: Sequence[LookupRequest], training: bool | None, time: Any) -> list[tf.Tensor]:
     """Look up requests whose rows are all on the CPU, or all on the GPU."""
-    lookup, context = ProgramLookup(requests, training), tf.distribute.get_replica_context()
+    lookup, context = ProgramLookup(requests, training, time is not None), tf.distribute.get_replica_context()
     # Without a replica (a symbolic build) nothing is trained.
     replica = tf.convert_to_tensor(0 if context is None else context.replica_id_in_sync_group, tf.int32)
     if lookup.trained and callers.local(callers.TF_VECTORIZED, "_pfor_impl", "loop_fn") is not callers.MISSING:
@@ -207,6 +218,7 @@ def _look_up(requests: Sequence[LookupRequest], training: bool | None) -> list[t
     values = [v if h in lookup.trained else tf.stop_gradient(v) for h, v in zip(lookup.handles, values, strict=True)]
     weights = [request.weights for request in requests if request.weights is not None]
     parts = [part for request in requests for part in request.parts()]
+    parts += [] if time is None else [tf.convert_to_tensor(time)]
     fetched = [] if lookup.fetching is None else lookup.fetching.fetch(parts)
     known = host_calls.known_to_programs(lookup)
 
@@ -243,6 +255,19 @@ def _served(request: LookupRequest) -> tf.Tensor:
     shards.check_whole(request.handle.table, request.handle.label, "exported")
     rows = serving_table(request.handle.table, request.missing)(request.ids)
     return rows if request.offsets is None else pooled(rows, request.offsets, request.weights, request.is_max)
+
+
+def whole_seconds(time: Any, label: str) -> Any:
+    """Return times of events as integers, seconds since 1970. Keras would make float32 of floats.
+
+    Raises:
+        ArgumentError: they are neither numbers nor dates.
+    """
+    if tf.is_tensor(time) or isinstance(time, keras.KerasTensor):
+        is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(time.dtype))
+        return keras.ops.cast(keras.ops.floor(time), "int64") if is_float else time
+    with np.errstate(invalid="ignore"):  # NaN becomes a number that is refused
+        return np.floor(seconds_of(time, label)).astype(np.int64)
 
 
 def checked_ids(ids: Any, label: str) -> tf.Tensor:

@@ -54,7 +54,7 @@ class RowAccumulator:
 
     def _added(self, marks: Any, *arrays: Any) -> np.int64:
         self._sum = self._with(marks, arrays)
-        self._handle.pending.end_step()
+        self._handle.pending.end_step(self._handle.pending.time)
         return np.int64(0)
 
     def _total(self, marks: Any, *arrays: Any) -> list[Any]:

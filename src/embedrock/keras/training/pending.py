@@ -11,6 +11,7 @@ import numpy as np
 
 from embedrock.errors import ArgumentError, ForgottenGradientsError
 from embedrock.system import forks
+from embedrock.table.event_time import newer
 
 # Numbers in a token, and in the proxy variable. Files of models hold an optimizer's variables of this size.
 SLOTS = 256
@@ -34,6 +35,7 @@ class BackwardResult(NamedTuple):
             this order.
         step: number of steps of the table before it.
         grads: gradients of the rows, as the table's executor sums them.
+        time: of the newest event, in seconds since 1970; None: it is not known.
     """
 
     replica: int
@@ -41,6 +43,7 @@ class BackwardResult(NamedTuple):
     order: int
     step: int
     grads: Any
+    time: float | None
 
 
 class PendingGradients:
@@ -56,7 +59,10 @@ class PendingGradients:
 
     Attributes:
         outlives_steps: some program reads gradients after it has applied them.
+        time: of the newest event of what was taken or read since the last step; None: it is not known.
     """
+
+    time: float | None = None
 
     def __init__(self, sum_of: Callable[[Sequence[Any]], Any]) -> None:
         self.outlives_steps, self._sum_of = False, sum_of
@@ -68,17 +74,18 @@ class PendingGradients:
         self._plans: deque[Any] = deque(maxlen=KEPT)  # plans of these, until the next step
         self._taken: dict[int, list[BackwardResult]] = {}  # of the current step
 
-    def add(self, place: tuple[int, int], lookup: int, grads: Any) -> np.ndarray:
+    def add(self, place: tuple[int, int], lookup: int, grads: Any, time: float | None = None) -> np.ndarray:
         """Store the gradients of a backward pass; return its token, float32 (SLOTS,).
 
         Args:
             place: the part of a program around the pass, and the replica. Passes of one place may share a number.
             lookup: number of the lookup in the program.
             grads: gradients of the rows.
+            time: of their newest event.
         """
         with self._lock:
             number, self._order = self._number(place), self._order + 1
-            self._arrivals[number].append(BackwardResult(place[1], lookup, self._order, self._steps, grads))
+            self._arrivals[number].append(BackwardResult(place[1], lookup, self._order, self._steps, grads, time))
         return np.frombuffer(_token(number), np.float32).copy()
 
     def _number(self, place: tuple[int, int]) -> int:
@@ -130,14 +137,16 @@ class PendingGradients:
 
     def _summed(self, found: Mapping[int, list[BackwardResult]]) -> Any:
         arrivals = [arrival for passes in found.values() for arrival in passes]
+        for arrival in arrivals:
+            self.time = newer(self.time, arrival.time)
         if len(arrivals) < 2:
             return arrivals[0].grads if arrivals else None
         return self._sum_of([each.grads for each in sorted(arrivals, key=lambda each: each[:3])])
 
-    def end_step(self) -> None:
-        """Drop the gradients of the step, and unused old ones."""
+    def end_step(self, time: float | None = None) -> None:
+        """Drop the gradients of the step, and unused old ones. `time` is of sums that wait elsewhere."""
         with self._lock:
-            self._steps += 1
+            self._steps, self.time = self._steps + 1, time
             if not self.outlives_steps:
                 self._forget(self._taken)
             if self._arrivals:

@@ -14,7 +14,7 @@ import numpy as np
 from embedrock import optimizers as rules
 from embedrock.batch.gradients import RowGradients
 from embedrock.distributed.messages import MessageReader, as_sent, pack_all
-from embedrock.distributed.stages import GradientBlock, fold
+from embedrock.distributed.stages import NO_TIME, GradientBlock, fold
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.references import keep_rule
 from embedrock.keras.training.following import follow
@@ -23,6 +23,7 @@ from embedrock.keras.training.regularization import constraint_on
 from embedrock.keras.workers.shards import own_part, wire_of
 from embedrock.optimizers import Rule
 from embedrock.table.checks import of_step
+from embedrock.table.event_time import newer
 from embedrock.table.stepping import Part, StepRequest, step_all
 
 
@@ -65,7 +66,9 @@ def message_to_workers(
     message = []
     for handle, grads in zip(handles, _summed(handles, sizes, arrays), strict=True):
         sent = as_sent(grads.values, wire_of(handle.table))
-        message += [np.array([len(grads.values)], np.int64), grads.plan.ids, sent]
+        time = handle.pending.time
+        head = np.array([len(grads.values), NO_TIME if time is None else int(time)], np.int64)
+        message += [head, grads.plan.ids, sent]
     return pack_all([message]).flat
 
 
@@ -77,7 +80,8 @@ def step_of_workers(
     blocks: dict[TableHandle, list[GradientBlock]] = {handle: [] for handle in handles}
     while not reader.is_at_end:
         for handle in handles:
-            count, table = int(reader.ints(1)[0]), handle.table
+            (count, time), table = reader.ints(2).tolist(), handle.table
+            handle.pending.time = newer(handle.pending.time, None if time == NO_TIME else time)
             blocks[handle].append(GradientBlock(reader.ints(count), reader.sent(count, table.dim, wire_of(table))))
     summed = [fold(blocks[handle]) for handle in handles]
     return _step_by(known(), handles, float(lr), int(steps), summed)
@@ -105,10 +109,11 @@ def _step_by(optimizer: Any, handles: list[TableHandle], lr: float, steps: int, 
     for handle, rule, grads in zip(handles, found, summed, strict=True):
         change, executor = constraint_on(handle), handle.executor.stepped
         if change is None and type(grads) is RowGradients and grads.whole is not None:  # of tables without shards
-            together.append((grads.whole, rule, grads.number, handle.state))
+            together.append((grads.whole, rule, handle.pending.time, grads.number, handle.state))
         else:
-            due.append(StepRequest((handle.state,), rule, own_part(handle.shard, grads), change, executor))
-    due += StepRequest.of_joint(sorted(together, key=lambda part: (id(part[0]), id(part[1]))))
+            own = own_part(handle.shard, grads)
+            due.append(StepRequest((handle.state,), rule, own, change, executor, handle.pending.time))
+    due += StepRequest.of_joint(sorted(together, key=lambda part: (id(part[0]), id(part[1]), part[2] or 0)))
     step_all(due, is_awaited=True)  # dense variables are not stepped if the rows are not
     for handle in handles:
         handle.pending.end_step()

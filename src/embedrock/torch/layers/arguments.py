@@ -6,7 +6,6 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any
 
@@ -33,6 +32,7 @@ from embedrock.frontend.arguments import (
 from embedrock.initializers import FromArray, FromBfloat16, Given, Initializer, Normal
 from embedrock.system.log import caller_level, tell
 from embedrock.system.paths import local_path
+from embedrock.system.sizes import duration
 from embedrock.table.group import Group
 from embedrock.table.opening import InitialValuesOf
 from embedrock.table.options import LayerOptions, TableOption, TableOptions, declared, filled
@@ -157,7 +157,7 @@ def check_positions(layer: str, scale_grad_by_freq: bool, options: PretrainedOpt
 
 
 def _check_commit_every(layer: str, sharded: Sharded, every: Any) -> None:
-    if isinstance(every, str | timedelta) and sharded is not False and group_of(sharded) is not None:
+    if isinstance(duration(every), str) and sharded is not False and group_of(sharded) is not None:
         raise ArgumentError(
             f"`commit_every` of {layer} must be steps where several processes share a table, as their clocks differ: "
             f"got {every!r}. Pass steps, commit_every=1000 say: all of them commit after the same one."

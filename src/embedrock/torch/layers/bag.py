@@ -106,6 +106,7 @@ class EmbeddingBag(RowLayer):
         input: Tensor,  # noqa: A002  # nn.EmbeddingBag's name
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
+        time: Any = None,
     ) -> Tensor:
         """Return the pooled rows of each bag of ids.
 
@@ -114,6 +115,7 @@ class EmbeddingBag(RowLayer):
                 tensor (bags, j) of these with layout `torch.jagged`.
             offsets: int32 or int64 (bags,): start of each bag in `input`. The first is 0.
             per_sample_weights: floats of the shape of `input`, for mode "sum". Each row is multiplied by its weight.
+            time: as in `Embedding.forward`.
 
         Returns:
             (bags, embedding_dim), of the layer's dtype, on the handle's device. Empty bags are zeros.
@@ -125,7 +127,7 @@ class EmbeddingBag(RowLayer):
         layout = self._layout()
         value = BagInput(input, offsets, per_sample_weights)
         try:
-            return looked_up(self._planned_lookup(layout, layout.trained((self,)), value))[0]
+            return looked_up(self._planned_lookup(layout, layout.trained((self,)), value, time))[0]
         except IdError as error:
             raise self.outside(error, value) from None
 
@@ -134,31 +136,34 @@ class EmbeddingBag(RowLayer):
         input: Tensor,  # noqa: A002
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
+        time: Any = None,
     ) -> Tensor:
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
         if is_jagged(input) and offsets is None and per_sample_weights is None:
             ids, bounds = input.contiguous(), offsets_of(input.contiguous())
-            return self.in_graph(ids.values(), bounds if self.include_last_offset else bounds[:-1])
-        return self._by_operator(input, offsets, per_sample_weights, self.include_last_offset)
+            return self.in_graph(ids.values(), bounds if self.include_last_offset else bounds[:-1], time=time)
+        return self._by_operator(input, offsets, per_sample_weights, self.include_last_offset, time)
 
     def looked_up(
-        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, offsets: Any, weights: Any, weights_train: bool
+        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, time: Any, *of_bags: Any
     ) -> tuple[Tensor, LookupState]:
+        offsets, weights, weights_train = of_bags
         value = BagInput(ids, offsets, weights)
         try:
-            lookup = self._planned_lookup(layout, trained, value)
+            lookup = self._planned_lookup(layout, trained, value, time)
             return lookup.read(weights_train)[0], lookup
         except IdError as error:
             raise self.outside(error, value) from None
 
-    def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], value: BagInput) -> LookupState:
+    def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], value: BagInput, time: Any) -> LookupState:
         ids, offsets, weights, _ = value
         try:
+            newest = layout.newest_event(time, trained)
             if layout.features is None:
                 if offsets is None and getattr(ids, "ndim", 0) == 1:  # no samples, as in a collection
                     self._flat(ids, None, self.handle)  # an error
                 ids, bags, weights = self.gpu_input(value)
-                return DeviceLookupState(layout, trained, [ids], [bags], (weights,))
+                return DeviceLookupState(layout, trained, [ids], [bags], (weights,)).at(newest)
             arrays = layout.plain((ids,)) if offsets is None else None
             if arrays is not None and arrays[0].ndim == 2:
                 array, bounds, factors = arrays[0], None, self._flat_weights(ids, weights, arrays[0].size)
@@ -166,7 +171,8 @@ class EmbeddingBag(RowLayer):
                 array, bounds, factors = self._flat_input(ids, offsets, weights)
             if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
                 self._shrink(array, self.max_norm)
-            return HostLookup(layout, trained, [array], False, [bounds], () if factors is None else [factors])
+            lookup = HostLookup(layout, trained, [array], False, [bounds], () if factors is None else [factors])
+            return lookup.at(newest)
         except Exception as error:  # of all processes that share the rows
             layout.handles[0].refuse(error, bool(trained))
 
@@ -184,8 +190,8 @@ class EmbeddingBag(RowLayer):
         return part if has_end else part._replace(offsets=part.offsets[:-1])
 
     @staticmethod
-    def called(layer: Any, value: Any) -> Tensor:
-        return layer(*BagInput.of(value).arguments)
+    def called(layer: Any, value: Any, **time: Any) -> Tensor:
+        return layer(*BagInput.of(value).arguments, **time)
 
     @staticmethod
     def shaped(output: Tensor, value: Any) -> Tensor:

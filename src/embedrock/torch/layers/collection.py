@@ -315,21 +315,24 @@ class Collection(nn.Module):
         places = range(len(values)) if self._places is None else self._places
         return {feature: values[place] for feature, place in zip(self._name_of, places, strict=True)}
 
-    def _each(self, given: Mapping[str, Any], route: Route) -> dict[str, Tensor]:
+    def _each(self, given: Mapping[str, Any], route: Route, time: Any) -> dict[str, Tensor]:
         """Return the output of each feature. Features of a group take one call."""
         found: dict[str, Tensor] = {}
         for share in route.shares:
-            found |= zip(share.layers, self._looked_up(share, given), strict=True)
+            found |= zip(share.layers, self._looked_up(share, given, time), strict=True)
         if route.alone:
-            called, layers = self.layer_type.called, route.layers
-            alone = self._call_for_each(lambda each: called(layers[each], given[each]), route.alone)
+            called, layers, at = self.layer_type.called, route.layers, {} if time is None else {"time": time}
+            own = {each: at if isinstance(layers[each], RowLayer) else {} for each in route.alone}
+            alone = self._call_for_each(lambda each: called(layers[each], given[each], **own[each]), route.alone)
             found |= zip(route.alone, alone, strict=True)
         return {feature: found[feature] for feature in given}
 
-    def _looked_up(self, share: Share, given: Mapping[str, Any], side_by_side: bool = False) -> Sequence[Tensor]:
+    def _looked_up(
+        self, share: Share, given: Mapping[str, Any], time: Any, side_by_side: bool = False
+    ) -> Sequence[Tensor]:
         """Return the output of each feature of a share; one of all if that is wished and possible."""
         try:
-            return self._read(share, given, side_by_side)
+            return self._read(share, given, time, side_by_side)
         except IdError as error:
             for feature, layer in share.layers.items():
                 placed = layer.outside(error, given[feature])
@@ -337,23 +340,24 @@ class Collection(nn.Module):
                     raise IdError(f"feature {feature!r}: {placed}") from None
             raise
 
-    def _read(self, share: Share, given: Mapping[str, Any], side_by_side: bool) -> Sequence[Tensor]:
+    def _read(self, share: Share, given: Mapping[str, Any], time: Any, side_by_side: bool) -> Sequence[Tensor]:
         layout, layers, values = share.layout, share.layers, list(map(given.__getitem__, share.layers))
         trained, is_on_host = layout.trained(share.each), layout.features is not None
+        newest = layout.newest_event(time, trained)
         if is_on_host and (arrays := layout.plain(values)) is not None:
-            return looked_up(HostLookup(layout, trained, arrays, side_by_side))
+            return looked_up(HostLookup(layout, trained, arrays, side_by_side).at(newest))
         if not is_on_host:
             plain = layout.ids_on_device(values) if self.layer_type is Embedding else None
             if plain is not None:
-                return looked_up(DeviceLookupState(layout, trained, plain))
+                return looked_up(DeviceLookupState(layout, trained, plain).at(newest))
             inputs = self._call_for_each(lambda each: layers[each].gpu_input(given[each]), layers)
             ids, bags, weights = map(list, zip(*inputs, strict=True))
             pooled = None if self.layer_type is Embedding else bags
-            outputs = looked_up(DeviceLookupState(layout, trained, ids, pooled, weights))
+            outputs = looked_up(DeviceLookupState(layout, trained, ids, pooled, weights).at(newest))
         else:
             inputs = self._call_for_each(lambda each: layers[each].host_input(given[each]), layers)
             ids, bounds, weights = map(list, zip(*inputs, strict=True))
-            outputs = looked_up(HostLookup(layout, trained, ids, side_by_side, bounds, weights))
+            outputs = looked_up(HostLookup(layout, trained, ids, side_by_side, bounds, weights).at(newest))
         if len(outputs) < len(values):
             return outputs
         return list(map(self.layer_type.shaped, outputs, values))
@@ -398,7 +402,7 @@ class EmbeddingBagCollection(Collection):
     kind, container = "ert.EmbeddingBagCollection", "embedding_bags"
     layer_type, config_type = EmbeddingBag, EmbeddingBagConfig
 
-    def forward(self, features: Features, concatenate: bool = False) -> Any:
+    def forward(self, features: Features, concatenate: bool = False, time: Any = None) -> Any:
         """Return the pooled rows of all features.
 
         Args:
@@ -407,6 +411,7 @@ class EmbeddingBagCollection(Collection):
                 of layout `torch.jagged`. A tuple holds ids (n,), offsets and optional weights, as for
                 `EmbeddingBag.forward`.
             concatenate: return one tensor with all features side by side, in order.
+            time: times of the batch's events, for all tables: as in `Embedding.forward`.
 
         Returns:
             A dict of (batch, embedding_dim); with `concatenate`, a tensor (batch, sum of all embedding_dims).
@@ -418,18 +423,18 @@ class EmbeddingBagCollection(Collection):
         """
         given, route = self._given(features), self._route()
         if not concatenate:
-            return self._each(given, route)
+            return self._each(given, route, time)
         try:
-            return self._concatenated(given, route)
+            return self._concatenated(given, route, time)
         except RuntimeError as error:
             self._check_batch(given, error)
             raise
 
-    def _concatenated(self, given: Mapping[str, Any], route: Route) -> Tensor:
+    def _concatenated(self, given: Mapping[str, Any], route: Route, time: Any) -> Tensor:
         shares = route.shares
         if len(shares) != 1 or route.alone:
-            return torch.cat(list(self._each(given, route).values()), dim=1)
-        found = self._looked_up(shares[0], given, side_by_side=True)
+            return torch.cat(list(self._each(given, route, time).values()), dim=1)
+        found = self._looked_up(shares[0], given, time, side_by_side=True)
         return found[0] if len(found) == 1 else torch.cat(list(found), dim=1)
 
     def _check_batch(self, given: Mapping[str, Any], error: RuntimeError) -> None:
@@ -466,12 +471,13 @@ class EmbeddingCollection(Collection):
     kind, container = "ert.EmbeddingCollection", "embeddings"
     layer_type, config_type = Embedding, EmbeddingConfig
 
-    def forward(self, features: Features) -> dict[str, Tensor]:
+    def forward(self, features: Features, time: Any = None) -> dict[str, Tensor]:
         """Return the rows of all features.
 
         Args:
             features: dict with the ids of each feature, as for `Embedding.forward`; or TorchRec's `KeyedJaggedTensor`.
                 Weights of a `KeyedJaggedTensor` are ignored.
+            time: times of the batch's events, for all tables: as in `Embedding.forward`.
 
         Returns:
             A dict of ``ids.shape + (embedding_dim,)``. Nested ids and a `KeyedJaggedTensor` give nested tensors (batch,
@@ -481,4 +487,4 @@ class EmbeddingCollection(Collection):
             ArgumentError: the features are others.
             Otherwise as `Embedding.forward`.
         """
-        return self._each(self._given(features), self._route())
+        return self._each(self._given(features), self._route(), time)

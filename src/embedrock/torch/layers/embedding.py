@@ -232,12 +232,14 @@ class Embedding(RowLayer):
         return cls._of_weights(embeddings, freeze, dtype, options, **given, scale_grad_by_freq=scale_grad_by_freq)
 
     @on_plain_tensors
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Embedding's name
+    def forward(self, input: Tensor, time: Any = None) -> Tensor:  # noqa: A002  # nn.Embedding's name
         """Return the rows of ids.
 
         Args:
             input: int32 or int64 of any shape, on any device; repeats are allowed. Or a nested tensor (n, j) of these
                 with layout `torch.jagged`.
+            time: times of the batch's events, for ``er.Eviction(idle="30d")``: see `Table.update`. They count in the
+                step of its gradients. A lookup without a gradient does not use them.
 
         Returns:
             ``input.shape + (embedding_dim,)``, of the layer's dtype, on the handle's device.
@@ -251,38 +253,41 @@ class Embedding(RowLayer):
         if type(input) is not Tensor and is_jagged(input):  # a nested tensor is of a subclass
             ids = input.contiguous()
             try:
-                return jagged_like(ids, self(ids.values()))
+                return jagged_like(ids, self(ids.values(), time))
             except IdError as error:
                 raise self.outside(error, ids) from None
         layout = self._layout()
         trained = layout.trained((self,))
-        return looked_up(self._planned_lookup(layout, trained, input))[0] if trained else self._read(layout, input)
+        if not trained:
+            return self._read(layout, input)
+        return looked_up(self._planned_lookup(layout, trained, input, time))[0]
 
-    def in_graph(self, input: Tensor) -> Tensor:  # noqa: A002
+    def in_graph(self, input: Tensor, time: Any = None) -> Tensor:  # noqa: A002
         """Do the work of `forward` by an operator, for a graph of `torch.compile`."""
         if is_jagged(input):
             ids = input.contiguous()
-            return jagged_like(ids, self.in_graph(ids.values()))
-        return self._by_operator(input)
+            return jagged_like(ids, self.in_graph(ids.values(), time))
+        return self._by_operator(input, time=time)
 
     def looked_up(
-        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, *of_bags: Any
+        self, layout: LayerLayout, trained: list[Handle], ids: Tensor, time: Any, *of_bags: Any
     ) -> tuple[Tensor, LookupState | None]:
         """Return the output of an operator, and its lookup if that trains."""
         if not trained:
             return self._read(layout, ids), None
-        lookup = self._planned_lookup(layout, trained, ids)
+        lookup = self._planned_lookup(layout, trained, ids, time)
         return lookup.read(for_weights=False)[0], lookup
 
-    def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], ids: Tensor) -> LookupState:
+    def _planned_lookup(self, layout: LayerLayout, trained: list[Handle], ids: Tensor, time: Any = None) -> LookupState:
         try:
+            newest = layout.newest_event(time, trained)
             if layout.features is not None:
                 arrays = layout.plain((ids,)) or [self.host_input(ids).ids]
                 if self.max_norm is not None:  # then the CPU reads the rows: see `Handle.executor`
                     self._shrink(arrays[0], self.max_norm)
-                return HostLookup(layout, trained, arrays)
+                return HostLookup(layout, trained, arrays).at(newest)
             plain = layout.ids_on_device((ids,)) or [self.gpu_input(ids)[0]]
-            return DeviceLookupState(layout, trained, plain)
+            return DeviceLookupState(layout, trained, plain).at(newest)
         except Exception as error:  # of all processes that share the rows
             layout.handles[0].refuse(error, bool(trained))
 
@@ -316,9 +321,9 @@ class Embedding(RowLayer):
         return torch.nested.nested_tensor_from_jagged(part.ids, part.offsets.to(part.ids.device))
 
     @staticmethod
-    def called(layer: Any, ids: Tensor) -> Tensor:
+    def called(layer: Any, ids: Tensor, **time: Any) -> Tensor:
         """Return the output of a layer of this kind, which may be PyTorch's."""
-        return layer(ids)
+        return layer(ids, **time)
 
     @staticmethod
     def shaped(output: Tensor, ids: Tensor) -> Tensor:

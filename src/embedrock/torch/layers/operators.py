@@ -110,6 +110,7 @@ def lookup(
     dtype: torch.dtype,
     trains: bool,
     weights_train: bool,
+    times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return rows, ``ids.shape + (dim,)``, or bags of them, (bags, dim), and a ticket if rows or weights train.
 
@@ -121,13 +122,16 @@ def lookup(
         call: see `new_call`.
         dim, dtype: of the output.
         trains, weights_train: the rows or the weights train.
+        times: of the batch's events: `time` of the layer.
     """
     layer = _layer(number)
     layout = layer.enter_graph(handle, trains)
     (own,) = layout.handles
     if weights is not None and (trains or weights_train):
         weights = weights.clone()  # a graph may overwrite its inputs
-    out, found = layer.looked_up(layout, [own] if trains else [], _own(ids, own), offsets, weights, weights_train)
+    out, found = layer.looked_up(
+        layout, [own] if trains else [], _own(ids, own), times, offsets, weights, weights_train
+    )
     return out, _ticket_for(found if trains or weights_train else None)
 
 
@@ -135,11 +139,11 @@ def lookup(
 def _(
     handle: Tensor, ids: Tensor, offsets: Tensor | None, _: Any, last_is_end: bool | None, *of_layer: Any
 ) -> tuple[Tensor, Tensor]:
-    _, _, dim, dtype, *train = of_layer
+    _, _, dim, dtype, trains, weights_train, *_ = of_layer
     counts = ids.shape if last_is_end is None else ids.shape[:1]
     if offsets is not None:
         counts = (offsets.shape[0] - bool(last_is_end),)  # in a graph, len() is a constant
-    ticket = torch.empty(int(any(train)), dtype=torch.int64, device="cpu")
+    ticket = torch.empty(int(trains or weights_train), dtype=torch.int64, device="cpu")
     return torch.empty((*counts, dim), dtype=dtype, device=handle.device), ticket
 
 
@@ -149,7 +153,10 @@ def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Te
     found = _found(ticket)
     (handle,) = found.trained
     summed = found.sums(found.taken([grads]))[id(handle)]
-    number = handle.receive(summed, accumulator(handle), BackwardPass.current())
+    run = BackwardPass.current()
+    if found.time is not None:
+        run.pass_at(found.time, [handle])
+    number = handle.receive(summed, accumulator(handle), run)
     return number.clone()  # a graph may overwrite its inputs
 
 
@@ -182,7 +189,7 @@ def _backward(ctx: Any, grads: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     of_handle = lookup_backward(grads, *saved) if needs[0] else None
     of_weights = weights_backward(grads, *saved) if needs[3] else None
-    return of_handle, None, None, of_weights, *[None] * 7
+    return of_handle, None, None, of_weights, *[None] * 8
 
 
 lookup.register_autograd(_backward, setup_context=_keep)

@@ -342,12 +342,18 @@ class RowLayer(nn.Module):
     # ------------------------------------------------------------ graphs of torch.compile
 
     def _by_operator(
-        self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None, last_is_end: bool | None = None
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        last_is_end: bool | None = None,
+        time: Any = None,
     ) -> Tensor:
         """Return the output of a lookup by an operator: see `operators.lookup`."""
         trains = self.handle.requires_grad and torch.is_grad_enabled(), needs_gradient(weights)
         own = self._number, operators.new_call(), self.embedding_dim, self.dtype
-        return operators.lookup(self.handle, ids, offsets, weights, last_is_end, *own, *trains)[0]
+        times = None if time is None else torch.as_tensor(time, dtype=torch.float64)
+        return operators.lookup(self.handle, ids, offsets, weights, last_is_end, *own, *trains, times)[0]
 
     def enter_graph(self, handle: Tensor, trains: bool) -> LayerLayout:
         """Check at each run of a graph what `forward` checks. Return the layout.

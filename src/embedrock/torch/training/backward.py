@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
@@ -54,6 +54,7 @@ class BackwardPass:
         gradients: row gradients that autograd will accumulate, by the id of their handle.
         brought: row gradients of tables that were summed together, with their handles. They become pending when the
             backward ends. None: these gradients are dropped, or in `gradients`.
+        times: of the newest event of the lookups, by the id of their handle, if known.
         has_eager: autograd has accumulated row gradients in this process.
     """
 
@@ -62,6 +63,7 @@ class BackwardPass:
     def __init__(self) -> None:
         self.gradients: dict[int, Gradients] = {}
         self.brought: list[Block] = []
+        self.times: dict[int, float] = {}
 
     @staticmethod
     def running() -> BackwardPass | None:
@@ -80,6 +82,11 @@ class BackwardPass:
             Variable._execution_engine.queue_callback(run._end)
         return run
 
+    def pass_at(self, time: float, handles: Sequence[Any]) -> None:
+        """Record the time of the newest event of a lookup. None among the handles: its gradients are dropped."""
+        for handle in handles:
+            self.times[id(handle)] = max(time, self.times.get(id(handle), time))
+
     def take(self, handle: Any) -> Gradients | None:
         """Take what was brought for a handle out of `brought`; None without any."""
         parts: list[Any] = []
@@ -96,13 +103,13 @@ class BackwardPass:
         brought = self.brought if len(self.brought) < 2 else each_once(self.brought)
         self.brought = []
         for grads, handles in brought:
-            for handle, number in _taken(grads, handles):
-                handle.add_rows(grads.of(number))
+            for handle, number in _taken(grads, handles, self.times):
+                handle.add_rows(grads.of(number), self.times.get(id(handle)))
 
     def _end(self) -> None:
         if self.brought:
             self.arrive()
-        self.gradients = {}
+        self.gradients, self.times = {}, {}
 
 
 _running: dict[int, weakref.ref[BackwardPass]] = {}  # a `WeakValueDictionary` takes five times as long
@@ -121,7 +128,7 @@ def each_once(blocks: list[Block]) -> list[Block]:
     return [(own[0].sum_of(own), [handle]) for handle, own in parts.values()]
 
 
-def _taken(grads: JointGradients, handles: Sequence[Any]) -> list[tuple[Any, int]]:
+def _taken(grads: JointGradients, handles: Sequence[Any], times: Mapping[int, float]) -> list[tuple[Any, int]]:
     """Make gradients pending that no code looks at. Return the other handles, whose gradients must be added."""
     others: list[tuple[Any, int]] = []
     with Pending.arriving:
@@ -133,6 +140,7 @@ def _taken(grads: JointGradients, handles: Sequence[Any]) -> list[tuple[Any, int
                 others.append((handle, number))
                 continue
             pending.joint, pending.number, pending.seen = grads, number, None
+            pending.time = times.get(id(handle)) if times else None
             handle.is_applied = False
             if check.is_settled and check.holder is not None and check.holder() is not None:
                 continue

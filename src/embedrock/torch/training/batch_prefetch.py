@@ -244,7 +244,7 @@ class BatchPrefetcher:
         trains = [sharing for sharing in self._paddings if sharing.handle.requires_grad]
         if not (torch.is_grad_enabled() and trains):
             return [-1] * ranks
-        words = np.full(ranks, 2 + 6 * len(trains))
+        words = np.full(ranks, 2 + 8 * len(trains))
         for sharing in trains:
             if sharing in made.plans:
                 shard, plan = sharing.shard, made.plans[sharing]

@@ -160,23 +160,24 @@ class Handle(HandleValue, nn.Parameter):
         arrived = None if run is None else run.gradients.pop(id(self), None)
         if arrived is None or grad is None:  # the gradient is not of rows: of a penalty on all parameters
             return
+        time = run.times.get(id(self)) if run is not None else None
         if self._sharing is None:  # as the forward set it
-            self._add(arrived, grad)
+            self._add(arrived, grad, time)
             return
         self.is_applied = False
         self._check_origin(grad)
         self.pending.follow(grad)  # before DistributedDataParallel averages it
-        self._sharing.arrive(cast(RowGradients, arrived))  # the CPU holds rows that processes share
+        self._sharing.arrive(cast(RowGradients, arrived), time)  # the CPU holds rows that processes share
 
-    def add_rows(self, rows: RowGradients) -> None:
-        """Add gradients to the pending ones, which other code may have seen."""
+    def add_rows(self, rows: RowGradients, time: float | None = None) -> None:
+        """Add gradients to the pending ones, which other code may have seen. `time`: see `Pending`."""
         grad = self._number()
-        self._add(rows, torch.zeros((), device=self.device) if grad is None else grad)
+        self._add(rows, torch.zeros((), device=self.device) if grad is None else grad, time)
 
-    def _add(self, grads: Gradients, grad: Tensor) -> None:
+    def _add(self, grads: Gradients, grad: Tensor, time: float | None) -> None:
         self.is_applied = False
         self._check_origin(grad)
-        self._show(self.pending.add(grads, grad), grad)
+        self._show(self.pending.add(grads, grad, time), grad)
 
     @property
     def grad(self) -> Tensor | None:
@@ -206,11 +207,14 @@ class Handle(HandleValue, nn.Parameter):
             self.pending.look(self)
         return number_of(self)
 
-    def show(self, grads: Gradients) -> None:
-        """Set the pending gradients to the sums over all processes, and the handle's gradient to their norm."""
+    def show(self, grads: Gradients, time: float | None) -> None:
+        """Set the pending gradients to the sums over all processes, and the handle's gradient to their norm.
+
+        `time`: of the newest event of all, see `Pending`.
+        """
         self._host_executor()  # their executor, even if this process has not looked up rows yet
         number = torch.zeros((), dtype=torch.float32, device=self.device) if self.grad is None else self.grad
-        self._show(self.pending.show(grads, number), self.grad)
+        self._show(self.pending.show(grads, number, time), self.grad)
 
     def _show(self, shows: Tensor, grad: Tensor | None) -> None:
         if shows is not grad:

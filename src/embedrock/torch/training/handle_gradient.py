@@ -14,6 +14,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from embedrock.errors import UnsupportedError
 from embedrock.system import forks
+from embedrock.table.event_time import newer
 from embedrock.torch.training.executor import Executor, Gradients, JointGradients
 from embedrock.torch.training.ranks import are_there_groups
 
@@ -381,6 +382,7 @@ class Pending:
         joint: gradients of several tables, which have these as number `number`. Other code has not seen them. None: it
             has, or there are none.
         seen: gradients that other code has seen; None without any.
+        time: of the newest event of the gradients, in seconds since 1970; None: it is not known.
         arriving: lock of `joint`, for all handles.
     """
 
@@ -391,6 +393,7 @@ class Pending:
         self.joint: JointGradients | None = None
         self.number = 0
         self.seen: Gradients | None = None
+        self.time: float | None = None
         self._lock = forks.lock(forks.LockRank.SECTION)
 
     @property
@@ -441,16 +444,17 @@ class Pending:
         elif self.grads is not None:
             self.grads = None if shown is None else self.grads.rescaled_by(shown)
 
-    def show(self, grads: Gradients, number: Tensor) -> HandleGradient:
-        """Replace the gradients, and set a number to their norm. Return the number."""
+    def show(self, grads: Gradients, number: Tensor, time: float | None) -> HandleGradient:
+        """Replace the gradients and their time, and set a number to their norm. Return the number."""
         with self._lock:
-            self.grads = grads
+            self.grads, self.time = grads, time
             return HandleGradient.show(grads, number, self)
 
-    def add(self, grads: Gradients, shown: Tensor) -> HandleGradient:
+    def add(self, grads: Gradients, shown: Tensor, time: float | None) -> HandleGradient:
         """Add gradients to the pending ones, and set the number to the norm of the sum. Return the number."""
         with self._lock:
             self.follow(shown)
             both = grads if self.grads is None else self.executor.merge(self.grads, grads)
+            self.time = time if self.grads is None else newer(self.time, time)
             self.grads = both
             return HandleGradient.show(both, shown, self)

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from embedrock.errors import IdTypeError, UnsupportedError
 from embedrock.system.spans import spanned
 from embedrock.table import batches
 from embedrock.table.batches import FLOAT32, FeatureLayout
+from embedrock.table.event_time import newest_event
 from embedrock.table.missing import Missing, check_reads
 from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, Block, as_it_is, each_once
@@ -241,6 +242,22 @@ class LayerLayout:
             return self.distinct
         return [handle for handle in self.distinct if handle.requires_grad]
 
+    @staticmethod
+    def newest_event(time: Any, trained: Sequence[Handle]) -> float | None:
+        """Return the time of a lookup's newest event, from the times of all. Without training, nothing needs it.
+
+        Raises:
+            ArgumentError: see `newest_event`.
+        """
+        if time is None or not trained:
+            return None
+        rows = [rows_of(handle.table) for handle in trained]
+        if isinstance(time, Tensor):
+            if not (time.is_cpu or any(map(_LIFECYCLE, rows))):
+                return None  # or the host would wait for a GPU
+            time = time.detach().cpu()
+        return newest_event(time, rows, trained[0].label)
+
     def plain(self, given: Sequence[Any]) -> list[np.ndarray] | None:
         """Return ids as arrays; None if some are not dense int64 tensors on the CPU."""
         if set(map(type, given)) != _TENSORS:
@@ -255,6 +272,7 @@ class LayerLayout:
 
 
 _PASSED_BY, _TRAINS = attrgetter("unapplied.passed_by"), attrgetter("requires_grad")
+_LIFECYCLE = attrgetter("lifecycle")
 _GENERATION, _FAMILY = attrgetter("generation"), attrgetter("family")
 _INT64, _TENSORS = np.dtype(np.int64), {Tensor}
 _AS_ARRAY: Callable[[Tensor], np.ndarray] = Tensor.numpy
@@ -285,9 +303,16 @@ class LookupState(ABC):
     Attributes:
         handles: of the features.
         side_by_side: the output is one tensor of all bags.
+        time: of the newest event of the batch, in seconds since 1970; None: it is not known.
     """
 
     side_by_side = False
+    time: float | None = None
+
+    def at(self, time: float | None) -> Self:
+        """Set the time, and return the lookup."""
+        self.time = time
+        return self
 
     def __init__(self, layout: LayerLayout, trained: Sequence[Handle], weights: Sequence[Tensor | None]) -> None:
         self.layout, self.trained, self.weights, self.handles = layout, trained, weights, layout.handles
@@ -331,6 +356,8 @@ class LookupState(ABC):
             What autograd adds for each handle of `trained`.
         """
         brought, run = self.blocks(grads), BackwardPass.current()
+        if self.time is not None:
+            run.pass_at(self.time, [handle for _, handles in brought for handle in handles])
         run.brought += brought if len(brought) < 2 else each_once(brought)
         is_plain = torch._C._will_engine_execute_node(NODE_OF_ANCHOR) and not run.gradients
         is_plain = is_plain and not are_there_groups() and not compiled_autograd.in_compiled_autograd_region

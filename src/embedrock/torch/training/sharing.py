@@ -25,10 +25,11 @@ from embedrock.batch.plan import Plan
 from embedrock.distributed import stages
 from embedrock.distributed.exchange import Brought, Exchange
 from embedrock.distributed.owners import Placement, Replica, Shard, SharedPlan
-from embedrock.distributed.stages import GradientBlock
+from embedrock.distributed.stages import NO_TIME, GradientBlock
 from embedrock.distributed.transport import Op
 from embedrock.errors import ArgumentError, UnsupportedError
 from embedrock.optimizers import Rule
+from embedrock.table.event_time import newer
 from embedrock.table.rows import NOBODY, TableState
 from embedrock.table.stepping import StepRequest, prepare, step_all
 from embedrock.table.table import Table, rows_of
@@ -191,7 +192,7 @@ class RankGroup:
 
     def _share(self, arrived: Brought) -> None:
         for member, grads, square in self.exchange.share(arrived, self.members.get):
-            member.handle.show(SharedGradients.of_ranks(grads, square, member))
+            member.handle.show(SharedGradients.of_ranks(grads, square, member), member.time)
 
     # ------------------------------------------------------------ ranks that have left
 
@@ -227,7 +228,11 @@ class RankGroup:
             rule = replace(member.table.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
             grads = member.handle.pending.grads
             if grads is not None:
-                due.append(StepRequest((rows_of(member.table),), rule, grads.clipped(part["clip"])))
+                due.append(
+                    StepRequest(
+                        (rows_of(member.table),), rule, grads.clipped(part["clip"]), time=member.handle.pending.time
+                    )
+                )
         step_all(due)
         for member in members:
             member.handle.stepped()
@@ -308,7 +313,10 @@ class SharedTable:
         sums_positions: gradients are sent by position, and owners sum them in the order of all ranks' batch.
         executor: executor of lookups, which reads from the owners or on this process.
         served: plan of the last requests of all ranks, and their ids, by rank.
+        time: of the newest event on all ranks, of the last gradients that `fold` returned: see `Pending`.
     """
+
+    time: float | None = None
 
     def __init__(self, handle: Any, group: dist.ProcessGroup) -> None:
         self._handle, self.group, self._is_new = weakref.ref(handle), group, True
@@ -379,12 +387,13 @@ class SharedTable:
 
     # ------------------------------------------------------------ gradients
 
-    def arrive(self, grads: RowGradients) -> None:
-        if isinstance(grads, PositionGradients):
-            self.rank_group.arrive(self, grads.lookups)
-            return
+    def arrive(self, grads: RowGradients, time: float | None) -> None:
         split = grads.plan.split if isinstance(grads.plan, SharedPlan) else None
-        self.rank_group.arrive(self, [GradientBlock(grads.plan.ids, grads.values, split)])
+        blocks = [GradientBlock(grads.plan.ids, grads.values, split)]
+        if isinstance(grads, PositionGradients):
+            blocks = grads.lookups
+        newest = NO_TIME if time is None else int(time)
+        self.rank_group.arrive(self, [block._replace(time=newest) for block in blocks])
 
     @property
     def waits(self) -> float | None:
@@ -410,8 +419,10 @@ class SharedTable:
         else:
             waiting = [GradientBlock(grads.plan.ids, grads.values) for grads in before]
             merged = stages.fold([*waiting, *itertools.chain.from_iterable(ranks)], self._planned)
+        newest = max((block.time for blocks in ranks for block in blocks), default=NO_TIME)
+        self.time = newer(handle.pending.time if before else None, None if newest == NO_TIME else newest)
         if handle.table.mode == "w":
-            handle.table.check_step(merged)  # otherwise only ranks with room would make the step
+            handle.table.check_step(merged, self.time)  # otherwise only ranks with room would make the step
         return merged
 
     def turned_away(self, grads: RowGradients) -> tuple[np.ndarray, np.ndarray] | None:
@@ -424,7 +435,7 @@ class SharedTable:
         if rows.shared is None or is_whole or self.table.mode != "w":
             return None
         with rows.table_lock.whole():
-            decision = prepare(rows, grads.plan).decision
+            decision = prepare(rows, grads.plan, time=self.time).decision
         if decision is None or decision.rows is None:
             return NOBODY, grads.values[:0]
         return decision.turned_away, grads.values[~decision.rows]
