@@ -7,7 +7,6 @@ rank, and `Oracle` is what must come of all lives, by the verbs of `Table` only.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -71,7 +70,7 @@ def drawn(seed: int, most_ranks: int) -> Program:
     )
     eviction = er.Eviction(
         max_rows=rng.choice((None, 300, 700)),
-        idle=rng.choice((5, 20)),
+        idle=rng.choice((5, 20, "90s")),
         by=rng.choice(("use", "recency", "age")),
         half_life=rng.choice((2, 1000)),
         keep=[5 * 7919, 11],
@@ -82,8 +81,8 @@ def drawn(seed: int, most_ranks: int) -> Program:
     for number in range(rng.choice((2, 3, 4))):
         least = 2 if on_disk and number == 0 and most_ranks > 1 else 1  # a table that one rank made has no parts
         names = [rng.choice(ACTS) for _ in range(rng.randint(1, 4))]
-        while ("look", "forget") in itertools.pairwise(names):  # rows that were looked up may be stepped, and stay
-            names.remove("look")
+        if "forget" in names:  # rows that were looked up may be stepped, and stay
+            names = [name for name in names if name != "look"]
         acts = tuple((name, rng.randrange(2**31)) for name in names)
         lives.append(Life(rng.randint(least, most_ranks), (("train", rng.randrange(2**31)), *acts), rng.random() < 0.8))
     return Program(
@@ -117,6 +116,12 @@ def forgotten_of(seed: int) -> np.ndarray:
     return np.unique(np.random.default_rng(seed).integers(0, SPREAD, 30)) * 7919
 
 
+def time_of(program: Program, steps: int, place: int) -> int | None:
+    """Return the time of a block's events, in seconds, where the table goes by it; `steps` were made before."""
+    is_by_time = program.eviction is not None and isinstance(program.eviction.idle, str)
+    return 10**9 + 10 * steps + place % 7 if is_by_time else None
+
+
 EVERY = np.arange(-3, SPREAD + 3) * 7919
 
 
@@ -130,6 +135,7 @@ class Player:
             options |= {"path": self.folder / "t.rock", "memory": "1MiB", "reshard": "auto", "keep": 3}
         kind = getattr(torch, program.dtype)
         self.layer = ert.Embedding(None, DIM, dtype=kind, sharded=group, positions=program.positions, **options)
+        self.place = rank  # of the next block of a step
         rule: Any = program.rule
         given = {field.name: getattr(rule, field.name) for field in fields(rule)}
         self.rows = getattr(ert, type(rule).__name__)(self.layer, **given)
@@ -149,10 +155,13 @@ class Player:
         """Train by ids and gradients of batches. The last batch of a step says so."""
         depth = self.program.depth
         for ids, grads, is_last in ert.prefetch(batches, {self.layer: lambda one: one[0]}, depth) if depth else batches:
-            out = self.layer(torch.from_numpy(ids))
+            place = self.place if len(ids) else 0
+            out = self.layer(torch.from_numpy(ids), time=time_of(self.program, self.layer.table.steps, place))
             out.backward(torch.from_numpy(grads).to(out.dtype))
+            self.place += self.life.ranks
             if is_last:
                 self.step()
+                self.place = self.rank
 
     def unevenly(self, seed: int) -> None:
         """Train by batches of which each rank has another number."""
@@ -260,21 +269,28 @@ class Oracle:
     def train(self, seed: int, life: Life) -> None:
         for step, count in enumerate(steps_of(seed)):
             blocks = [block_of(seed + step, place) for place in range(count)]
+            time = self._time(blocks)
             if self.program.positions:  # those of all ranks are one batch
                 rounds = [blocks[first : first + life.ranks] for first in range(0, count, life.ranks)]
                 blocks = [tuple(map(np.concatenate, zip(*each, strict=True))) for each in rounds]
-            self._step(blocks)
+            self._step(blocks, time)
+
+    def _time(self, blocks: Sequence[Any]) -> int | None:
+        places = [place if len(ids) else 0 for place, (ids, _) in enumerate(blocks)]
+        times = [time_of(self.program, self.table.steps, place) for place in places]
+        return None if None in times else max(times)  # pyright: ignore
 
     def unevenly(self, seed: int, life: Life) -> None:
         for step in range(3):
             blocks = [block_of(seed + step, rank) for rank in range(life.ranks) if step < 3 - rank]
+            time = self._time(blocks)
             if self.program.positions:
                 blocks = [tuple(map(np.concatenate, zip(*blocks, strict=True)))]
-            self._step(blocks)
+            self._step(blocks, time)
 
-    def _step(self, blocks: Sequence[Any]) -> None:
+    def _step(self, blocks: Sequence[Any], time: int | None) -> None:
         made = [self.table.sum(self.table.plan(ids), in_dtype(grads, self.program.dtype)) for ids, grads in blocks]
-        self.table.step(RowGradients.sum_of(made))
+        self.table.step(RowGradients.sum_of(made), time=time)
 
     def forget(self, seed: int, life: Life) -> None:
         self.table.forget(forgotten_of(seed))
