@@ -26,7 +26,7 @@ f32 = np.float32
 f64 = np.float64
 
 ZERO, ONE = f32(0), f32(1)
-NOTHING = f32(-0.0)  # added to a row, it leaves every bit
+NOTHING = f32(-0.0)  # what is added to it keeps every bit
 
 
 @inlined
@@ -277,17 +277,8 @@ def _pairwise(numbers):
         return _pairwise(numbers[:half]) + _pairwise(numbers[half:])
     whole, total = count - count % 8, 0.0
     if whole:
-        a, b, c, d, e, f, g, h = (
-            numbers[0],
-            numbers[1],
-            numbers[2],
-            numbers[3],
-            numbers[4],
-            numbers[5],
-            numbers[6],
-            numbers[7],
-        )
-        for i in range(8, whole, 8):
+        a = b = c = d = e = f = g = h = f64(NOTHING)
+        for i in range(0, whole, 8):
             a += numbers[i]
             b += numbers[i + 1]
             c += numbers[i + 2]

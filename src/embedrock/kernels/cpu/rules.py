@@ -120,12 +120,7 @@ def dense_rmsprop(w, s, g, a):
 
 
 def adam(w, s, g, a):
-    step_size, rest1, rest2, eps = (
-        f32(a.step_size),
-        f32(a.one_minus_beta1),
-        f32(a.one_minus_beta2),
-        f32(a.eps),
-    )
+    step_size, rest1, rest2, eps = f32(a.step_size), f32(a.one_minus_beta1), f32(a.one_minus_beta2), f32(a.eps)
     dim = w.shape[0]
     for d in range(dim):
         m = s[d] + (g[d] - s[d]) * rest1
