@@ -1,7 +1,5 @@
 """Compilation and launch of CPU kernels."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable
