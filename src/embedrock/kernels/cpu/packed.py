@@ -24,9 +24,8 @@ def read_row(rows, slot, out):
     """Write the weights of a row to `out`, float32 (dim,)."""
     if isinstance(rows, types.Array):
         return _read_words
-    if isinstance(rows.types[-1], types.Array):
-        return _read_listed
-    return _read_bytes if rows[0].dtype == types.int8 else _read_halves
+    is_listed = isinstance(rows.types[-1], types.Array)
+    return _read_bytes if is_listed or rows[0].dtype == types.int8 else _read_halves
 
 
 def _read_words(rows, slot, out):
@@ -42,22 +41,20 @@ def _scale_and_offset(rows, slot, group):
     return decode(rows.scales[slot, rows.scale_start + group]), offset
 
 
+@by_types
+def _number(rows, code):
+    """Return the number of a code of a byte."""
+    is_listed = isinstance(rows.types[-1], types.Array)
+    return (lambda rows, code: rows.values[code]) if is_listed else (lambda rows, code: f32(code))
+
+
 def _read_bytes(rows, slot, out):
     for start in range(0, out.shape[0], rows.group):
         scale, offset = _scale_and_offset(rows, slot, start // rows.group)
         part = out[start : start + rows.group]
         codes = rows.codes[slot, start : start + part.shape[0]]
         for d in range(part.shape[0]):
-            part[d] = f32(codes[d]) * scale + offset
-
-
-def _read_listed(rows, slot, out):
-    for start in range(0, out.shape[0], rows.group):
-        scale, offset = _scale_and_offset(rows, slot, start // rows.group)
-        part = out[start : start + rows.group]
-        codes = rows.codes[slot, start : start + part.shape[0]]
-        for d in range(part.shape[0]):
-            part[d] = rows.values[codes[d]] * scale + offset
+            part[d] = _number(rows, codes[d]) * scale + offset
 
 
 def _read_halves(rows, slot, out):
