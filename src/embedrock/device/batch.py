@@ -165,13 +165,6 @@ class DeviceBatch:
         """One tensor of each allocation."""
         return [self.placed, self.given, self.keys, self.order]
 
-    # Zeroed counters, by which programs find the last one, or count. The counters of sums come before them.
-    @property
-    def tickets_of_bags(self) -> Tensor | TensorPart:
-        """Counters of `kernels.bags`: int32 (1 + k,)."""
-        k = len(self.executors)
-        return self.tickets[-k - 1 :]
-
     # ------------------------------------------------------------ rows
 
     def read(self) -> Tensor:

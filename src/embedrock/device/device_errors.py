@@ -119,9 +119,10 @@ class DeviceErrors:
     def _take(self) -> None:
         code, value, first, refused = self._take_back()
         for other in [other for other in list(_all) if other._rows_of() is not None]:
-            if code == BESIDE and other._has_refused(first):
+            its, _, _, since = other.tensor.tolist()
+            if code == BESIDE and its not in (0, BESIDE) and since == first:  # its error has refused the step
                 other._take()
-            elif code != BESIDE and other._is_of_refused(first):
+            elif code != BESIDE and (its == BESIDE or (its == NONFINITE and since == first)):  # it has no other error
                 other._take_back()
         if code == BESIDE:
             raise NonFiniteGradientError(
@@ -150,16 +151,6 @@ class DeviceErrors:
                 0,
                 np.empty(0, np.int64),
             )
-
-    def _is_of_refused(self, step: int) -> bool:
-        """Return whether the table took part in a refused step and has no other error."""
-        code, _, _, first = self.tensor.tolist()
-        return code == BESIDE or (code == NONFINITE and first == step)
-
-    def _has_refused(self, step: int) -> bool:
-        """Return whether the table's own error has refused a step, as the first one."""
-        code, _, _, first = self.tensor.tolist()
-        return code not in (0, BESIDE) and first == step
 
     def _take_back(self) -> tuple[int, int, int, int]:
         """Undo the count of refused steps.

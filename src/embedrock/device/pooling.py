@@ -39,7 +39,8 @@ class DeviceBags:
         joined = executor.on_device(torch.cat(starts)) if starts else cuts
         count, n = sum(self.counts), sum(sizes)
         self._offsets, self._of_positions, self._words = carved(device, layout((count + 1, n, count)))
-        args = batch.tables, batch.paddings, batch.tickets_of_bags, self._offsets, self._of_positions, self._words
+        tickets = batch.tickets[-len(batch.executors) - 1 :]  # behind the counters of sums
+        args = batch.tables, batch.paddings, tickets, self._offsets, self._of_positions, self._words
         kernels.bags(joined, cuts, len(sizes), *args)
 
     def pool(self, rows: Tensor) -> tuple[Tensor, Tensor]:

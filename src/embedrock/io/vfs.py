@@ -297,8 +297,7 @@ def write_whole(
             return
         system.link(path, link_to)
     except BaseException:
-        with contextlib.suppress(OSError):
-            file.close()
+        file.close()
         with contextlib.suppress(OSError):
             system.unlink(path)
         raise

@@ -5,8 +5,6 @@ file of its reference. ``gpu`` is Triton, which some machines lack. GPU kernels 
 slots. Each set is imported at first use, because importing Numba takes longer than all the rest.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING

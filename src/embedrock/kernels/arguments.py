@@ -6,8 +6,6 @@ A kernel knows its rule by the type of these tuples: one step kernel is compiled
 A history holds such constants for every step, as rows of an array. ``ADAM_COLUMN.eps`` is the column of `eps`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -2,8 +2,6 @@
 Triton.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 # ---------------------------------------------------------------- the generator: docs/first-values.md

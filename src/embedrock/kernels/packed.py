@@ -1,7 +1,5 @@
 """`PackedRows`: rows of weights in 8 or 4 bits, as kernels take them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

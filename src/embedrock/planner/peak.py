@@ -35,12 +35,10 @@ TABLE_BYTES = 300 << 10  # of each table: objects, threads, and one kept batch
 def in_ram(demand: Demand, rows: float) -> int:
     """Return the RAM of a table, or group, in RAM, with `rows` records."""
     spec, slots = demand.spec, demand.spec.rows
-    if (
-        slots is not None
-        and not demand.members
-        and slots * spec.record_bytes + DenseIndex.bytes_for(slots) <= FITS_BYTES
-    ):
-        return _scattered(spec, slots, rows) + DenseIndex.bytes_for(slots)
+    if slots is not None and not demand.members:
+        index = DenseIndex.bytes_for(slots)
+        if slots * spec.record_bytes + index <= FITS_BYTES:
+            return _scattered(spec, slots, rows) + index
     held = int(min(rows, math.inf if slots is None else slots))
     return held * spec.record_bytes + HashIndex.bytes_for(held, slots) + HUGE_PAGE
 
@@ -60,9 +58,8 @@ def on_disk(spec: Spec, placement: RamLayout, rows: float, logged: float) -> int
     filled = int(min(placement.slots, rows))
     records = _in_order(filled * spec.record_bytes, placement.slots * spec.record_bytes)
     share = filled / placement.slots
-    directory = (
-        SlotCache.bytes_for(placement.slots) if logged else int(1.5 * share * SlotCache.bytes_for(placement.slots))
-    )
+    whole = SlotCache.bytes_for(placement.slots)
+    directory = whole if logged else int(1.5 * share * whole)
     most = max(placement.overlay_bytes, LEAST_OVERLAY_BYTES)
     index = 0 if not logged else most if math.isinf(rows) else min(most, int(rows) * OVERLAY_ROW_BYTES)
     beyond = max(0, index - placement.overlay_bytes) + int(min(logged, MOST_LISTED)) * LISTED_ROW_BYTES

@@ -43,6 +43,7 @@ from embedrock.table.storage import check_step
 from embedrock.table.table import Table
 
 KEEP_HOURS = 6.0
+Sources = tuple[Mapping[str, SourceTable], int | None]  # tables by their published names, and the training step
 LOG_SHARE, MOST_LOGS = 1.5, 256  # logs of so many bytes of the base, or so many logs, are compacted into a new base
 
 
@@ -138,20 +139,20 @@ def publish_last(path: str, folder: str, options: PublishOptions, names: Mapping
             with _last_sources(path, options, names):
                 pass
         # The folder is locked first: or another publisher may show a later commit than this one before it.
-        with _opened(options.system, folder) as out, _last_sources(path, options, names) as sources:
-            return _NextStep(out, sources.tables).publish(sources.step, options)
+        with _opened(options.system, folder) as out, _last_sources(path, options, names) as (tables, step):
+            return _NextStep(out, tables).publish(step, options)
 
     return with_last_commit(options.system, path, publish_now)
 
 
 @contextlib.contextmanager
-def _last_sources(path: str, options: PublishOptions, names: Mapping[str, str] | None) -> Iterator[_Sources]:
+def _last_sources(path: str, options: PublishOptions, names: Mapping[str, str] | None) -> Iterator[Sources]:
     with _last_commits(path, options) as commits:
         own = [one.name for one in commits[0].manifest.members]
         names = {each or _stem(path): each for each in own} if names is None else names
         for name in set(names.values()).difference(own):
             raise ArgumentError(f"{path} has no commit with table {name!r} yet. Call commit() first.")
-        yield _Sources.of([(commit, names) for commit in commits], options)
+        yield _sources([(commit, names) for commit in commits], options)
 
 
 @contextlib.contextmanager
@@ -199,25 +200,18 @@ def _stem(path: str) -> str:
     return os.path.splitext(os.path.basename(path))[0]
 
 
-class _Sources(NamedTuple):
-    """Tables to publish as one step, by their published names, and the training step."""
-
-    tables: Mapping[str, SourceTable]
-    step: int | None
-
-    @classmethod
-    def of(cls, commits: Sequence[tuple[TableFolder, Mapping[str, str]]], options: PublishOptions) -> _Sources:
-        """Return tables of open commits. See `publish_commits`."""
-        if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
-            raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
-        check_step(options.step)
-        parts = dict[str, list[tuple[TableFolder, TableEntry]]]()
-        for commit, names in commits:
-            members = {member.name: member for member in commit.manifest.members}
-            for new, name in names.items():
-                parts.setdefault(new, []).append((commit, members[name]))
-        tables = {new: SourceTable.of(each, options.dtype, options.inits.get(new)) for new, each in parts.items()}
-        return cls(tables, commits[0][0].manifest.step if options.step is None else options.step)
+def _sources(commits: Sequence[tuple[TableFolder, Mapping[str, str]]], options: PublishOptions) -> Sources:
+    """Return the tables of open commits, by their published names, and their training step: see `publish_commits`."""
+    if not isinstance(options.keep_hours, int | float) or not options.keep_hours >= 0:
+        raise ArgumentError(f"`keep_hours` of publish must be a number of at least 0: got {options.keep_hours!r}.")
+    check_step(options.step)
+    parts = dict[str, list[tuple[TableFolder, TableEntry]]]()
+    for commit, names in commits:
+        members = {member.name: member for member in commit.manifest.members}
+        for new, name in names.items():
+            parts.setdefault(new, []).append((commit, members[name]))
+    tables = {new: SourceTable.of(each, options.dtype, options.inits.get(new)) for new, each in parts.items()}
+    return tables, commits[0][0].manifest.step if options.step is None else options.step
 
 
 def publish_commits(
@@ -231,9 +225,9 @@ def publish_commits(
         folder: absolute path of the folder.
         options: see `PublishOptions`.
     """
-    sources = _Sources.of(commits, options)
+    tables, step = _sources(commits, options)
     with _opened(options.system, folder) as out:
-        return _NextStep(out, sources.tables).publish(sources.step, options)
+        return _NextStep(out, tables).publish(step, options)
 
 
 class _NextStep:

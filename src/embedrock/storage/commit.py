@@ -26,6 +26,7 @@ from embedrock.store.segments import CRC_BYTES
 from embedrock.store.table_folder import TableFolder
 from embedrock.system import platform
 from embedrock.system.arena import cut
+from embedrock.system.scopes import on_failure
 from embedrock.system.spans import spanned
 
 AT_END = "interpreter shutdown"  # in the error of Python 3.12 and newer for threads that start too late
@@ -269,21 +270,14 @@ class CommitWriter:
         self._place(piece)
 
     def _append(self, piece: _WriteBuffer) -> None:
-        try:
-            with self._writing:
-                piece.locations = self.tier.store.append_sealed(self._snapshot.log, piece.sealed, piece.ids)
-        except BaseException:
-            self._free(piece, DIRTY)
-            raise
+        with on_failure(lambda: self._free(piece, DIRTY)), self._writing:
+            piece.locations = self.tier.store.append_sealed(self._snapshot.log, piece.sealed, piece.ids)
         del piece.sealed
 
     def _place(self, piece: _WriteBuffer) -> None:
         # The order is free: each id comes once, and no row leaves the cache before the files have it.
-        try:
+        with on_failure(lambda: self._free(piece, DIRTY)):
             self.tier.store.place(piece.ids, piece.locations)
-        except BaseException:
-            self._free(piece, DIRTY)
-            raise
         self._free(piece)
 
     def _free(self, piece: _WriteBuffer, more: int = 0) -> None:

@@ -28,6 +28,7 @@ from embedrock.store.reading import NAMED
 from embedrock.store.record_store import ALL_IDS, LocatedRecords, RecordStore
 from embedrock.store.segments import damaged
 from embedrock.system.interrupts import held_back
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import format_bytes
 from embedrock.system.spans import spanned
 
@@ -568,13 +569,10 @@ class DiskBackend(Backend):
         pin = _CachePin(self)
         with held_back(), self.table_lock.ahead():
             self._pins.add(pin)
-        try:
+        with on_failure(pin.release):
             ids = ids if np.all(ids[1:] > ids[:-1]) else make_plan(ids).ids
             while ids.size:
                 ids = self._bring_part(ids, pin)
-        except BaseException:
-            pin.release()
-            raise
         return pin
 
     def _bring_part(self, ids: np.ndarray, pin: _CachePin) -> np.ndarray:

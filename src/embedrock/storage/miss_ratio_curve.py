@@ -191,17 +191,12 @@ class _SeenIds:
         some = sample(ids, self._share)
         new = some[self._ids.find(some) < 0]
         while self._ids.count + len(new) > MOST_SEEN:
-            self._thin_out()
-            new = sample(new, self._share)
+            self._share, kept = 2 * self._share, HashIndex(MOST_SEEN)
+            for seen, _ in self._ids.batches(1 << 16):
+                kept.insert(sample(seen, self._share))
+            self._ids, new = kept, sample(new, self._share)
         self._ids.insert(new)
         return float(len(new) * self._share)
-
-    def _thin_out(self) -> None:
-        self._share *= 2
-        kept = HashIndex(MOST_SEEN)
-        for ids, _ in self._ids.batches(1 << 16):
-            kept.insert(sample(ids, self._share))
-        self._ids = kept
 
 
 def sample(ids: np.ndarray, share: int) -> np.ndarray:

@@ -17,17 +17,10 @@ from embedrock.system.ram import memory_limit
 
 Size: TypeAlias = int | float | str  # size as users pass it
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    **dict.fromkeys(("K", "KIB"), 2**10),
-    **dict.fromkeys(("M", "MIB"), 2**20),
-    **dict.fromkeys(("G", "GIB"), 2**30),
-    **dict.fromkeys(("T", "TIB"), 2**40),
+UNITS = {"": 1, "B": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("", 1024), ("IB", 1024))
 }
 AUTO = "auto"  # for tables on disk: measured while they train
 MAP = "map"  # for readers: no cache of their own

@@ -304,10 +304,10 @@ class MemTable:
         sizes = self._bounds[numbers + 1] - starts
         return gathered(self._memory, starts, sizes), sizes
 
-    def in_order_of_hashes(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers from `lo` to `hi` in order of their hashes, and the hashes."""
-        order = np.argsort(self._known[lo:hi]) + lo
-        return order, self._known[order]
+    @property
+    def hashes(self) -> np.ndarray:
+        """Return the hashes of the strings, int64 (count,)."""
+        return self._known[: self.count]
 
 
 class Recent:

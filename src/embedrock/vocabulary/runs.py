@@ -237,12 +237,9 @@ def write_fresh(log: Log, memtable: MemTable, first: int, lo: int, hi: int) -> S
             yield HashEntries(numbers + first, sizes.astype(np.uint32)[:, None], texts)
 
     def by_hashes() -> Iterator[HashEntries]:
-        order, hashes = memtable.in_order_of_hashes(lo, hi)
-        at = 0
-        for numbers in _pieces(order, memtable):
+        for numbers in _pieces(np.argsort(memtable.hashes[lo:hi]) + lo, memtable):
             texts, sizes = memtable.texts(numbers)
-            keys = hashes[at : at + len(numbers)]
-            at += len(numbers)
+            keys = memtable.hashes[numbers]
             columns = np.stack([keys >> TAG_SHIFT, numbers + first, sizes], axis=1).astype(np.uint32)
             yield HashEntries(keys, columns, texts)
 
@@ -275,14 +272,11 @@ def _merged(sources: Sequence[Iterator[HashEntries]]) -> Iterator[HashEntries]:
             first, rest = entries.split(int(np.searchsorted(entries.keys, limit, "right")))
             taken.append(first)
             waiting[number] = rest if len(rest.keys) else next(sources[number], None)
-        yield _sorted(pages_of.joined(taken))
-
-
-def _sorted(entries: HashEntries) -> HashEntries:
-    order = np.argsort(entries.keys, kind="stable")  # a stable sort of a few ascending parts takes one pass
-    columns = entries.columns[order]
-    texts = pages_of.gathered(entries.texts, entries.starts[order], columns[:, -1])
-    return HashEntries(entries.keys[order], columns, texts)
+        some = pages_of.joined(taken)
+        order = np.argsort(some.keys, kind="stable")  # a stable sort of a few ascending parts takes one pass
+        columns = some.columns[order]
+        texts = pages_of.gathered(some.texts, some.starts[order], columns[:, -1])
+        yield HashEntries(some.keys[order], columns, texts)
 
 
 def _write(

@@ -432,7 +432,7 @@ class Vocabulary(ClosedAtEnd):
                 f"{self.subject} is open for writing, and another process cannot have it so. Commit it, and give the "
                 'other process one that reads: er.Vocabulary(path, mode="r").'
             )
-        return _opened, (self.path, self._memory, self._step)
+        return functools.partial(Vocabulary, mode="r", step=self._step), (self.path, self._memory)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -478,10 +478,6 @@ def _listed(texts: bytes, sizes: np.ndarray, kind: type, subject: str) -> list[A
         raise IdTypeError(
             f"strings of {subject} must be UTF-8 to be text: got {error.object[:80]!r}. Pass kind=bytes."
         ) from None
-
-
-def _opened(path: str, memory: int, step: int | None) -> Vocabulary:
-    return Vocabulary(path, memory, "r", step=step)
 
 
 def _restored(texts: bytes, sizes: np.ndarray, memory: int) -> Vocabulary:

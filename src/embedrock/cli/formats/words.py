@@ -15,7 +15,6 @@ import numpy as np
 from embedrock.cli.formats.arrays import as_id, is_number
 from embedrock.cli.formats.base import (
     BLOCK_BYTES,
-    FileError,
     LineSink,
     Output,
     ReadOptions,
@@ -143,12 +142,9 @@ class WordSource(VectorSource):
         for row, word in enumerate(words):
             try:
                 ids[row] = as_id(word.decode("latin-1"))
-            except ValueError as error:
+            except ValueError:
                 remedy = f"Leave --ids {WORDS} out: rows are then numbered, and the words kept beside the table."
-                raise FileError(
-                    f"{self.path}, {self.place(first + row)}: expected an int64 as word, for it is the id; "
-                    f"got {word[:60]!r}. {remedy}"
-                ) from error
+                self.fail("an int64 as word, for it is the id", f"{word[:60]!r}", remedy, self.place(first + row))
         return RowBatch(ids, vectors)
 
 

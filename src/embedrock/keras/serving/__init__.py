@@ -1,3 +1,1 @@
 """Models without Embedrock: rows as variables of TensorFlow, looked up by its own operations."""
-
-from __future__ import annotations

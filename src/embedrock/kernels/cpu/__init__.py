@@ -1,7 +1,5 @@
 """Kernels for the CPU, compiled by Numba at first use and cached on disk."""
 
-from __future__ import annotations
-
 from embedrock.kernels.cpu import addresses as addresses
 from embedrock.kernels.cpu import aio as aio
 from embedrock.kernels.cpu import cache as cache

@@ -4,8 +4,6 @@ A read takes 2.4 microseconds of processor time, against 7.5 for a thread that w
 for files that bypass the page cache; of other files it makes one read after another.
 """
 
-from __future__ import annotations
-
 from numba import types
 
 from embedrock.kernels.cpu.pread import pread

@@ -6,22 +6,16 @@ precision, which some machines lack. No result depends on float32 subnormals. So
 (``torch.set_flush_denormal``) computes the same words.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from embedrock.kernels.cpu.generator import ROUNDING, column_words
-from embedrock.kernels.cpu.runtime import INLINED, inlined
+from embedrock.kernels.cpu.runtime import by_types, inlined
 
 
-def decode(word: Any) -> Any:
-    """Return the float32 value of one word. Compiled code only: the dtype selects the code, below."""
-
-
-@overload(decode, jit_options=INLINED)
-def _compile_decode(word):
+@by_types
+def decode(word):
+    """Return the float32 value of one word."""
     return _DECODERS[word]
 
 
@@ -119,12 +113,9 @@ _NEAREST = {types.float32: inlined(_same), types.uint16: _nearest_bfloat16, type
 _STOCHASTIC = {types.uint16: _stochastic_bfloat16, types.int16: _stochastic_float16}
 
 
-def nearest(value: Any, words: Any) -> Any:
-    """Return the word nearest to a value, ties to even, of the dtype of an array. Compiled code only."""
-
-
-@overload(nearest, jit_options=INLINED)
-def _compile_nearest(value, words):
+@by_types
+def nearest(value, words):
+    """Return the word nearest to a value, ties to even, of the dtype of an array."""
     encode = _NEAREST[words.dtype]
     return lambda value, words: encode(value)
 
@@ -136,15 +127,9 @@ def store_row_nearest(words, values):
         words[column] = nearest(values[column], words)
 
 
+@by_types
 def store_row(words, values, row_id, seed, step):
-    """Encode `values` (dim,) into `words` (dim,), rounded stochastically by (seed, row_id, column, step).
-
-    Compiled code only.
-    """
-
-
-@overload(store_row, jit_options=INLINED)
-def _compile_store_row(words, values, row_id, seed, step):
+    """Encode `values` (dim,) into `words` (dim,), rounded stochastically by (seed, row_id, column, step)."""
     if words.dtype == types.float32:
         return lambda words, values, row_id, seed, step: store_row_nearest(words, values)
     encode = _STOCHASTIC[words.dtype]

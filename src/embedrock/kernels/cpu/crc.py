@@ -145,22 +145,13 @@ def _fold(typingctx: Any, source: Any, target: Any, chunks: Any, crc: Any) -> An
 
 
 @inlined
-def _low(word):
-    return np.uint32(word & np.uint64(0xFFFFFFFF))
-
-
-@inlined
-def _high(word):
-    return np.uint32(word >> np.uint64(32))
-
-
-@inlined
 def copy_by_products(source, target, low, high):
     """Copy as `copy_by_tables`, on processors with the instruction."""
     crc, chunks = _begin(low, high), target.shape[0] // CHUNK_WORDS
     if chunks:
         a, b = _fold(source, target, chunks, crc)
-        crc = _slice(_low(a), 12) ^ _slice(_high(a), 8) ^ _slice(_low(b), 4) ^ _slice(_high(b), 0)
+        crc = _slice(np.uint32(a), 12) ^ _slice(np.uint32(a >> np.uint64(32)), 8)
+        crc ^= _slice(np.uint32(b), 4) ^ _slice(np.uint32(b >> np.uint64(32)), 0)
     return _copy_rest(source, target, chunks * CHUNK_WORDS, crc)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from embedrock.kernels.cpu.addresses import int32s, uint8s
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_at, prefetch_to_write
-from embedrock.kernels.cpu.runtime import kernel
+from embedrock.kernels.cpu.runtime import inlined, kernel
 from embedrock.kernels.keys import ADDRESS, BITS, ID, LENGTH, PART_BITS
 
 AHEAD = 20  # 12 took a sixth longer, 32 and 48 a tenth
@@ -60,6 +60,19 @@ def _write(direct, number, key, slot):
     return slot
 
 
+@inlined
+def _put(direct, entries, bits, key, slot):
+    """Write the slot of a key to its table, and return the slot, and whether the hash table has one key more."""
+    number = _table(direct, key)
+    if number >= 0:
+        return _write(direct, number, key, slot), False
+    position = _entry(entries, key, bits)
+    is_new = entries[position, 1] == 0
+    entries[position, 0] = key
+    entries[position, 1] = slot + 1
+    return slot, is_new
+
+
 @kernel(over="ids", reads=("ids",), grain=4096)
 def find(direct, entries, ids, slots, lo, hi):
     if direct.shape[0] == 1 and direct[0, BITS] == 1:  # the only table, without a hash table
@@ -91,14 +104,8 @@ def insert(direct, entries, ids, slots, used, slot_ids):
         if i + AHEAD < ids.shape[0] and entries.shape[0] > 0:
             prefetch(entries, _home(ids[i + AHEAD], bits), 16)
         if slots[i] < 0:
-            number, slots[i] = _table(direct, ids[i]), used
-            if number < 0:
-                position = _entry(entries, ids[i], bits)
-                entries[position, 0] = ids[i]
-                entries[position, 1] = used + 1
-                hashed += 1
-            else:
-                slots[i] = _write(direct, number, ids[i], used)
+            slots[i], is_hashed = _put(direct, entries, bits, ids[i], used)
+            hashed += is_hashed
             if slot_ids.shape[0] > 0:
                 slot_ids[used] = ids[i]
             used += 1
@@ -110,14 +117,7 @@ def rehash(old, direct, entries):
     bits, hashed = _bits(entries.shape[0]), 0
     for i in range(old.shape[0]):
         if old[i, 1] != 0:
-            number = _table(direct, old[i, 0])
-            if number < 0:
-                position = _entry(entries, old[i, 0], bits)
-                entries[position, 0] = old[i, 0]
-                entries[position, 1] = old[i, 1]
-                hashed += 1
-            else:
-                _write(direct, number, old[i, 0], old[i, 1] - 1)
+            hashed += _put(direct, entries, bits, old[i, 0], old[i, 1] - 1)[1]
     return hashed
 
 
@@ -127,12 +127,5 @@ def set_values(direct, entries, ids, values):
     for i in range(ids.shape[0]):
         if i + AHEAD < ids.shape[0]:
             prefetch_to_write(entries, _home(ids[i + AHEAD], bits), 16)
-        number = _table(direct, ids[i])
-        if number < 0:
-            position = _entry(entries, ids[i], bits)
-            hashed += entries[position, 1] == 0
-            entries[position, 0] = ids[i]
-            entries[position, 1] = values[i] + 1
-        else:
-            _write(direct, number, ids[i], values[i])
+        hashed += _put(direct, entries, bits, ids[i], values[i])[1]
     return hashed

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from embedrock.kernels.cpu.prefetch import emit_prefetch
+from embedrock.kernels.cpu.runtime import by_types
 
 LANES = 8
 WIDE, NARROW = 64, 16  # columns that are summed together: four registers of AVX-512, or one; eight or two of AVX2
@@ -119,17 +119,8 @@ def put(typingctx: Any, total: Any, address: Any) -> Any:
     return types.void(total, types.intp), generate
 
 
-def _asker(for_writing: int) -> Any:
-    @intrinsic
-    def ask(typingctx: Any, total: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            emit_prefetch(builder, args[1], ir.Constant(_WORD, 4 * total.count), for_writing)
-            return context.get_dummy_value()
-
-        return types.void(total, types.intp), generate
-
-    return ask
-
-
-# Prefetch the columns at an address that `plus` will add, or that `put` will write.
-ask_for, ask_to_write = _asker(0), _asker(1)
+@by_types
+def size_of(total):
+    """Return the bytes of columns, for a prefetch of those that `plus` will add, or that `put` will write."""
+    nbytes = 4 * total.count
+    return lambda total: nbytes

@@ -5,8 +5,6 @@ old versions. The cache lies beside the sources, so every clone compiles anew. T
 give two kernels one file. Here the digest covers all kernel files, and a writer holds a lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -16,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
@@ -92,7 +90,7 @@ class _Locator(_CacheLocator):
         return f"{self._py_func.__code__.co_firstlineno}-{Path(self._py_file).parent.name}"
 
     @classmethod
-    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> Self:
         return cls(py_func, py_file)
 
 

@@ -4,16 +4,13 @@ The type of the rows selects the code when a kernel is compiled. Codes are compu
 float32 subnormals, as in `codec`: scales are so large that all of them round to the code of zero.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from embedrock.kernels.constants import LEAST_NORMAL, LEAST_OFFSET, LEAST_SCALE, LEAST_STEP, MOST_OF_INT8
 from embedrock.kernels.cpu.codec import decode, store_row_nearest
 from embedrock.kernels.cpu.prefetch import prefetch
-from embedrock.kernels.cpu.runtime import INLINED, inlined
+from embedrock.kernels.cpu.runtime import by_types, inlined
 
 f32 = np.float32
 f64 = np.float64
@@ -22,17 +19,13 @@ u32 = np.uint32
 NOTHING = f32(-0.0)  # added to a weight, it leaves every bit
 
 
-def read_row(rows: Any, slot: Any, out: Any) -> None:
-    """Write the weights of a row to `out`, float32 (dim,). Compiled code only."""
-
-
-@overload(read_row, jit_options=INLINED)
-def _compile_read_row(rows, slot, out):
+@by_types
+def read_row(rows, slot, out):
+    """Write the weights of a row to `out`, float32 (dim,)."""
     if isinstance(rows, types.Array):
         return _read_words
-    if isinstance(rows.types[-1], types.Array):
-        return _read_listed
-    return _read_bytes if rows[0].dtype == types.int8 else _read_halves
+    is_listed = isinstance(rows.types[-1], types.Array)
+    return _read_bytes if is_listed or rows[0].dtype == types.int8 else _read_halves
 
 
 def _read_words(rows, slot, out):
@@ -48,22 +41,20 @@ def _scale_and_offset(rows, slot, group):
     return decode(rows.scales[slot, rows.scale_start + group]), offset
 
 
+@by_types
+def _number(rows, code):
+    """Return the number of a code of a byte."""
+    is_listed = isinstance(rows.types[-1], types.Array)
+    return (lambda rows, code: rows.values[code]) if is_listed else (lambda rows, code: f32(code))
+
+
 def _read_bytes(rows, slot, out):
     for start in range(0, out.shape[0], rows.group):
         scale, offset = _scale_and_offset(rows, slot, start // rows.group)
         part = out[start : start + rows.group]
         codes = rows.codes[slot, start : start + part.shape[0]]
         for d in range(part.shape[0]):
-            part[d] = f32(codes[d]) * scale + offset
-
-
-def _read_listed(rows, slot, out):
-    for start in range(0, out.shape[0], rows.group):
-        scale, offset = _scale_and_offset(rows, slot, start // rows.group)
-        part = out[start : start + rows.group]
-        codes = rows.codes[slot, start : start + part.shape[0]]
-        for d in range(part.shape[0]):
-            part[d] = rows.values[codes[d]] * scale + offset
+            part[d] = _number(rows, codes[d]) * scale + offset
 
 
 def _read_halves(rows, slot, out):
@@ -78,12 +69,9 @@ def _read_halves(rows, slot, out):
             part[2 * pairs] = f32(codes[pairs] & 15) * scale + offset
 
 
-def ask_for_row(rows: Any, slot: Any, dim: Any) -> None:
-    """Prefetch a row. Compiled code only."""
-
-
-@overload(ask_for_row, jit_options=INLINED)
-def _compile_ask_for_row(rows, slot, dim):
+@by_types
+def ask_for_row(rows, slot, dim):
+    """Prefetch a row."""
     if isinstance(rows, types.Array):
         return lambda rows, slot, dim: prefetch(rows, slot, dim * rows.itemsize)
     return _ask_for_packed
@@ -96,12 +84,9 @@ def _ask_for_packed(rows, slot, dim):
         prefetch(rows.offsets, slot, rows.offsets.shape[1] * rows.offsets.itemsize)
 
 
-def write_row(rows: Any, slot: Any, values: Any) -> None:
-    """Overwrite a row by `values`, float32 (dim,), rounded to nearest. Compiled code only."""
-
-
-@overload(write_row, jit_options=INLINED)
-def _compile_write_row(rows, slot, values):
+@by_types
+def write_row(rows, slot, values):
+    """Overwrite a row by `values`, float32 (dim,), rounded to nearest."""
     if isinstance(rows, types.Array):
         return lambda rows, slot, values: store_row_nearest(rows[slot, : values.shape[0]], values)
     return _write_bytes if rows[0].dtype == types.int8 else _write_halves

@@ -10,7 +10,7 @@ import numpy as np
 
 from embedrock.kernels.cpu.addresses import address_of, float32s, words_at
 from embedrock.kernels.cpu.codec import decode, nearest
-from embedrock.kernels.cpu.lanes import NARROW, WIDE, ask_for, ask_to_write, narrow, plus, put, square_sum, wide
+from embedrock.kernels.cpu.lanes import NARROW, WIDE, narrow, plus, put, size_of, square_sum, wide
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_at, prefetch_to_write_at
 from embedrock.kernels.cpu.runtime import inlined, kernel
 
@@ -26,7 +26,7 @@ f32 = np.float32
 f64 = np.float64
 
 ZERO, ONE = f32(0), f32(1)
-NOTHING = f32(-0.0)  # added to a row, it leaves every bit
+NOTHING = f32(-0.0)  # what is added to it keeps every bit
 
 
 @inlined
@@ -99,10 +99,10 @@ def _sum_columns(start, column, lo, hi, bags, rows):
         for bag in range(max(lo, bounds[f]), end):
             place, total = _place(places, bounds, f, bag) + offset, start
             if bag + NEXT_BAGS < end:
-                ask_to_write(total, place + NEXT_BAGS * places[f, 1])
+                prefetch_to_write_at(place + NEXT_BAGS * places[f, 1], size_of(total))
             for j in range(begins[bag], ends[bag]):
                 if j + AHEAD < last and slots[inverse[j + AHEAD]] >= 0:
-                    ask_for(total, stored + slots[inverse[j + AHEAD]] * width)
+                    prefetch_at(stored + slots[inverse[j + AHEAD]] * width, size_of(total))
                 slot, weight = slots[inverse[j]], weights[j] if weighted else ONE
                 if slot >= 0:
                     total = plus(total, weight, stored + slot * width)
@@ -183,7 +183,7 @@ def _gather_columns(start, column, lo, hi, segments, given):
             total = start
             for i in range(starts[k], starts[k + 1]):
                 if i + AHEAD < end:
-                    ask_for(total, origin + stride * order[i + AHEAD])
+                    prefetch_at(origin + stride * order[i + AHEAD], size_of(total))
                 total = plus(total, ONE, origin + stride * order[i])
             put(total, out + k * values.strides[0])
         return
@@ -199,7 +199,7 @@ def _gather_columns(start, column, lo, hi, segments, given):
                     until += 1
             for i in range(j, until):
                 if i + AHEAD < end:  # of no use if it is another feature's
-                    ask_for(total, origin + stride * _bag_of(bags, order[i + AHEAD]))
+                    prefetch_at(origin + stride * _bag_of(bags, order[i + AHEAD]), size_of(total))
                 bag = _bag_of(bags, order[i])
                 factor = scale[bag] if scaled else ONE
                 factor = weights[order[i]] * factor if weighted else factor
@@ -277,17 +277,8 @@ def _pairwise(numbers):
         return _pairwise(numbers[:half]) + _pairwise(numbers[half:])
     whole, total = count - count % 8, 0.0
     if whole:
-        a, b, c, d, e, f, g, h = (
-            numbers[0],
-            numbers[1],
-            numbers[2],
-            numbers[3],
-            numbers[4],
-            numbers[5],
-            numbers[6],
-            numbers[7],
-        )
-        for i in range(8, whole, 8):
+        a = b = c = d = e = f = g = h = f64(NOTHING)
+        for i in range(0, whole, 8):
             a += numbers[i]
             b += numbers[i + 1]
             c += numbers[i + 2]

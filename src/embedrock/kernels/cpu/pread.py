@@ -5,8 +5,6 @@ next piece. Callers read along. Python threads with one call per read were rejec
 busy, each hand-over costs up to 5 ms.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

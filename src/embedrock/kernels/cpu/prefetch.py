@@ -1,7 +1,5 @@
 """Software prefetch: loads of memory into the cache before use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

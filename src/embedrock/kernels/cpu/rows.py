@@ -1,9 +1,6 @@
 """Reading, summing and stepping rows on the CPU: see ``tests/reference/rows.py`` for the specification."""
 
-from typing import Any
-
 from numba import types
-from numba.extending import overload
 
 from embedrock.kernels.cpu.codec import decode, nearest, store_row
 from embedrock.kernels.cpu.directory import find
@@ -11,7 +8,7 @@ from embedrock.kernels.cpu.lanes import square_sum
 from embedrock.kernels.cpu.packed import ask_for_row, read_row, write_row
 from embedrock.kernels.cpu.prefetch import prefetch, prefetch_to_write
 from embedrock.kernels.cpu.rules import refresh_row, update_row
-from embedrock.kernels.cpu.runtime import INLINED, kernel
+from embedrock.kernels.cpu.runtime import by_types, kernel
 
 # Rows are copied by loops: an assignment of slices checks for overlap each time.
 
@@ -81,12 +78,9 @@ def row_squares(values, squares, lo, hi):
         squares[k] = square_sum(values[k])
 
 
-def _step_words(words: Any, state: Any, grad: Any, numbers: Any, scratch: Any, part: Any, *key: Any) -> None:
-    """Step one row of words, which `key` rounds. Compiled code only: the dtype of the words selects the code, below."""
-
-
-@overload(_step_words, jit_options=INLINED)
-def _compile_step_words(words, state, grad, numbers, scratch, part, row_id, seed, step):
+@by_types
+def _step_words(words, state, grad, numbers, scratch, part, row_id, seed, step):
+    """Step one row of words, which the last three round."""
     return _step_in_place if words.dtype == types.float32 else _step_and_round
 
 

@@ -1,7 +1,5 @@
 """Compilation and launch of CPU kernels."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable
@@ -9,6 +7,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from numba import njit
+from numba.extending import overload
 
 from embedrock.kernels.cpu.machine_code import KernelCache
 from embedrock.kernels.cpu.threads import LEAST_WORK, run
@@ -24,6 +23,17 @@ _FLAGS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
 INLINED: Any = {**_FLAGS, "forceinline": True}
 inlined = njit(**INLINED)
 _IS_WRITEABLE = attrgetter("flags.writeable")  # some arrays are read by one call of `map`
+
+
+def by_types(choose: Callable[..., Any]) -> Any:
+    """Make a function for compiled code only. For the types of its arguments, `choose` returns its code."""
+
+    @functools.wraps(choose)
+    def chosen(*args: Any) -> Any:
+        raise NotImplementedError
+
+    overload(chosen, jit_options=INLINED)(choose)
+    return chosen
 
 
 ROW_WORK = 32  # columns that take as long as the miss of a row

@@ -4,12 +4,7 @@ import numpy as np
 
 from embedrock.kernels.cpu.runtime import inlined, kernel
 
-_CONSTANTS = (
-    np.uint64(0x736F6D6570736575),
-    np.uint64(0x646F72616E646F6D),
-    np.uint64(0x6C7967656E657261),
-    np.uint64(0x7465646279746573),
-)
+_CONSTANTS = tuple(map(np.uint64, (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)))
 _BYTE = np.uint64(8)
 _SURROGATES, _LAST = (np.uint32(0xD800), np.uint32(0xE000)), np.uint32(0x10FFFF)
 

@@ -5,8 +5,6 @@ of our own. Numba's ``parallel=True`` was rejected. The OpenMP or TBB pool spins
 stalls of 4 to 60 ms were measured. It also breaks after a fork.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import os

@@ -168,11 +168,7 @@ def _taken(words, at, bits):
     return np.int64(found & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
 
 
-@kernel(
-    over="out",
-    reads=("firsts", "words", "codes", "widths", "hashes", "data", "starts", "stops"),
-    grain=256,
-)
+@kernel(over="out", reads=("firsts", "words", "codes", "widths", "hashes", "data", "starts", "stops"), grain=256)
 def find_packed(firsts, words, codes, widths, hashes, data, starts, stops, out, lo, hi):
     size_bits, id_bits, code_bits = widths[0], widths[1], widths[2]
     for i in range(lo, hi):

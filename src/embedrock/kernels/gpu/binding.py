@@ -13,8 +13,6 @@ from math import prod
 from types import NoneType
 from typing import Any
 
-Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
-
 
 class TensorPart:
     """Part of a tensor's memory that kernels take by address.

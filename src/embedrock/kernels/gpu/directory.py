@@ -50,18 +50,12 @@ def blocks(n):
 
 
 @inlined
-def _mix(key):
-    # The finalizer of MurmurHash3, as in tests/reference/directory.py.
-    h = key
-    h = (h ^ (h >> 33)) * _MIX_1
-    h = (h ^ (h >> 33)) * _MIX_2
-    return h ^ (h >> 33)
-
-
-@inlined
 def _home(key, seed, size):
     """Return the first place for an id's entry, and the hash bits of that entry."""
-    h = _mix(key.to(tl.uint64) ^ seed)
+    h = key.to(tl.uint64) ^ seed
+    h = (h ^ (h >> 33)) * _MIX_1  # the finalizer of MurmurHash3, as in tests/reference/directory.py
+    h = (h ^ (h >> 33)) * _MIX_2
+    h ^= h >> 33
     return (((h >> 32) * size.to(tl.uint64)) >> 32).to(tl.int64), (h << 32).to(tl.int64)
 
 

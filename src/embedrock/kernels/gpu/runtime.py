@@ -4,12 +4,10 @@ If ``TRITON_INTERPRET=1`` was set before the first import of Triton, kernels run
 with the same results.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import triton
@@ -48,7 +46,7 @@ class RecordForm(NamedTuple):
     block: int = 0
     align: int = 0  # (Triton 3.8 gives kernels the fields of a tuple, and no properties)
 
-    def tiled(self, most_rows: int | None = None) -> RecordForm:
+    def tiled(self, most_rows: int | None = None) -> Self:
         """Return the layout for kernels. The default number of rows gives each thread 16 bytes of weights."""
         block = max(4, 1 << (self.dim - 1).bit_length())
         rows = most_rows or max(1, 512 // block)
