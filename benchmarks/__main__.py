@@ -20,7 +20,7 @@ from benchmarks.published import PUBLISHED
 from benchmarks.report import Report, machine_facts, write_json
 from benchmarks.serving import SERVING
 from benchmarks.shards import SHARDS
-from benchmarks.step import IDS, LOOKUP, STEP, TABLE_SIZES, UPDATE
+from benchmarks.step import IDS, LOOKUP, POLICIES, STEP, TABLE_SIZES, UPDATE
 from benchmarks.stream import STREAM
 from benchmarks.tables import DLRM, GROUPS
 from embedrock.cli.terminal.arguments import writable_file
@@ -39,6 +39,7 @@ BENCHMARKS = (
     IDS,
     LOOKUP,
     UPDATE,
+    POLICIES,
     TABLE_SIZES,
     CREATE,
     DLRM,

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from benchmarks.benchmark import ROUNDS, SIZES, Benchmark, Option, Task, several_rows
 from benchmarks.implementations import LEARNING_RATE, Implementation, Step, fbgemm_tables, import_torch, training_step
 from benchmarks.options import BenchmarkOptions
@@ -155,13 +157,26 @@ LOOKUP = Benchmark(
 # ---------------------------------------------------------------- update
 
 
-def table_update(workload: Workload) -> Step:
-    """Train `embedrock.Table` by its own verb."""
+def table_update(workload: Workload, **options: Any) -> Step:
+    """Train `embedrock.Table` by its own verb. Policies are given by their arguments."""
     import embedrock as er
 
-    table = er.Table(workload.rows, workload.dim, rule=er.Adam(lr=LEARNING_RATE))
+    kinds: dict[str, Any] = {"admission": er.Admission, "eviction": er.Eviction}
+    own = {name: kinds[name](**each) if name in kinds else each for name, each in options.items()}
+    table = er.Table(workload.rows, workload.dim, rule=er.Adam(lr=LEARNING_RATE), **own)
     ids, gradient = [batch.ravel() for batch in workload.ids()], workload.gradient()[:, 0]
     return lambda index: table.update(ids[index], gradient)
+
+
+def timed_update(workload: Workload) -> Step:
+    """Train a table whose rows are idle by the time of their events, all of one moment."""
+    import embedrock as er
+
+    idle = er.Eviction(idle="30 days")
+    table = er.Table(workload.rows, workload.dim, rule=er.Adam(lr=LEARNING_RATE), eviction=idle)
+    ids, gradient = [batch.ravel() for batch in workload.ids()], workload.gradient()[:, 0]
+    times = np.full(workload.lookups, 1.7e9)
+    return lambda index: table.update(ids[index], gradient, time=times)
 
 
 def group_update(workload: Workload) -> Step:
@@ -190,6 +205,24 @@ UPDATE = Benchmark(
     (_not_slower("ours-table", 0.75), _not_slower("ours-group", 0.5)),
     (Workload(rows=100_000, batch=64, features=1),),
     BenchmarkOptions(steps=300),
+)
+
+_HALF = {"max_rows": 100_000, "by": "recency"}  # of the rows that the batches touch
+POLICIES = Benchmark(
+    "policies",
+    "`Table.update` of rows that come, go or stay; for targets, --beside an older checkout",
+    (
+        Implementation("none", "Table.update", table_update, 3),
+        Implementation("frozen", "frozen=range(100)", partial(table_update, frozen=range(100)), 3),
+        Implementation("admission", "Admission(2)", partial(table_update, admission={"min_count": 2}), 3),
+        Implementation("idle", "Eviction(idle=10_000)", partial(table_update, eviction={"idle": 10_000}), 3),
+        Implementation("events", "Eviction(idle='30 days') and time=", timed_update, 3),
+        Implementation("limit", "Eviction(max_rows=100_000)", partial(table_update, eviction=_HALF), 3),
+        Implementation("segments", "the same, segments=256", partial(table_update, eviction=_HALF, segments=256), 3),
+    ),
+    (_not_slower("none", 1.02),),
+    (Workload(rows=1_000_000, batch=4096, features=1),),
+    BenchmarkOptions(together=True),
 )
 
 # ---------------------------------------------------------------- rows

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from embedrock import kernels
-from embedrock.batch.plan import Plan, bounds_of, make_plan, merge_plans, plan_of_rows
+from embedrock.batch.plan import Plan, bounds_of, merge_plans, plan_of_rows
 from embedrock.batch.pooling import ONES, Bags, places_of, sum_bags
 from embedrock.errors import ArgumentError
 from embedrock.system.buffers import buffers
@@ -170,7 +170,9 @@ class RowGradients:
         """Return the gradients of the rows selected by a mask, bool (unique,)."""
         if rows.all():
             return self
-        return RowGradients.sum(make_plan(self.plan.ids[rows]), self.values[rows])  # the new plan has its own order
+        plan = self.plan
+        slots = plan.slots[rows] if plan.slots.size else plan.slots  # not known yet
+        return RowGradients.of_rows(plan_of_rows(plan.ids[rows], slots, plan.epoch), self.values[rows])
 
     def with_values(self, values: np.ndarray) -> RowGradients:
         return RowGradients.of_rows(self.plan, values)
