@@ -133,6 +133,16 @@ def test_the_commit_of_the_best_epoch_is_kept_while_it_may_be_restored(tmp_path:
     table.close()
 
 
+def test_the_first_epoch_stays_while_other_callbacks_commit(tmp_path: Path):
+    model, seen = make_model(tmp_path / "t.rock", keep=1), Dense()
+    saved = keras.callbacks.ModelCheckpoint(str(tmp_path / "m.keras"))  # Keras takes the first weights twice
+    stops = keras.callbacks.EarlyStopping("number", mode="min", patience=9, restore_best_weights=True)
+    number = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(number=epoch))
+    fit(model, number, stops, seen, saved)
+    check_same(contents(model), seen.kept[0])
+    model.layers[0].table.close()
+
+
 def test_tables_of_a_group_share_a_commit_of_the_best_epoch(tmp_path: Path):
     group = er.Group(path=tmp_path / "group.rock", memory="8MiB")
     inputs = keras.Input((2,), dtype="int64")

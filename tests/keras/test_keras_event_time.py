@@ -79,7 +79,8 @@ def test_fit_evicts_by_the_time_of_the_event(how: str, kind: Any, eager: bool):
 def test_outside_of_programs_times_may_have_any_form():
     rows, optimizer = embedding(), erk.optimizer(keras.optimizers.SGD(1.0))
     forms = [DAY, 2.0 * DAY + 0.5, np.array([np.datetime64("1970-01-04")]), tf.constant([4 * DAY], tf.int64),
-             tf.constant(5.0 * DAY, tf.float64), np.array([[1.0], [6.0]]) * DAY]  # fmt: skip
+             tf.constant(5.0 * DAY, tf.float64), np.array([[1.0], [6.0]]) * DAY,
+             tf.ragged.constant([[7 * DAY], [], [1, 2]], dtype=tf.int64)]  # fmt: skip
     for day, form in enumerate(forms, 1):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(rows(np.array([day]), time=form))

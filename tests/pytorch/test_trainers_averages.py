@@ -308,6 +308,11 @@ def test_a_swap_of_a_model_and_its_average():
     ):
         optimizers[0].step()
     optimizers[0].zero_grad()
+    for use, done in ((copy.deepcopy, "copied"), (ert.average, "averaged")):
+        with pytest.raises(
+            er.UnsupportedError, match=rf"cannot be {done}: .* or load a state dict into the model\. Aft"
+        ):
+            use(models[0])
     for average, model in zip(averages, models, strict=True):
         swap(average.module, model)
     assert all(map(torch.equal, contents(models[0]), before))
@@ -317,6 +322,27 @@ def test_a_swap_of_a_model_and_its_average():
             average.update_parameters(model)
     check_close(*models)
     check_close(averages[0].module, averages[1].module)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_a_model_that_loads_a_state_trains_on_beside_its_old_average(is_swapped: bool):
+    models, optimizers, averages = pair()
+    for average, model in zip(averages, models, strict=True):
+        state = copy.deepcopy(model.state_dict())
+        if is_swapped:
+            swap(average.module, model)
+        model.load_state_dict(state)
+    check_close(*models)
+    train(models, optimizers)
+    check_close(*models)
+    with pytest.raises(er.UnsupportedError, match=r"not known\. Make it anew: ert\.average\(model\)"):
+        averages[0].update_parameters(models[0])
+    new = [swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5)) for model in models]
+    train(models, optimizers, 1)
+    for average, model in zip(new, models, strict=True):
+        average.update_parameters(model)
+    check_close(*models)
+    check_close(new[0].module, new[1].module)
 
 
 def test_a_model_that_takes_its_average_over():

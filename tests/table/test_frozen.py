@@ -200,6 +200,23 @@ def test_gradients_of_frozen_rows_are_no_part_of_sums_and_their_errors():
     np.testing.assert_array_equal(table.lookup(EVERY), before)
 
 
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_a_table_that_shrinks_keeps_the_frozen_rows_it_still_has(rows: int | None, tmp_path: Path):
+    frozen = [3, range(8, 12)] if rows else [-5, 3, range(8, 12)]
+    with er.Table(rows, DIM, rule=er.SGD(lr=0.1), frozen=frozen, path=tmp_path / "t", seed=0) as table:
+        before, first = table.lookup(EVERY[:10]), table.commit(name="first")
+        assert table.shrink(10) == 0
+        table.update(EVERY[:10], np.ones((10, DIM), np.float32))
+        assert (table.lookup(EVERY[:10]) == before).all(1).nonzero()[0].tolist() == [3, 8, 9]
+        small = table.commit(name="small")
+        table.rollback(first)
+        assert table.spec.frozen is not None
+        assert table.spec.frozen.has(np.array([-5, 3, 11])).tolist() == [rows is None, True, True]
+    with er.open(tmp_path / "t", mode="r", at=small) as reader:
+        assert reader.spec.frozen is not None
+        assert reader.spec.frozen.ranges == [[3, 4], [8, 10]]
+
+
 # -------------------------------------------------------------------- dense rules
 
 

@@ -80,6 +80,11 @@ class FrozenRows:
         both = FrozenRows.of([range(*pair) for pair in (*self.ranges, *other.ranges)])
         return both is not None and both.ranges == other.ranges
 
+    def below(self, count: int) -> FrozenRows:
+        """Return those of them in ``[0, count)``."""
+        cut = [[max(start, 0), min(stop, count)] for start, stop in self.ranges]
+        return FrozenRows([pair for pair in cut if pair[0] < pair[1]])
+
     def has(self, ids: np.ndarray) -> np.ndarray:
         """Return which ids (n,) are among them: bool (n,)."""
         at = self._first.searchsorted(ids, "right") - 1

@@ -241,7 +241,8 @@ def shrink(rows: TableState, count: int) -> int:
         raise ArgumentError(
             f"{rows.subject} cannot shrink: its rows are those of {spec.init}. Leave them: they take no RAM."
         )
-    fewer = replace(spec, rows=count, init=cut_values(spec.init, count))
+    frozen = None if spec.frozen is None else spec.frozen.below(count)
+    fewer = replace(spec, rows=count, init=cut_values(spec.init, count), frozen=frozen)
     pools, old = rows.location.idle_pools(), rows.tier
     gone = np.concatenate([NOBODY, *(ids[outside(ids, count)] for ids in old.id_batches(reading.EXPORT_BATCH_ROWS))])
 

@@ -188,12 +188,15 @@ def refuse_legacy_format(layer: Any) -> None:
         )
 
 
+_holds = weakref.WeakValueDictionary[tuple[int, str], set[int]]()
+
+
 class KeptRows:
     """Rows in the weights that `EarlyStopping` keeps: a commit on disk, or a copy in RAM.
 
     Args:
         layer: layer of the rows.
-        name: name of the commit, which all tables of a group share. It is released with this object.
+        name: name of the commit, which all tables of a group share. It is released with the last object of its name.
     """
 
     shape = ()
@@ -203,7 +206,10 @@ class KeptRows:
         if table.is_on_disk and table.mode != "r":
             if table.uncommitted or table.commits()[-1]["name"] != name:
                 table.commit(step=iterations_of(layer), name=name)
-            weakref.finalize(self, _release, weakref.ref(table), name)
+            if (hold := _holds.get((id(table), name))) is None:
+                hold = _holds[id(table), name] = set()
+                weakref.finalize(hold, _release, weakref.ref(table), name)
+            self._hold = hold  # Keras takes the weights of the first epoch twice
         self._state = reference_to(table) if table.is_on_disk else table.state()
 
     def put_back(self) -> None:

@@ -263,6 +263,8 @@ def whole_seconds(time: Any, label: str) -> Any:
     Raises:
         ArgumentError: they are neither numbers nor dates.
     """
+    if isinstance(time, tf.RaggedTensor):
+        time = time.flat_values
     if tf.is_tensor(time) or isinstance(time, keras.KerasTensor):
         is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(time.dtype))
         return keras.ops.cast(keras.ops.floor(time), "int64") if is_float else time

@@ -443,6 +443,7 @@ class RowLayer(nn.Module):
             self.handle.average.load(*row_state.weights_of(state))
             return
         self.handle.changed()
+        self.handle.shown = None
         if (shard := self.handle.shard) is not None and shard.is_elsewhere:
             return
         self._check_part(state)
@@ -525,8 +526,7 @@ class RowLayer(nn.Module):
         self.handle.check_untouched()
         if self.handle.state_dicts.is_saved_first(destination, prefix):
             average = self.handle.average
-            if self.handle.shown is not None:
-                self.handle.shown.refuse_in_model("saved")
+            self.handle.check_shows_rows("saved")
             tensors = self._own_tensors() if average is None else row_state.averaged_tensors(average, self.handle.label)
             self.handle.state_dicts.watch(tensors.values())
             destination.update({prefix + key: tensor for key, tensor in tensors.items()})

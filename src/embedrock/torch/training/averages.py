@@ -66,9 +66,10 @@ class RowAverage:
 
     def note(self, grads: Gradients) -> None:
         """Record the rows before a step by these gradients."""
-        if self.handle.shown is not None:
-            self.refuse_in_model("stepped")
+        self.handle.check_shows_rows("stepped")
         self.check_rule(self.table.rule)
+        if self._is_lost():
+            return  # an error at its next use, and none in steps of a model that goes on without it
         self.settle()
         ids = grads.row_ids()
         self._noted.append(_RowsBefore(ids, self.table.lookup(ids)))
@@ -80,8 +81,13 @@ class RowAverage:
         """Raise the error of an action while the model shows the averages."""
         raise UnsupportedError(
             f"rows of {self.handle.label} cannot be {done}: the layer shows their averages, as in the validation of "
-            "Lightning's WeightAveraging. Swap the model and its average back before."
+            "Lightning's WeightAveraging. Swap the model and its average back before, or load a state dict into the "
+            "model. After an interrupted validation, callback._swap_models(model) of Lightning swaps."
         )
+
+    def _is_lost(self) -> bool:
+        """Return whether something else than a step changed the rows, and no averages were loaded since."""
+        return self._loaded is None and rows_of(self.table).version.of_rows > self._latest
 
     def _follow_from_here(self) -> None:
         """Take the current rows as the last update, and record changes from here."""
@@ -113,7 +119,7 @@ class RowAverage:
             (ids, averages), self._loaded = self._loaded, None
             self._clear()
             self._store(ids, averages.astype(np.float64) - self.table.lookup(ids))
-        if rows_of(self.table).version.of_rows > self._latest:
+        if self._is_lost():
             raise UnsupportedError(
                 f"rows of {self.handle.label} were changed by something else than an optimizer's step (assign, "
                 "load_state_dict, rollback, table.update), so that their average is not known. Make it anew: "
@@ -206,6 +212,7 @@ class AveragedHandle(Handle):
     def of(handle: Handle) -> AveragedHandle:
         """Make the handle of the averages of a handle's rows."""
         handle.check_whole("averaged")
+        handle.check_shows_rows("averaged")
         average, made = RowAverage(handle), AveragedHandle(handle.table)
         made.average, made.label = average, f"the average of {handle.label}"
         made.pending.executor = made._host = average.executor()

@@ -361,6 +361,11 @@ class Handle(HandleValue, nn.Parameter):
                 average.become_rows()
             generation.advance()
 
+    def check_shows_rows(self, done: str) -> None:
+        """Raise `UnsupportedError` while lookups return averages in place of the rows."""
+        if self.shown is not None:
+            self.shown.refuse_in_model(done)
+
     def _is_untouched(self) -> bool:
         # The value is checked too, because fused optimizers and writes to .data keep the version. The check is for
         # the CPU only, because reading from another device waits for it.
@@ -585,6 +590,7 @@ class Handle(HandleValue, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         Handle.before_copy(memo)
         if id(self) not in memo:
+            self.check_shows_rows("copied")
             made = handle_of(copy.deepcopy(self.table, memo))
             made.requires_grad_(self.requires_grad)
             made.move(self.device)
