@@ -218,7 +218,7 @@ class KeptRows:
         if layer.table.is_on_disk:
             go_to_reference(layer, self._state)
         else:
-            layer.table.load_state(self._state)
+            layer.table.load_state(self._state, grow=True)  # the layer may have grown since
         layer.handle.pending.drop()
 
 
