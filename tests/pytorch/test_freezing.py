@@ -112,8 +112,8 @@ def test_hooks_of_a_layer_stay(ids: Any):
 
 def test_a_layer_with_a_forward_of_its_own_is_refused():
     class Scaled(ert.Embedding):
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-            return 2 * super().forward(input)
+        def forward(self, input: Tensor, time: Any = None) -> Tensor:  # noqa: A002
+            return 2 * super().forward(input, time=time)
 
     class Named(ert.Embedding):
         pass

@@ -74,7 +74,11 @@ class WrongRate(RuleSuite):
     def make_table(self, rule: er.Rule, **arguments: Any) -> er.Table:
         table = er.Table(ROWS, DIM, rule=rule, **arguments)
         exact = table.update
-        table.update = lambda ids, grads, lr=None, **changes: exact(ids, grads, (lr or rule.lr) * 1.01, **changes)
+
+        def update(ids: Any, grads: Any, lr: float | None = None, time: Any = None, **changes: Any) -> None:
+            exact(ids, grads, (lr or rule.lr) * 1.01, time, **changes)
+
+        table.update = update
         return table
 
 
