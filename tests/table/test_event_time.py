@@ -66,10 +66,10 @@ def year(steps: int, order: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 RATES = [(steps, order) for steps in (50, 300) for order in ORDERS]
-SLOW_RATES = [(20_000, order) for order in ORDERS[:2]] + [(100_000, order) for order in ORDERS]
+SLOW_RATES = [(steps, order) for steps in (20_000, 100_000) for order in ORDERS]
 
 
-@pytest.mark.parametrize(("steps", "order"), [*RATES, (20_000, "late"), *slow(*SLOW_RATES)])
+@pytest.mark.parametrize(("steps", "order"), [*RATES, (5_000, "late"), *slow(*SLOW_RATES)])
 def test_a_year_evicts_as_a_dict_says_whatever_the_number_of_steps(steps: int, order: str):
     told: list[np.ndarray] = []
     eviction = er.Eviction(idle="30d", evicted=told.append)
