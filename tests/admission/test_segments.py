@@ -157,3 +157,13 @@ def test_a_table_of_fewer_rows_than_segments_is_refused():
         er.ArgumentError, match=r"`max_rows` of a table with segments, .* at least their number, 256: got 255"
     ):
         _ = Spec(None, 2, "float32", None, er.Zeros(), 0, eviction=er.Eviction(max_rows=255)).for_ranks
+
+
+def test_a_decision_holds_after_another_batch_has_numbered_segments():
+    lifecycle = RowLifecycle(SPECS["recency"], "recency")
+    decision = lifecycle.vote(np.arange(3), np.ones(3, bool), True)
+    left = lifecycle.victims(decision)
+    lifecycle.victims(lifecycle.vote(np.arange(50, 90), np.ones(40, bool), True))  # a check of another step
+    lifecycle.note(decision, left)
+    assert lifecycle.usage is not None
+    assert sorted(lifecycle.usage.ids.tolist()) == [0, 1, 2]

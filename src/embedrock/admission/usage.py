@@ -269,6 +269,7 @@ class UsageTracker:
 
     def pass_by(self, excess: np.ndarray, removed: np.ndarray, now: Reading) -> None:
         """Remove the rows evicted in a step, and advance the clock hands."""
+        excess = np.append(excess, np.zeros(len(self._counts) - len(excess), np.int64))  # of segments numbered since
         self._hands = (self._hands + self._looks(excess, now)) % np.maximum(1, self._counts)
         self.remove(removed)
 
