@@ -64,7 +64,7 @@ clean: ## remove .venv and everything generated
 # One stamp per set of extras; pip runs again only after the packaging files changed.
 $(VENV)/.installed-demo: EXTRAS := torch
 $(VENV)/.installed-demo-keras: EXTRAS := keras
-$(VENV)/.installed-test: EXTRAS := torch,gpu,keras,cli,dev
+$(VENV)/.installed-test: EXTRAS := torch,gpu,keras,jax,cli,dev
 $(VENV)/.installed-bench: EXTRAS := torch,cli,bench
 $(VENV)/.installed-%: $(PACKAGING) | $(VENV)/.created
 	@echo "Installing embedrock[$(EXTRAS)] into $(VENV) (the first time takes minutes) ..."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids
 from embedrock.batch.plan import Plan, bounds_of, plan_of_rows, plan_tables, sources_of
 from embedrock.batch.pooling import ONES, Bags, PooledSource
-from embedrock.errors import check_choice
+from embedrock.errors import CacheTooSmallError, check_choice
+from embedrock.optimizers import Rule
 from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
 from embedrock.system import forks
@@ -25,6 +27,7 @@ from embedrock.system.spans import spanned
 from embedrock.table import reading
 from embedrock.table.missing import Missing
 from embedrock.table.rows import TableState
+from embedrock.table.stepping import StepRequest
 from embedrock.table.table import Table, rows_of
 
 _ARRAYS, _NOTHING = {np.ndarray}, type(None)
@@ -518,7 +521,43 @@ def read_planned(batch: Batch, for_weights: bool = False, values: np.ndarray | N
         return _read(_current(batch) if values is None else batch, for_weights, values)
 
 
-def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> Batch:
+def each_once(batch: Batch) -> Batch:
+    """Return the batch of the rows of a planned batch, each once: the ids of a table are the unique ones, in its order.
+
+    The planned batch has one feature of each table, without bags.
+    """
+    parts, ids = list[PoolBatch](), dict[int, np.ndarray]()
+    for part in batch.parts:
+        layout, plan = part.layout, part.plan
+        ids |= {number: plan.ids[plan.of(k)] for k, number in enumerate(layout.numbers)}
+        once = plan_of_rows(plan.ids, plan.slots, plan.epoch, plan.rows, plan.missing > 0)
+        bags = Bags(_NONE, None, plan.rows, layout.own, pooling.NO_BAGS, are_alone=True)
+        at = PositionLayout([], plan.rows, plan.rows, bags, plan.rows[:-1] * (4 * layout.dim))
+        parts.append(PoolBatch(layout, at, once, None, [], ONES))
+    return Batch(batch.layout, [ids[number] for number in range(len(ids))], None, None, parts)
+
+
+def read_once(batch: Batch, outs: Sequence[np.ndarray]) -> tuple[Batch, Batch]:
+    """Write the rows of a batch from `plan` to `outs`, float32 (unique, dim) of each feature.
+
+    Returns:
+        The batch, with present plans, and `each_once` of it, for sums of either.
+    """
+    with batch.layout.table_lock.alone():
+        now = _current(batch)
+        return now, _read(each_once(now), False, outs=outs)
+
+
+def locate(batch: Batch) -> None:
+    """Find the records of a planned batch, which then stay until its step. Caller holds the table lock exclusively."""
+    for part in batch.parts:
+        with suppress(CacheTooSmallError):  # the step raises it
+            part.plan = reading.located(part.layout.rows, part.plan)
+
+
+def _read(
+    batch: Batch, for_weights: bool, known: np.ndarray | None = None, outs: Sequence[np.ndarray] | None = None
+) -> Batch:
     goes_on, arrays, side_by_side = False, batch.arrays, batch.side_by_side
     if side_by_side:
         first = batch.parts[0]
@@ -531,6 +570,9 @@ def _read(batch: Batch, for_weights: bool, known: np.ndarray | None = None) -> B
         else:
             source = PooledSource.of(known)
         begins, bags = layout.columns, part.positions.bags
+        if outs is not None:
+            _pool(part, source, pooling.places_of([outs[number] for number in layout.numbers]))
+            continue
         if not side_by_side:
             dtype = batch.words if bags.are_copies(part.weights) else FLOAT32
             arrays.append(buffers.empty((int(bags.bounds[-1]), layout.dim), dtype))
@@ -623,6 +665,16 @@ def _summed(batch: Batch, places: Sequence[pooling.Places], touched: Sequence[np
                 summed = summed.kept(touched[number][part.plan.of(k)])
             found.append(([table], summed.kept(layout.are_trained(k, summed.plan.ids))))
     return found
+
+
+def requests_of(blocks: Iterable[Block], rules: Mapping[Table, Rule], time: float | None) -> list[StepRequest]:
+    """Return the steps of tables by their rules: see `StepRequest.of_joint`."""
+    parts = [
+        (summed, rules[table], time, number, rows_of(table))
+        for tables, summed in blocks
+        for number, table in enumerate(tables)
+    ]
+    return StepRequest.of_joint(parts)
 
 
 def bind_unstepped(batch: Batch, stepped: Container[Table]) -> None:

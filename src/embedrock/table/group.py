@@ -62,7 +62,7 @@ from embedrock.table.options import (
 )
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
-from embedrock.table.stepping import Part, StepRequest, step_checked
+from embedrock.table.stepping import step_checked
 from embedrock.table.storage import StorageManager, open_or_make, open_volume
 from embedrock.table.stored import StoredVerbs
 from embedrock.table.table import Table, rows_of
@@ -402,12 +402,11 @@ class Group(StoredVerbs):
                 rows = rows_of(table)
                 given.append(checks.floats("grads", grads[name], (*of_table.shape, rows.spec.dim), rows.subject))
                 rules[table] = checks.rule_of_step(rows.spec, lr, {}, rows.subject)
-            parts: list[Part] = []
-            for tables, summed in batches.sum_blocks(batch, given):
+            blocks = batches.sum_blocks(batch, given)
+            for tables, summed in blocks:
                 if not summed.is_finite:
                     _refuse_nonfinite(tables, summed, zip(layout.tables, batch.ids, given, strict=True))
-                parts += [(summed, rules[table], newest, number, rows_of(table)) for number, table in enumerate(tables)]
-            step_checked(StepRequest.of_joint(parts))
+            step_checked(batches.requests_of(blocks, rules, newest))
 
     def _layout(self, ids: Mapping[str, npt.ArrayLike], missing: Missing | None = None) -> FeatureLayout:
         _check_by_name("ids", ids)

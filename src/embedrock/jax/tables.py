@@ -1,0 +1,259 @@
+"""`Tables`: fetches rows for a jitted step, and steps them by its gradients. `Batch`: the rows, inside of the step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from embedrock.batch.ids import check_ids
+from embedrock.errors import ArgumentError
+from embedrock.frontend.row_fetcher import FetchedRows, RowFetcher
+from embedrock.table.group import Group
+from embedrock.table.table import Table
+
+Tree = Any  # a pytree of JAX
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The rows of a batch: a pytree, as an argument of a jitted step.
+
+    Attributes:
+        rows: for each table, float32 (size, dim): each row of the batch once, then zeros.
+        positions: for each array of ids, int32 of its shape: the row of each id.
+        fetched: the batch on the host. None inside of a step.
+    """
+
+    rows: Tree
+    positions: Tree
+    fetched: FetchedRows | None = None
+
+    def lookup(self, *path: Any) -> Tree:
+        """Return the vectors of ids, float32 ``ids.shape + (dim,)``.
+
+        Args:
+            path: key of a table, and keys of its ids, such as ``"item", "history"``. None: of all, as ids were given.
+        """
+        rows, positions = self.rows, self.positions
+        for key in path:
+            rows = rows if isinstance(rows, jax.Array) else rows[key]
+            positions = positions[key]
+        return jax.tree.map(lambda own, at: jax.tree.map(lambda each: _taken(own, each), at), rows, positions)
+
+    def with_rows(self, rows: Tree) -> Batch:
+        """Return the batch with other values of `rows`: those by which a loss is differentiated."""
+        return Batch(rows, self.positions)
+
+
+jax.tree_util.register_dataclass(Batch, ["rows", "positions"], [], drop_fields=["fetched"])
+
+
+def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    return rows.at[positions].get(mode="promise_in_bounds")
+
+
+def all_finite(*trees: Tree) -> jax.Array:
+    """Return whether no number of any tree is NaN or Inf, as a scalar bool.
+
+    Example:
+        >>> bool(all_finite({"w": jnp.ones(3)}, jnp.array([1.0, jnp.nan])))
+        False
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(trees) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], bool))
+
+
+def where(finite: Any, new: Tree, old: Tree) -> Tree:
+    """Return one of two trees of equal structure: `new` if `finite`, else `old`.
+
+    Example:
+        >>> where(False, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
+        [0.0, 0.0]
+    """
+    return jax.tree.map(lambda one, other: jnp.where(finite, one, other) if hasattr(one, "dtype") else one, new, old)
+
+
+class Tables:
+    """Tables whose rows are arguments of jitted steps.
+
+    `fetch` reads the rows of a batch. The step returns their gradients, and `apply` steps the rows by them.
+
+    Args:
+        tables: an `er.Table`, an `er.Group`, or a pytree of tables, such as a dict by name.
+        sharding: of positions over devices, along the first axis of ids. Rows are on all of its devices. None: all are
+            on the default device.
+
+    Raises:
+        ArgumentError: a leaf is no table, or a table occurs twice.
+
+    Example:
+        >>> import embedrock as er, embedrock.jax as ej
+        >>> tables = ej.Tables(er.Table(rows=10**9, dim=2, rule=er.SGD(lr=0.5), init=er.Zeros()))
+        >>> batch = tables.fetch(np.array([7, 3, 7]))
+        >>> step = jax.jit(jax.grad(lambda rows, batch: batch.with_rows(rows).lookup().sum()))
+        >>> grads = step(batch.rows, batch)
+        >>> tables.apply(batch, grads, ej.all_finite(grads))
+        >>> tables.fetch(np.array([3, 7])).lookup().tolist()
+        [[-0.5, -0.5], [-1.0, -1.0]]
+    """
+
+    def __init__(self, tables: Tree, sharding: NamedSharding | None = None) -> None:
+        tree = {name: tables[name] for name in tables} if isinstance(tables, Group) else tables
+        leaves, self._tree = jax.tree.flatten(tree)
+        paths = jax.tree_util.tree_leaves_with_path(tree)
+        self.by_name = {jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths}
+        for name, table in self.by_name.items():
+            if not isinstance(table, Table):
+                raise ArgumentError(
+                    f"`tables` of ej.Tables must be er.Table, or a tree of them: got {table!r}, {name}."
+                )
+            if leaves.count(table) > 1:
+                raise ArgumentError(
+                    f"`tables` of ej.Tables must have each table once: got {table!r} again at {name}. Name it once. "
+                    "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."
+                )
+        self.fetcher, self._counts = RowFetcher(leaves), Counter[str]()
+        self._seen: set[Any] = set()
+        self._shardings = None
+        if sharding is not None:
+            self._shardings = NamedSharding(sharding.mesh, PartitionSpec()), sharding
+
+    def fetch(self, ids: Tree, missing: Any = None) -> Batch:
+        """Return the rows of a batch, on devices. It changes no row.
+
+        Arrays of ids keep one shape for all batches: each new shape compiles a step anew. Pad with an id that is
+        `frozen`, or whose vectors count nothing.
+
+        Args:
+            ids: integers of any shape for each table, as NumPy arrays. In the place of an array, a dict or tuple of
+                arrays has several features of a table.
+            missing: values of rows that are not there: see `Table.lookup`. Such a batch is only read.
+
+        Raises:
+            IdError, IdTypeError: as for `Table.lookup`.
+            ArgumentError: `ids` have another structure than the tables.
+        """
+        batch = self.plan(ids, missing)
+        assert batch.fetched is not None
+        self.fetcher.read(batch.fetched)
+        return self.put(batch)
+
+    def plan(self, ids: Tree, missing: Any = None) -> Batch:
+        """Return a batch on the host, whose rows are not read yet: see `fetch`."""
+        features = [jax.tree.flatten(own, is_leaf=_is_list) for own in self._split("ids", ids)]
+        of_tables = zip(features, self.fetcher.tables, strict=True)
+        fetched = self.fetcher.plan([_joined(_checked(own, table)) for (own, _), table in of_tables], missing)
+        each = zip(self.fetcher.positions(fetched), features, strict=True)
+        return Batch(None, self._tree.unflatten([tree.unflatten(_cut(at, own)) for at, (own, tree) in each]), fetched)
+
+    def put(self, batch: Batch) -> Batch:
+        """Return a batch that was read on its devices."""
+        fetched = batch.fetched
+        assert fetched is not None
+        # The arrays are not written again. JAX may use them as they are, and refers to them until it has copied them.
+        rows, fetched.rows = self._tree.unflatten(fetched.rows), []
+        self._count_signature(fetched.sizes, batch.positions)
+        self._counts["bytes_to_devices"] += sum(array.nbytes for array in jax.tree.leaves((rows, batch.positions)))
+        return Batch(*jax.device_put((rows, batch.positions), self._shardings), fetched)
+
+    def apply(
+        self,
+        batch: Batch,
+        grads: Tree,
+        finite: Any,
+        *,
+        by_position: bool = False,
+        lr: Any = None,
+        time: Any = None,
+    ) -> None:
+        """Make one step of all tables by their rules, or of none.
+
+        Args:
+            batch: of `fetch`.
+            grads: gradients of `batch.rows`. None in the place of an array: the table is not stepped.
+            finite: whether all gradients of the step are finite, those of dense weights included: see `all_finite`.
+            by_position: `grads` are gradients of ``batch.lookup()`` instead, one for each id. The table sums them in a
+                fixed order.
+            lr: learning rate, or a function of the number of steps that returns it, as a schedule of optax; or a tree
+                of these, one of each table. None: each rule's own.
+            time: of the events: see `Table.update`.
+
+        Raises:
+            NonFiniteGradientError: not `finite`, and a table has ``on_nonfinite="raise"``. With "skip", it is counted.
+            ArgumentError: the batch is not of `fetch`, was applied already, or has rows that were stepped since.
+            GradientError: gradients of a wrong shape or dtype.
+        """
+        if batch.fetched is None:
+            raise ArgumentError(
+                "`batch` of apply must be what fetch returned: got a batch that came out of a jitted function, without "
+                "its ids. Keep the one that went in: batch = tables.fetch(ids)."
+            )
+        given = [_joined(jax.tree.leaves(own), 1) for own in self._split("grads", grads)]
+        self._counts["bytes_from_devices"] += sum(own.nbytes for own in given if own is not None)
+        self.fetcher.step(batch.fetched, given, bool(finite), by_position, self._rates(lr), time)
+
+    def _split(self, argument: str, given: Tree) -> list[Any]:
+        """Return the part of each table of an argument."""
+        try:
+            return self._tree.flatten_up_to(given)
+        except (TypeError, ValueError) as error:
+            names = ", ".join(self.by_name) or "one table"
+            raise ArgumentError(f"`{argument}` must have the tree of the tables, {names}: {error}") from error
+
+    def _rates(self, lr: Any) -> list[float | None]:
+        rates = self._split("lr", lr) if isinstance(lr, dict | tuple | list) else [lr] * len(self.by_name)
+        of_steps = zip(rates, self.fetcher.tables, strict=True)
+        rates = [rate(table.steps) if callable(rate) else rate for rate, table in of_steps]
+        return [None if rate is None else float(rate) for rate in rates]
+
+    # ---------------------------------------------------------------- statistics
+
+    def _count_signature(self, sizes: Sequence[int], positions: Tree) -> None:
+        """Count what makes a jitted step compile anew: another size of a table, or another shape of ids."""
+        shapes = jax.tree.structure(positions), *map(np.shape, jax.tree.leaves(positions))
+        if (shapes, tuple(sizes)) not in self._seen:
+            self._counts["compilations_by_shape" if shapes not in self._seen else "compilations_by_size"] += 1
+            self._seen |= {shapes, (shapes, tuple(sizes))}
+
+    def stats(self) -> dict[str, float]:
+        """Return statistics: bytes moved, the padded size of each table, and compilations of a step by their cause.
+
+        Each new shape of ids compiles a step once, `compilations_by_shape`, the first one included. So does a grown
+        size, `compilations_by_size`. Further compilations have other causes, such as a dense weight of another dtype.
+        """
+        counted = "compilations_by_shape", "compilations_by_size", "bytes_to_devices", "bytes_from_devices"
+        sizes = {f"{name}/size".lstrip("/"): size for name, size in zip(self.by_name, self.fetcher.sizes, strict=True)}
+        return {"steps": self.fetcher.steps, **{name: self._counts[name] for name in counted}, **sizes}
+
+
+def _is_list(ids: Any) -> bool:
+    return isinstance(ids, list)
+
+
+def _joined(arrays: Sequence[Any], item: int = 0) -> Any:
+    """Return the arrays of a table as one: several ones flat, with `item` dimensions of an item. None: no array."""
+    if len(arrays) < 2:
+        return arrays[0] if arrays else None
+    return np.concatenate([own.reshape(-1, *own.shape[own.ndim - item :]) for own in map(np.asarray, arrays)])
+
+
+def _checked(ids: Sequence[Any], table: Table) -> Sequence[Any]:
+    """Return several arrays of ids of a table after a check of each, which names positions in it."""
+    return ids if len(ids) == 1 else [check_ids(own, table.rows, table.subject) for own in ids]
+
+
+def _cut(positions: np.ndarray, ids: Sequence[Any]) -> list[np.ndarray]:
+    """Return the positions of each array of ids of a table."""
+    if len(ids) == 1:
+        return [positions]
+    shapes = [np.shape(own) for own in ids]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    return [own.reshape(shape) for own, shape in zip(np.split(positions, ends), shapes, strict=True)]
