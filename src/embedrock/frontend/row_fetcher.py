@@ -202,12 +202,16 @@ class RowFetcher:
     def _stale(self, fetched: FetchedRows) -> list[np.ndarray] | None:
         """Return the rows of each table that have been stepped since they were read; None: any may have changed."""
         made = self.steps - fetched.step
-        if fetched.step < 0 or made > KNOWN_STEPS:
+        if fetched.step < 0 or made > KNOWN_STEPS or (made and any(map(_moves_others, self._rows))):
             return None
         for rows, then in zip(self._rows, fetched.versions, strict=True):
-            if rows.version.now != then + made or (made and _moves_others(rows)):
+            if rows.version.now != then + made:
                 return None
-        since = list(self._stepped)[len(self._stepped) - made :]
+        return self._stepped_since(fetched)
+
+    def _stepped_since(self, fetched: FetchedRows) -> list[np.ndarray]:
+        """Return the rows of each table that the known steps since a read have stepped."""
+        since = list(self._stepped)[max(0, len(self._stepped) - self.steps + fetched.step) :]
         return [_in_any(own, [ids[k] for ids in since]) for k, own in enumerate(self.unique(fetched))]
 
     # ---------------------------------------------------------------- sum and step
@@ -273,13 +277,13 @@ class RowFetcher:
                 f"a batch of {self.subject} is stepped once: this one was stepped already. Nothing has changed. Fetch "
                 "its ids again, and compute the gradients from these rows."
             )
-        if fetched.step == self.steps:
+        made = self.steps - fetched.step
+        if not made:
             return
-        stale = self._stale(fetched)
-        for rows, own in zip(self._rows, stale or [], strict=False):
-            if len(own):
+        for rows, stale in zip(self._rows, self._stepped_since(fetched), strict=True):
+            if len(stale) or made > KNOWN_STEPS or _moves_others(rows):
                 raise ArgumentError(
-                    f"rows of {rows.subject} were stepped since this batch was fetched, {len(own)} of its rows: its "
+                    f"rows of {rows.subject} were stepped since this batch was fetched, {made} steps ago: its "
                     "gradients are those of older rows. Nothing has changed. Fetch a batch after the step before it; "
                     "prefetch reads ahead and keeps rows current."
                 )

@@ -162,7 +162,8 @@ class Tables:
         rows, fetched.rows = self._tree.unflatten(fetched.rows), []
         self._count_signature(fetched.sizes, batch.positions)
         self._counts["bytes_to_devices"] += sum(array.nbytes for array in jax.tree.leaves((rows, batch.positions)))
-        return Batch(*jax.device_put((rows, batch.positions), self._shardings), fetched)
+        rows, positions = jax.device_put((rows, batch.positions), self._shardings)
+        return Batch(rows, positions, fetched)
 
     def apply(
         self,
@@ -211,8 +212,8 @@ class Tables:
     def _rates(self, lr: Any) -> list[float | None]:
         rates = self._split("lr", lr) if isinstance(lr, dict | tuple | list) else [lr] * len(self.by_name)
         of_steps = zip(rates, self.fetcher.tables, strict=True)
-        rates = [rate(table.steps) if callable(rate) else rate for rate, table in of_steps]
-        return [None if rate is None else float(rate) for rate in rates]
+        made: list[Any] = [rate(table.steps) if callable(rate) else rate for rate, table in of_steps]
+        return [None if rate is None else float(rate) for rate in made]
 
     # ---------------------------------------------------------------- statistics
 
