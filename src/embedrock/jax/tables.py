@@ -41,9 +41,16 @@ class Batch:
 
         Args:
             path: key of a table, and keys of its ids, such as ``"item", "history"``. None: of all, as ids were given.
+
+        Raises:
+            ArgumentError: the batch has no such ids.
         """
         rows, positions = self.rows, self.positions
         for key in path:
+            known = range(len(positions)) if isinstance(positions, tuple | list) else positions
+            if isinstance(positions, jax.Array) or key not in known:
+                shapes = jax.tree.map(jnp.shape, self.positions)
+                raise ArgumentError(f"`lookup` must name ids of the batch, {shapes}: got {key!r} of {path}.")
             rows = rows if isinstance(rows, jax.Array) else rows[key]
             positions = positions[key]
         return jax.tree.map(lambda own, at: jax.tree.map(lambda each: _taken(own, each), at), rows, positions)
@@ -53,11 +60,17 @@ class Batch:
         return Batch(rows, self.positions)
 
 
-jax.tree_util.register_dataclass(Batch, ["rows", "positions"], [], drop_fields=["fetched"])
+# Not register_dataclass: its `drop_fields` fails in JAX 0.6 and 0.7.
+_keys = [jax.tree_util.GetAttrKey(name) for name in ("rows", "positions")]
+jax.tree_util.register_pytree_with_keys(
+    Batch, lambda own: ([(key, getattr(own, key.name)) for key in _keys], None), lambda _, parts: Batch(*parts)
+)
 
 
 def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
-    return rows.at[positions].get(mode="promise_in_bounds")
+    own: Any = jax.typeof(positions).sharding  # names axes of meshes with explicit ones, as jax.make_mesh makes them
+    out: Any = {"out_sharding": NamedSharding(own.mesh, PartitionSpec(*own.spec, None))} if any(own.spec) else {}
+    return rows.at[positions].get(mode="promise_in_bounds", **out)
 
 
 def all_finite(*trees: Tree) -> jax.Array:
@@ -92,7 +105,7 @@ class Tables:
             on the default device.
 
     Raises:
-        ArgumentError: a leaf is no table, or a table occurs twice.
+        ArgumentError: a leaf is no table, a table occurs twice, or `sharding` is no NamedSharding.
 
     Example:
         >>> import embedrock as er, embedrock.jax as ej
@@ -124,6 +137,9 @@ class Tables:
         self._seen: set[Any] = set()
         self._shardings = None
         if sharding is not None:
+            if not isinstance(sharding, NamedSharding):
+                remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
+                raise ArgumentError(f"`sharding` must be a NamedSharding of a mesh: got {sharding!r}. Pass {remedy}.")
             self._shardings = NamedSharding(sharding.mesh, PartitionSpec()), sharding
 
     def fetch(self, ids: Tree, missing: Any = None) -> Batch:
@@ -148,7 +164,7 @@ class Tables:
 
     def plan(self, ids: Tree, missing: Any = None) -> Batch:
         """Return a batch on the host, whose rows are not read yet: see `fetch`."""
-        features = [jax.tree.flatten(own, is_leaf=_is_list) for own in self._split("ids", ids)]
+        features = [jax.tree.flatten(own, is_leaf=lambda it: isinstance(it, list)) for own in self._split("ids", ids)]
         of_tables = zip(features, self.fetcher.tables, strict=True)
         fetched = self.fetcher.plan([_joined(_checked(own, table)) for (own, _), table in of_tables], missing)
         each = zip(self.fetcher.positions(fetched), features, strict=True)
@@ -233,10 +249,6 @@ class Tables:
         counted = "compilations_by_shape", "compilations_by_size", "bytes_to_devices", "bytes_from_devices"
         sizes = {f"{name}/size".lstrip("/"): size for name, size in zip(self.by_name, self.fetcher.sizes, strict=True)}
         return {"steps": self.fetcher.steps, **{name: self._counts[name] for name in counted}, **sizes}
-
-
-def _is_list(ids: Any) -> bool:
-    return isinstance(ids, list)
 
 
 def _joined(arrays: Sequence[Any], item: int = 0) -> Any:
