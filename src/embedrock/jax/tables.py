@@ -73,6 +73,16 @@ def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
     return rows.at[positions].get(mode="promise_in_bounds", **out)
 
 
+class PathLookup:
+    """Looks ids of batches up by the path of `Batch.lookup`: what modules of Flax and of Equinox share."""
+
+    def __init__(self, *path: str | int) -> None:
+        self.path = path
+
+    def __call__(self, batch: Batch) -> Tree:
+        return batch.lookup(*self.path)
+
+
 def all_finite(*trees: Tree) -> jax.Array:
     """Return whether no number of any tree is NaN or Inf, as a scalar bool.
 
