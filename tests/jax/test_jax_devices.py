@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,8 @@ def test_runs_repeat_to_the_bit(fast: Any, tmp_path: Path):
 @pytest.mark.parametrize("mesh", eight_devices.MESHES)
 def test_a_batch_that_devices_cannot_share_is_refused(mesh: str, fast: Any):
     refused = fast[0][f"refused {mesh}"]
-    assert "axis 0 is partitioned 8 times" in refused["error"]
-    assert "dimension size" in refused["error"]
-    assert " 60" in refused["error"]
+    assert re.search(r"dimension\b.*\b60\b", refused["error"])  # JAX's own words, which differ by release
+    assert re.search(r"\b8\b", refused["error"])
     assert refused["steps"] == 0
     assert refused["next"] == eight_devices.SIZE
 

@@ -312,7 +312,7 @@ def test_one_schedule_moves_rows_and_dense_weights_alike():
 # ---------------------------------------------------------------- packages
 
 
-@pytest.mark.parametrize(("package", "least"), [("flax", "0.10.6"), ("equinox", "0.12")])
+@pytest.mark.parametrize(("package", "least"), [("flax", "0.11"), ("equinox", "0.12")])
 def test_a_package_is_missing_or_too_old(package: str, least: str, monkeypatch: pytest.MonkeyPatch):
     module = importlib.import_module(f"embedrock.jax.{package}")
     remedy = f'pip install --upgrade "embedrock[{package}]"'

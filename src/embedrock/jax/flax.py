@@ -5,7 +5,7 @@ from __future__ import annotations
 from embedrock.frontend.requirements import require
 from embedrock.jax.tables import PathLookup
 
-require("embedrock.jax.flax", "flax", {"flax": "0.10.6"})
+require("embedrock.jax.flax", "flax", {"flax": "0.11"})
 
 from flax import nnx
 
