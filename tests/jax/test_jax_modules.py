@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -19,9 +15,7 @@ from flax import nnx
 
 import embedrock as er
 import embedrock.jax as ej
-from embedrock.errors import RequirementError
-from embedrock.jax.equinox import Embedding
-from embedrock.jax.flax import Embed
+from embedrock.jax import Embed
 
 DIM, SIZE, STEPS, ROWS = 8, 32, 6, 50
 Step = Callable[[ej.Batch, Any], tuple[Any, Any, Any]]  # of a batch and targets: row gradients, finite, loss
@@ -145,9 +139,9 @@ def of_nnx_split() -> tuple[Step, Callable[[], Any]]:
 class EquinoxTowers(eqx.Module):
     of_user: jax.Array
     of_item: jax.Array
-    user: Embedding = Embedding("user")
-    clicked: Embedding = Embedding("item", "clicked")
-    history: Embedding = Embedding("item", "history")
+    user: Embed = Embed("user")
+    clicked: Embed = Embed("item", "clicked")
+    history: Embed = Embed("item", "history")
 
     def __call__(self, batch: ej.Batch) -> Any:
         item = self.clicked(batch) + self.history(batch).mean(1)
@@ -241,12 +235,11 @@ def batch() -> ej.Batch:
 
 def test_a_module_has_no_parameters_and_looks_up_by_its_path():
     own = batch()
-    for module in (Embed, Embedding):
-        assert jax.tree.leaves(module("item", "history")) == []
-        for path in (("user",), ("item", "clicked"), ("item", "history")):
-            np.testing.assert_array_equal(module(*path)(own), own.lookup(*path))
-        assert module("item")(own).keys() == {"clicked", "history"}
-        assert module()(own).keys() == {"user", "item"}
+    assert jax.tree.leaves(Embed("item", "history")) == []
+    for path in (("user",), ("item", "clicked"), ("item", "history")):
+        np.testing.assert_array_equal(Embed(*path)(own), own.lookup(*path))
+    assert Embed("item")(own).keys() == {"clicked", "history"}
+    assert Embed()(own).keys() == {"user", "item"}
     assert Embed("item", "history")(own).shape == (SIZE, 3, DIM)
 
 
@@ -272,10 +265,9 @@ def test_errors_of_jax_name_the_arrays_of_a_batch():
         (("user", 0), "got 0 of ('user', 0)."),
     ],
 )
-@pytest.mark.parametrize("module", [Embed, Embedding])
-def test_a_wrong_path(module: Any, path: tuple[Any, ...], said: str):
+def test_a_wrong_path(path: tuple[Any, ...], said: str):
     shapes = f"{{'item': {{'clicked': ({SIZE},), 'history': ({SIZE}, 3)}}, 'user': ({SIZE},)}}"
-    for call in (module(*path), jax.jit(module(*path).__call__)):
+    for call in (Embed(*path), jax.jit(Embed(*path).__call__)):
         with pytest.raises(er.ArgumentError) as caught:
             call(batch())
         assert str(caught.value) == f"`lookup` must name ids of the batch, {shapes}: {said}"
@@ -286,7 +278,7 @@ def test_a_wrong_number_in_a_tuple_of_tables():
     assert Embed(1)(own).shape == (5, 3)
     for wrong in (2, -1, "user"):
         with pytest.raises(er.ArgumentError, match=rf"of the batch, \(\(4,\), \(5,\)\): got {wrong!r} of"):
-            Embedding(wrong)(own)
+            Embed(wrong)(own)
 
 
 # ---------------------------------------------------------------- schedules
@@ -307,22 +299,3 @@ def test_one_schedule_moves_rows_and_dense_weights_alike():
         dense = optax.apply_updates(dense, updates)
         own.apply(rows, row_grads, True, lr=schedule)
         np.testing.assert_array_equal(table.lookup(ids), dense, err_msg=str(step))
-
-
-# ---------------------------------------------------------------- packages
-
-
-@pytest.mark.parametrize(("package", "least"), [("flax", "0.11"), ("equinox", "0.12")])
-def test_a_package_is_missing_or_too_old(package: str, least: str, monkeypatch: pytest.MonkeyPatch):
-    module = importlib.import_module(f"embedrock.jax.{package}")
-    remedy = f'pip install --upgrade "embedrock[{package}]"'
-    monkeypatch.setattr(sys.modules[package], "__version__", "0.1.9")
-    with pytest.raises(RequirementError) as caught:
-        importlib.reload(module)
-    assert str(caught.value) == f"embedrock.jax.{package} needs {package} {least} or newer: found 0.1.9. {remedy}"
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(RequirementError) as caught:
-        importlib.reload(module)
-    assert str(caught.value).endswith(f" needs {package} {least} or newer, which is not installed: {remedy}")
-    extras = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
-    assert extras["optional-dependencies"][package] == ["embedrock[jax]", f"{package}>={least}"]

@@ -73,11 +73,25 @@ def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
     return rows.at[positions].get(mode="promise_in_bounds", **out)
 
 
-class PathLookup:
-    """Looks ids of batches up by the path of `Batch.lookup`: what modules of Flax and of Equinox share."""
+@jax.tree_util.register_static
+@dataclass(frozen=True, init=False)
+class Embed:
+    """Embedding layer that names ids of a batch, for models of Flax, Equinox or others. It has no parameters.
 
-    def __init__(self, *path: str | int) -> None:
-        self.path = path
+    Args:
+        path: as for `Batch.lookup`.
+
+    Example:
+        >>> import embedrock as er, embedrock.jax as ej
+        >>> batch = ej.Tables({"item": er.Table(rows=10**9, dim=4)}).fetch({"item": [7, 3, 7]})
+        >>> ej.Embed("item")(batch).shape
+        (3, 4)
+    """
+
+    path: tuple[Any, ...]
+
+    def __init__(self, *path: Any) -> None:
+        object.__setattr__(self, "path", path)
 
     def __call__(self, batch: Batch) -> Tree:
         return batch.lookup(*self.path)
