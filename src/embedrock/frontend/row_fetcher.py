@@ -41,7 +41,7 @@ class FetchedRows:
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
         step: number of steps of the fetcher when the rows were read; -1: they are not read yet.
-        versions: of the tables when the rows were read.
+        versions: `of_rows` of the tables when the rows were read.
         is_stepped: the rows were stepped.
     """
 
@@ -76,7 +76,7 @@ class RowFetcher:
         self.tables, self.steps = tuple(tables), 0
         self._rows = [rows_of(table) for table in tables]
         self.sizes = [LEAST_ROWS] * len(self.tables)
-        self._stepped = deque[list[np.ndarray]](maxlen=KNOWN_STEPS)
+        self._stepped = deque[list[np.ndarray | None]](maxlen=KNOWN_STEPS)  # ids of stepped tables
         self._layouts: dict[Missing | None, list[FeatureLayout]] = {}
         by_lock: dict[Any, list[int]] = {}
         for number, table in enumerate(self.tables):
@@ -153,7 +153,7 @@ class RowFetcher:
         ]
 
     def _note(self, fetched: FetchedRows) -> None:
-        fetched.step, fetched.versions = self.steps, [rows.version.now for rows in self._rows]
+        fetched.step, fetched.versions = self.steps, [rows.version.of_rows for rows in self._rows]
 
     # ---------------------------------------------------------------- ahead of time
 
@@ -202,17 +202,15 @@ class RowFetcher:
     def _stale(self, fetched: FetchedRows) -> list[np.ndarray] | None:
         """Return the rows of each table that have been stepped since they were read; None: any may have changed."""
         made = self.steps - fetched.step
-        if fetched.step < 0 or made > KNOWN_STEPS or (made and any(map(_moves_others, self._rows))):
+        if fetched.step < 0 or made > len(self._stepped):
             return None
-        for rows, then in zip(self._rows, fetched.versions, strict=True):
-            if rows.version.now != then + made:
+        since, found = list(self._stepped)[len(self._stepped) - made :], []
+        for k, (rows, then, own) in enumerate(zip(self._rows, fetched.versions, self.unique(fetched), strict=True)):
+            others = [ids for each in since if (ids := each[k]) is not None]
+            if rows.version.of_rows != then + len(others) or (others and _moves_others(rows)):
                 return None
-        return self._stepped_since(fetched)
-
-    def _stepped_since(self, fetched: FetchedRows) -> list[np.ndarray]:
-        """Return the rows of each table that the known steps since a read have stepped."""
-        since = list(self._stepped)[max(0, len(self._stepped) - self.steps + fetched.step) :]
-        return [_in_any(own, [ids[k] for ids in since]) for k, own in enumerate(self.unique(fetched))]
+            found.append(_in_any(own, others))
+        return found
 
     # ---------------------------------------------------------------- sum and step
 
@@ -239,7 +237,8 @@ class RowFetcher:
         Raises:
             NonFiniteGradientError: `is_finite` is False, and a table has ``on_nonfinite="raise"``. Or it is True, and a
                 gradient has NaN or Inf.
-            ArgumentError: the batch was stepped already, or some of its rows were, after it was read.
+            ArgumentError: the batch is another fetcher's, or was stepped already; or some of its rows were, or may have
+                been, after it was read.
             GradientError, MemoryBudgetError: as for `Table.update`.
         """
         self._check(fetched)
@@ -260,13 +259,24 @@ class RowFetcher:
             requests += batches.requests_of(blocks, rules, newest)
         _check_finite(requests, is_finite)
         if is_finite:
-            self._stepped.append(self.unique(fetched))
+            unique = zip(self.unique(fetched), given, strict=True)
+            self._stepped.append([None if grad is None else own for own, grad in unique])
             self.steps += 1  # before the step: see `bring`
-            step_all(requests)
+            try:
+                step_all(requests)
+            except BaseException:  # no table was stepped; or, by Ctrl-C, all were, which their versions tell
+                self._stepped.pop()
+                self.steps -= 1
+                raise
         fetched.is_stepped = True
 
     def _check(self, fetched: FetchedRows) -> None:
         """Raise `ArgumentError` unless the rows of a batch are those from which its gradients follow."""
+        if fetched.layouts is not self._layouts.get(fetched.missing):
+            raise ArgumentError(
+                f"a batch of {self.subject} must be fetched by the object that steps it: this one was fetched by "
+                "another object, for these or for other tables. Nothing has changed. Fetch its ids again."
+            )
         if fetched.missing:
             raise ArgumentError(
                 f"a batch of {self.subject} that is stepped must have the rows themselves: this one was fetched with "
@@ -277,16 +287,16 @@ class RowFetcher:
                 f"a batch of {self.subject} is stepped once: this one was stepped already. Nothing has changed. Fetch "
                 "its ids again, and compute the gradients from these rows."
             )
-        made = self.steps - fetched.step
-        if not made:
-            return
-        for rows, stale in zip(self._rows, self._stepped_since(fetched), strict=True):
-            if len(stale) or made > KNOWN_STEPS or _moves_others(rows):
-                raise ArgumentError(
-                    f"rows of {rows.subject} were stepped since this batch was fetched, {made} steps ago: its "
-                    "gradients are those of older rows. Nothing has changed. Fetch a batch after the step before it; "
-                    "prefetch reads ahead and keeps rows current."
-                )
+        what, stale = f"rows of {self.subject} may have changed since this batch was fetched", self._stale(fetched)
+        if stale is not None:
+            first = next(((rows, len(own)) for rows, own in zip(self._rows, stale, strict=True) if len(own)), None)
+            if first is None:
+                return
+            what = f"rows of {first[0].subject} were stepped since this batch was fetched, {first[1]} of its rows"
+        raise ArgumentError(
+            f"{what}: its gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before "
+            "it; prefetch reads ahead and keeps rows current."
+        )
 
 
 def _moves_others(rows: TableState) -> bool:
@@ -312,18 +322,20 @@ def _check_finite(requests: Sequence[StepRequest], is_finite: bool) -> None:
     strict = [each for each in alone if is_finite or each.tables[0].on_nonfinite == "raise"]
     wrong = [each for each in strict if not each.grads.is_finite]
     if is_finite:
-        error = checks.nonfinite(wrong[0].grads, wrong[0].tables[0].subject)
+        subject = wrong[0].tables[0].subject
+        error = checks.nonfinite(wrong[0].grads, subject)
         raise NonFiniteGradientError(
-            f"{error} The caller said that all gradients are finite, so dense weights may have changed: decide on the "
-            "gradients of rows and of dense weights together.",
+            f"gradients must all be finite, as this step said of them: got NaN or Inf in those of {error.count} of the "
+            f"rows of {subject}, first ids {error.ids.tolist()}. No row has changed, but dense weights may have. "
+            "Decide on the loss and on all gradients together, of rows and of dense weights.",
             error.count,
             error.ids,
         )
     if strict and not wrong:
         raise NonFiniteGradientError(
-            f"gradients must be finite: got NaN or Inf in those of dense weights, or in the loss. Those of rows of "
-            f"{strict[0].tables[0].subject} are finite. No row has changed. Lower the learning rate, clip or scale the "
-            'gradients, or pass on_nonfinite="skip" to leave such steps out.',
+            "gradients must be finite: got NaN or Inf in those of dense weights or of other rows, or in the loss. "
+            f"Those of rows of {strict[0].tables[0].subject} are finite. No row has changed. Lower the learning rate, "
+            'clip or scale the gradients, or pass on_nonfinite="skip" to leave such steps out.',
             0,
             np.empty(0, np.int64),
         )

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from embedrock.errors import ArgumentError
 from embedrock.jax.tables import Batch, Tables, Tree
 from embedrock.table.prefetch import look_ahead
 
@@ -38,6 +39,11 @@ def prefetch(
         >>> [(batch.lookup("item").shape, target) for batch, (_, target) in ej.prefetch(loader, tables)]
         [((2, 4), 0.0), ((2, 4), 1.0), ((2, 4), 2.0)]
     """
+    if not isinstance(tables, Tables) or not (ids_of is None or callable(ids_of)):
+        raise ArgumentError(
+            f"prefetch takes a loader, an ej.Tables, and `ids_of`, a function of an item: got {tables!r}, "
+            f"ids_of={ids_of!r}. Pass, for example, ej.prefetch(loader, tables, ids_of=lambda item: item['ids'])."
+        )
     planned: deque[Batch] = deque()
 
     def plan(item: Any) -> Any:

@@ -17,12 +17,12 @@ from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError
 from embedrock.frontend.row_fetcher import FetchedRows, RowFetcher
 from embedrock.table.group import Group
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 Tree = Any  # a pytree of JAX
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """The rows of a batch: a pytree, as an argument of a jitted step.
 
@@ -59,6 +59,9 @@ class Batch:
         """Return the batch with other values of `rows`: those by which a loss is differentiated."""
         return Batch(rows, self.positions)
 
+    def __repr__(self) -> str:
+        rows, positions = jax.tree.map(lambda own: getattr(own, "shape", own), (self.rows, self.positions))
+        return f"Batch(rows={rows}, positions={positions})"
 
 # Not register_dataclass: its `drop_fields` fails in JAX 0.6 and 0.7.
 _keys = [jax.tree_util.GetAttrKey(name) for name in ("rows", "positions")]
@@ -104,18 +107,19 @@ def all_finite(*trees: Tree) -> jax.Array:
         >>> bool(all_finite({"w": jnp.ones(3)}, jnp.array([1.0, jnp.nan])))
         False
     """
-    leaves = [leaf for leaf in jax.tree.leaves(trees) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    kinds = [(leaf, getattr(leaf, "dtype", type(leaf))) for leaf in jax.tree.leaves(trees)]
+    leaves = [leaf for leaf, kind in kinds if jnp.issubdtype(kind, jnp.inexact)]
     return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], bool))
 
 
 def where(finite: Any, new: Tree, old: Tree) -> Tree:
-    """Return one of two trees of equal structure: `new` if `finite`, else `old`.
+    """Return one of two trees of equal structure: `new` if `finite`, else `old`. Leaves that are no arrays stay.
 
     Example:
         >>> where(False, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
         [0.0, 0.0]
     """
-    return jax.tree.map(lambda one, other: jnp.where(finite, one, other) if hasattr(one, "dtype") else one, new, old)
+    return jax.tree.map(lambda one, other: one if one is other else jnp.where(finite, one, other), new, old)
 
 
 class Tables:
@@ -143,20 +147,23 @@ class Tables:
     """
 
     def __init__(self, tables: Tree, sharding: NamedSharding | None = None) -> None:
-        tree = {name: tables[name] for name in tables} if isinstance(tables, Group) else tables
+        tree = jax.tree.map(lambda own: {name: own[name] for name in own} if isinstance(own, Group) else own, tables)
         leaves, self._tree = jax.tree.flatten(tree)
-        paths = jax.tree_util.tree_leaves_with_path(tree)
+        paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda own: own is None)
         self.by_name = {jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths}
         for name, table in self.by_name.items():
             if not isinstance(table, Table):
                 raise ArgumentError(
-                    f"`tables` of ej.Tables must be er.Table, or a tree of them: got {table!r}, {name}."
+                    f"`tables` of ej.Tables must be er.Table, or a tree of them: got {table!r}{' as ' * bool(name)}"
+                    f"{name}. Pass, for example, {{'item': er.Table(rows=10**6, dim=32)}}."
                 )
             if leaves.count(table) > 1:
                 raise ArgumentError(
-                    f"`tables` of ej.Tables must have each table once: got {table!r} again at {name}. Name it once. "
+                    f"`tables` of ej.Tables must have each table once: got {table!r} twice, as {name}. Name it once. "
                     "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."
                 )
+            if name and not rows_of(table).name and not table.name:
+                rows_of(table).name_by(f"table {name!r}")
         self.fetcher, self._counts = RowFetcher(leaves), Counter[str]()
         self._seen: set[Any] = set()
         self._shardings = None
@@ -232,14 +239,18 @@ class Tables:
             ArgumentError: the batch is not of `fetch`, was applied already, or has rows that were stepped since.
             GradientError: gradients of a wrong shape or dtype.
         """
-        if batch.fetched is None:
+        if (fetched := getattr(batch, "fetched", None)) is None:
             raise ArgumentError(
-                "`batch` of apply must be what fetch returned: got a batch that came out of a jitted function, without "
-                "its ids. Keep the one that went in: batch = tables.fetch(ids)."
+                f"`batch` of apply must be what fetch returned: got {batch!r}, without its ids. What comes out of a "
+                "jitted function, or is a copy, has none. Keep the one that went in: batch = tables.fetch(ids)."
+            )
+        if (flag := np.asarray(finite)).shape or flag.dtype.kind != "b":  # a loss of NaN is true
+            raise ArgumentError(
+                f"`finite` of apply must be one bool: got {finite!r}. Pass ej.all_finite(loss, grads, row_grads)."
             )
         given = [_joined(jax.tree.leaves(own), 1) for own in self._split("grads", grads)]
+        self.fetcher.step(fetched, given, bool(flag), by_position, self._rates(lr), time)
         self._counts["bytes_from_devices"] += sum(own.nbytes for own in given if own is not None)
-        self.fetcher.step(batch.fetched, given, bool(finite), by_position, self._rates(lr), time)
 
     def _split(self, argument: str, given: Tree) -> list[Any]:
         """Return the part of each table of an argument."""
@@ -250,10 +261,11 @@ class Tables:
             raise ArgumentError(f"`{argument}` must have the tree of the tables, {names}: {error}") from error
 
     def _rates(self, lr: Any) -> list[float | None]:
-        rates = self._split("lr", lr) if isinstance(lr, dict | tuple | list) else [lr] * len(self.by_name)
+        is_one = lr is None or jax.tree_util.all_leaves([lr])
+        rates = [lr] * len(self.by_name) if is_one else self._split("lr", lr)
         of_steps = zip(rates, self.fetcher.tables, strict=True)
         made: list[Any] = [rate(table.steps) if callable(rate) else rate for rate, table in of_steps]
-        return [None if rate is None else float(rate) for rate in made]
+        return [float(rate) if getattr(rate, "ndim", 1) == 0 else rate for rate in made]  # 0: arrays of JAX
 
     # ---------------------------------------------------------------- statistics
 
