@@ -14,7 +14,7 @@ import numpy as np
 
 from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, NonFiniteGradientError
+from embedrock.errors import ArgumentError, NonFiniteGradientError, counted
 from embedrock.storage.backend import Pin
 from embedrock.system.buffers import buffers
 from embedrock.table import batches, checks
@@ -292,7 +292,7 @@ class RowFetcher:
             first = next(((rows, len(own)) for rows, own in zip(self._rows, stale, strict=True) if len(own)), None)
             if first is None:
                 return
-            what = f"rows of {first[0].subject} were stepped since this batch was fetched, {first[1]} of its rows"
+            what = f"rows of {first[0].subject} were stepped since this batch was fetched, {counted(first[1], 'row')}"
         raise ArgumentError(
             f"{what}: its gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before "
             "it; prefetch reads ahead and keeps rows current."
@@ -325,9 +325,9 @@ def _check_finite(requests: Sequence[StepRequest], is_finite: bool) -> None:
         subject = wrong[0].tables[0].subject
         error = checks.nonfinite(wrong[0].grads, subject)
         raise NonFiniteGradientError(
-            f"gradients must all be finite, as this step said of them: got NaN or Inf in those of {error.count} of the "
-            f"rows of {subject}, first ids {error.ids.tolist()}. No row has changed, but dense weights may have. "
-            "Decide on the loss and on all gradients together, of rows and of dense weights.",
+            "gradients must all be finite, as this step said of them: got NaN or Inf in those of "
+            f"{counted(error.count, 'row')} of {subject}, first ids {error.ids.tolist()}. No row has changed, but "
+            "dense weights may have. Decide on the loss and on all gradients together, of rows and of dense weights.",
             error.count,
             error.ids,
         )
