@@ -674,6 +674,15 @@ def test_compute_in_bfloat16(one: Any):
     np.testing.assert_allclose(tables.fetcher.tables[0].lookup(np.arange(50)), after, rtol=1e-6)
 
 
+def test_gradients_in_bfloat16_are_those_in_float32(one: Any):
+    tables, batch, _ = one
+    grads = jnp.arange(24.0).reshape(4, 2, 3).astype(jnp.bfloat16) / 3
+    twin = er.Table(rows=50, dim=3, seed=2, rule=er.SGD(lr=0.1))
+    tables.apply(batch, grads, ej.all_finite(grads), by_position=True)
+    twin.update([[4, 9], [9, 9], [1, 4], [30, 1]], np.asarray(grads.astype(jnp.float32)))
+    assert_equal(tables.fetcher.tables[0].lookup(np.arange(50)), twin.lookup(np.arange(50)))
+
+
 def test_negative_zeros_are_kept():
     table = er.Table(rows=5, dim=2, rule=er.SGD(lr=0.1))
     table.assign([2], np.array([[-0.0, 0.0]], np.float32))

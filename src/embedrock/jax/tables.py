@@ -248,6 +248,7 @@ class Tables:
             raise ArgumentError(
                 f"`finite` of apply must be one bool: got {finite!r}. Pass ej.all_finite(loss, grads, row_grads)."
             )
+        grads = jax.tree.map(lambda own: own.astype("f4") if getattr(own, "dtype", 0) == jnp.bfloat16 else own, grads)
         given = [_joined(jax.tree.leaves(own), 1) for own in self._split("grads", grads)]
         self.fetcher.step(fetched, given, bool(flag), by_position, self._rates(lr), time)
         self._counts["bytes_from_devices"] += sum(own.nbytes for own in given if own is not None)
