@@ -181,7 +181,7 @@ def test_ids_of_other_forms(case: Case, ids: Any):
 @pytest.mark.parametrize(
     ("wrong", "got"),
     [
-        ({"user": IDS["user"]}, "Dict key mismatch; expected keys: ['item', 'user']; present keys: ['user']."),
+        ({"user": IDS["user"]}, "Dict key mismatch; expected keys: ['item', 'user']; ..."),
         ({**IDS, "other": IDS["user"]}, "Dict key mismatch; ..."),
         ([IDS["user"], IDS["item"]], "..."),
         (IDS["user"], "..."),
@@ -210,6 +210,21 @@ def test_a_batch_that_comes_out_of_a_jitted_function(case: Case):
     wrongs: Any = (jax.jit(lambda own: own)(batch), batch.with_rows(batch.rows), jax.tree.map(jnp.array, batch), "x")
     for wrong in wrongs:
         case.refuses(lambda wrong=wrong: case.tables.apply(wrong, ones(batch), True), ArgumentError, text.format(wrong))
+    case.tables.apply(batch, ones(batch), True)
+
+
+def test_tables_inside_of_a_jitted_function(case: Case):
+    """The host's part is outside of it: JAX says so."""
+    batch = case.tables.fetch(IDS)
+    before = case.everything
+    for call in (
+        lambda ids, grads: case.tables.fetch(ids).rows,
+        lambda ids, grads: case.tables.apply(batch, grads, ej.all_finite(grads)),
+        lambda ids, grads: case.tables.apply(batch, grads, True),
+    ):
+        with pytest.raises(jax.errors.TracerArrayConversionError):
+            jax.jit(call)(IDS, ones(batch))
+    assert case.everything == before
     case.tables.apply(batch, ones(batch), True)
 
 

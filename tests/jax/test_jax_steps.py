@@ -381,7 +381,7 @@ def test_26_tables_compile_once():
             tables.apply(batch, step(batch), True)
             counts.append(len(compilations))
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+        getattr(jax.monitoring, "unregister_event_duration_listener", id)(note)  # 0.6 has none
     assert len(traces) == 1
     assert compiled(tables) == (1, 0)
     assert counts[0] > 0
