@@ -570,6 +570,49 @@ def test_ctrl_c_between_step_and_apply():
     assert_equal(training.everything, twin.everything)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("how", ["freeze", "grow", "rule", "update"])
+def test_tables_that_change_while_batches_wait(depth: int, how: str):
+    """Batches that were planned before behave as if they were fetched after it."""
+    results = []
+    for ahead in (0, depth):
+        training, w = Training(), jnp.ones(4)
+        item, frozen = training.group["item"], None
+        for k, (batch, _) in enumerate(ej.prefetch([IDS] * 6, training.tables, ahead)):
+            grads = jax.tree.map(lambda own: own * 0.5 + w.sum(), batch.rows)  # noqa: B023
+            training.tables.apply(batch, grads, True)
+            if k == 2 and how == "freeze":
+                training.group.table("item", rows=20, dim=4, seed=1, rule=er.Adam(lr=0.1), frozen=[7])
+                frozen = item.lookup([7])
+            elif k == 2 and how == "grow":
+                item.grow(100)
+            elif k == 2 and how == "rule":
+                item.set_rule(er.Adam(lr=0.7))
+            elif k == 2:
+                item.update([9], np.ones((1, 4), np.float32))
+        results.append(everything(training.group))
+        if how == "freeze":
+            assert_equal(item.lookup([7]), frozen)
+    assert_equal(*results)
+
+
+def test_loops_within_loops():
+    """Evaluation reads ahead, too, while batches of the training wait. It sees the rows as they are."""
+    rows = []
+    for depth in (0, 2):
+        training = Training()
+        for batch, ids in ej.prefetch(
+            [IDS, {"user": IDS["user"][:1], "item": IDS["item"][1:2]}] * 3, training.tables, depth
+        ):
+            for own, _ in ej.prefetch([IDS] * 2, training.tables, depth):
+                rows.append(np.asarray(own.lookup("item")))
+                assert_equal(rows[-1], training.group["item"].lookup(IDS["item"]))
+            training.tables.apply(batch, jax.tree.map(jnp.ones_like, batch.rows), True)
+            assert ids.keys() == IDS.keys()
+    assert_equal(rows[:12], rows[12:])
+    assert len(rows) == 24
+
+
 # -------------------------------------------------------------------- what people type
 
 

@@ -41,7 +41,7 @@ class FetchedRows:
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
         step: number of steps of the fetcher when the rows were read; -1: they are not read yet.
-        versions: `of_rows` of the tables when the rows were read.
+        versions: of each table when the rows were read: the number of its changes, and of those that concern rows.
         is_stepped: the rows were stepped.
     """
 
@@ -51,7 +51,7 @@ class FetchedRows:
     sizes: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
     step: int = -1
-    versions: Sequence[int] = ()
+    versions: Sequence[tuple[int, int]] = ()
     is_stepped: bool = False
 
     @property
@@ -153,7 +153,7 @@ class RowFetcher:
         ]
 
     def _note(self, fetched: FetchedRows) -> None:
-        fetched.step, fetched.versions = self.steps, [rows.version.of_rows for rows in self._rows]
+        fetched.step, fetched.versions = self.steps, list(map(_version, self._rows))
 
     # ---------------------------------------------------------------- ahead of time
 
@@ -187,7 +187,7 @@ class RowFetcher:
 
     def take(self, fetched: FetchedRows) -> None:
         """Make a batch current that `bring` has read: read rows again that may have changed since."""
-        stale = self._stale(fetched)
+        stale = self._stale(fetched, 0)  # after any change: rows that are frozen meanwhile get no gradients
         if stale is None:
             return self.read(fetched)
         unique = self.unique(fetched)
@@ -199,15 +199,20 @@ class RowFetcher:
                     fetched.rows[k][stale[k]] = rows
         self._note(fetched)
 
-    def _stale(self, fetched: FetchedRows) -> list[np.ndarray] | None:
-        """Return the rows of each table that have been stepped since they were read; None: any may have changed."""
+    def _stale(self, fetched: FetchedRows, counter: int) -> list[np.ndarray] | None:
+        """Return the rows of each table that have been stepped since they were read; None: any may have changed.
+
+        Args:
+            fetched: the batch.
+            counter: of its `versions`, which tells of changes that are no step: 0 of any ones, 1 of those of rows.
+        """
         made = self.steps - fetched.step
         if fetched.step < 0 or made > len(self._stepped):
             return None
         since, found = list(self._stepped)[len(self._stepped) - made :], []
         for k, (rows, then, own) in enumerate(zip(self._rows, fetched.versions, self.unique(fetched), strict=True)):
             others = [ids for each in since if (ids := each[k]) is not None]
-            if rows.version.of_rows != then + len(others) or (others and _moves_others(rows)):
+            if _version(rows)[counter] != then[counter] + len(others) or (others and _moves_others(rows)):
                 return None
             found.append(_in_any(own, others))
         return found
@@ -287,7 +292,7 @@ class RowFetcher:
                 f"a batch of {self.subject} is stepped once: this one was stepped already. Nothing has changed. Fetch "
                 "its ids again, and compute the gradients from these rows."
             )
-        what, stale = f"rows of {self.subject} may have changed since this batch was fetched", self._stale(fetched)
+        what, stale = f"rows of {self.subject} may have changed since this batch was fetched", self._stale(fetched, 1)
         if stale is not None:
             first = next(((rows, len(own)) for rows, own in zip(self._rows, stale, strict=True) if len(own)), None)
             if first is None:
@@ -297,6 +302,10 @@ class RowFetcher:
             f"{what}: its gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before "
             "it; prefetch reads ahead and keeps rows current."
         )
+
+
+def _version(rows: TableState) -> tuple[int, int]:
+    return rows.version.now, rows.version.of_rows
 
 
 def _moves_others(rows: TableState) -> bool:
