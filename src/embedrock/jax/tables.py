@@ -63,6 +63,7 @@ class Batch:
         rows, positions = jax.tree.map(lambda own: getattr(own, "shape", own), (self.rows, self.positions))
         return f"Batch(rows={rows}, positions={positions})"
 
+
 # Not register_dataclass: its `drop_fields` fails in JAX 0.6 and 0.7.
 _keys = [jax.tree_util.GetAttrKey(name) for name in ("rows", "positions")]
 jax.tree_util.register_pytree_with_keys(
