@@ -548,7 +548,7 @@ def test_ctrl_c_in_a_step_never_steps_a_batch_twice():
         with pytest.raises(KeyboardInterrupt):
             training.tables.apply(batch, ones, True)
     assert_equal(training.everything, twin.everything)
-    with pytest.raises(ArgumentError, match="may have changed since this batch was fetched"):
+    with pytest.raises(ArgumentError, match="have changed since this batch was fetched"):
         training.tables.apply(batch, ones, True)
     assert_equal(training.everything, twin.everything)
     for each in (training, twin):

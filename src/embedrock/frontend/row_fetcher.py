@@ -5,9 +5,11 @@ A batch has each of its rows once, in a padded array of its table. A compiled pr
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from embedrock.table.table import Table, rows_of
 
 LEAST_ROWS = 128  # of a padded array
 KNOWN_STEPS = 16  # newest steps whose rows are known
+_VERSION = attrgetter("version.now")
 
 
 @dataclass(eq=False)
@@ -41,7 +44,7 @@ class FetchedRows:
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
         step: number of steps of the fetcher when the rows were read; -1: they are not read yet.
-        versions: of each table when the rows were read: the number of its changes, and of those that concern rows.
+        versions: of the tables when the rows were read: the number of their changes.
         is_stepped: the rows were stepped.
     """
 
@@ -51,7 +54,7 @@ class FetchedRows:
     sizes: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
     step: int = -1
-    versions: Sequence[tuple[int, int]] = ()
+    versions: Sequence[int] = ()
     is_stepped: bool = False
 
     @property
@@ -153,7 +156,7 @@ class RowFetcher:
         ]
 
     def _note(self, fetched: FetchedRows) -> None:
-        fetched.step, fetched.versions = self.steps, list(map(_version, self._rows))
+        fetched.step, fetched.versions = self.steps, list(map(_VERSION, self._rows))
 
     # ---------------------------------------------------------------- ahead of time
 
@@ -187,7 +190,7 @@ class RowFetcher:
 
     def take(self, fetched: FetchedRows) -> None:
         """Make a batch current that `bring` has read: read rows again that may have changed since."""
-        stale = self._stale(fetched, 0)  # after any change: rows that are frozen meanwhile get no gradients
+        stale = self._stale(fetched)
         if stale is None:
             return self.read(fetched)
         unique = self.unique(fetched)
@@ -199,20 +202,15 @@ class RowFetcher:
                     fetched.rows[k][stale[k]] = rows
         self._note(fetched)
 
-    def _stale(self, fetched: FetchedRows, counter: int) -> list[np.ndarray] | None:
-        """Return the rows of each table that have been stepped since they were read; None: any may have changed.
-
-        Args:
-            fetched: the batch.
-            counter: of its `versions`, which tells of changes that are no step: 0 of any ones, 1 of those of rows.
-        """
+    def _stale(self, fetched: FetchedRows) -> list[np.ndarray] | None:
+        """Return the rows of each table that have been stepped since they were read; None: any may have changed."""
         made = self.steps - fetched.step
         if fetched.step < 0 or made > len(self._stepped):
             return None
         since, found = list(self._stepped)[len(self._stepped) - made :], []
         for k, (rows, then, own) in enumerate(zip(self._rows, fetched.versions, self.unique(fetched), strict=True)):
             others = [ids for each in since if (ids := each[k]) is not None]
-            if _version(rows)[counter] != then[counter] + len(others) or (others and _moves_others(rows)):
+            if rows.version.now != then + len(others) or (others and _moves_others(rows)):
                 return None
             found.append(_in_any(own, others))
         return found
@@ -222,6 +220,7 @@ class RowFetcher:
     def step(
         self,
         fetched: FetchedRows,
+        values: Callable[[], Sequence[np.ndarray]],
         grads: Sequence[np.ndarray | None],
         is_finite: bool = True,
         by_position: bool = False,
@@ -232,6 +231,7 @@ class RowFetcher:
 
         Args:
             fetched: the batch.
+            values: returns the rows as they were read, in the padded arrays. It is called if a table has changed since.
             grads: for each table, one gradient for each row of its padded array, float32 (size, dim); None: the table
                 is not stepped.
             is_finite: no gradient of the caller's step is NaN or Inf, those of dense weights included.
@@ -242,11 +242,11 @@ class RowFetcher:
         Raises:
             NonFiniteGradientError: `is_finite` is False, and a table has ``on_nonfinite="raise"``. Or it is True, and a
                 gradient has NaN or Inf.
-            ArgumentError: the batch is another fetcher's, or was stepped already; or some of its rows were, or may have
-                been, after it was read.
+            ArgumentError: the batch is another fetcher's, or was stepped already; or rows have changed since they were
+                read.
             GradientError, MemoryBudgetError: as for `Table.update`.
         """
-        self._check(fetched)
+        self._check(fetched, values)
         shapes = [(*own.shape, table.dim) for own, table in zip(fetched.ids, self.tables, strict=True)]
         given: list[np.ndarray | None] = []
         for k, (own, rows, grad) in enumerate(zip(self.unique(fetched), self._rows, grads, strict=True)):
@@ -275,7 +275,7 @@ class RowFetcher:
                 raise
         fetched.is_stepped = True
 
-    def _check(self, fetched: FetchedRows) -> None:
+    def _check(self, fetched: FetchedRows, values: Callable[[], Sequence[np.ndarray]]) -> None:
         """Raise `ArgumentError` unless the rows of a batch are those from which its gradients follow."""
         if fetched.layouts is not self._layouts.get(fetched.missing):
             raise ArgumentError(
@@ -292,20 +292,23 @@ class RowFetcher:
                 f"a batch of {self.subject} is stepped once: this one was stepped already. Nothing has changed. Fetch "
                 "its ids again, and compute the gradients from these rows."
             )
-        what, stale = f"rows of {self.subject} may have changed since this batch was fetched", self._stale(fetched, 1)
-        if stale is not None:
-            first = next(((rows, len(own)) for rows, own in zip(self._rows, stale, strict=True) if len(own)), None)
-            if first is None:
-                return
-            what = f"rows of {first[0].subject} were stepped since this batch was fetched, {counted(first[1], 'row')}"
-        raise ArgumentError(
-            f"{what}: its gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before "
-            "it; prefetch reads ahead and keeps rows current."
-        )
+        if fetched.versions != list(map(_VERSION, self._rows)):
+            self._check_values(fetched, values())
 
-
-def _version(rows: TableState) -> tuple[int, int]:
-    return rows.version.now, rows.version.of_rows
+    def _check_values(self, fetched: FetchedRows, values: Sequence[np.ndarray]) -> None:
+        """Raise `ArgumentError` unless the rows of a batch have the values that were read."""
+        present = copy.copy(fetched)
+        present.rows = [np.empty_like(each) for each in values]
+        self.read(present)
+        for rows, own, now, then in zip(self._rows, self.unique(fetched), present.rows, values, strict=True):
+            changed = np.count_nonzero((now != then)[: len(own)].any(axis=1))
+            if changed:
+                raise ArgumentError(
+                    f"rows of {rows.subject} have changed since this batch was fetched, {changed} of {len(own)}: its "
+                    "gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before it; "
+                    "prefetch reads ahead and keeps rows current."
+                )
+        fetched.parts = present.parts  # rows may have been frozen since
 
 
 def _moves_others(rows: TableState) -> bool:

@@ -240,7 +240,7 @@ class Tables:
             ArgumentError: the batch is not of `fetch`, was applied already, or has rows that were stepped since.
             GradientError: gradients of a wrong shape or dtype.
         """
-        if (fetched := getattr(batch, "fetched", None)) is None:
+        if (fetched := getattr(batch, "fetched", None)) is None or batch.rows is None:
             raise ArgumentError(
                 f"`batch` of apply must be what fetch returned: got {batch!r}, without its ids. What comes out of a "
                 "jitted function, or is a copy, has none. Keep the one that went in: batch = tables.fetch(ids)."
@@ -251,7 +251,8 @@ class Tables:
             )
         grads = jax.tree.map(lambda own: own.astype("f4") if getattr(own, "dtype", 0) == jnp.bfloat16 else own, grads)
         given = [_joined(jax.tree.leaves(own), 1) for own in self._split("grads", grads)]
-        self.fetcher.step(fetched, given, bool(flag), by_position, self._rates(lr), time)
+        values = lambda: list(map(np.asarray, self._tree.flatten_up_to(batch.rows)))  # noqa: E731
+        self.fetcher.step(fetched, values, given, bool(flag), by_position, self._rates(lr), time)
         self._counts["bytes_from_devices"] += sum(own.nbytes for own in given if own is not None)
 
     def _split(self, argument: str, given: Tree) -> list[Any]:
