@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.batch.ids import check_ids
 from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError
 from embedrock.storage.backend import Pin
@@ -106,12 +105,10 @@ class RowFetcher:
             of_locks = [(lock, [self.tables[k] for k in own]) for lock, own in self._by_lock.items()]
             layouts = [FeatureLayout(lock, tables, missing=choice) for lock, tables in of_locks]
             self._layouts[choice] = layouts
-        checked = [check_ids(own, table.rows, table.subject) for own, table in zip(ids, self.tables, strict=True)]
-        parts = []
-        for layout, numbers in zip(layouts, self._by_lock.values(), strict=True):
-            batch = batches.plan(layout, [checked[k] for k in numbers])
-            parts.append((batch, batches.each_once(batch)))
-        fetched = FetchedRows(layouts, checked, parts)
+        each = zip(layouts, self._by_lock.values(), strict=True)
+        planned = [batches.plan(layout, [ids[k] for k in numbers]) for layout, numbers in each]
+        parts = [(batch, batches.each_once(batch)) for batch in planned]
+        fetched = FetchedRows(layouts, self._by_table([batch.ids for batch in planned]), parts)
         counts = [len(unique) for unique in self.unique(fetched)]
         grown = [1 << max(count - 1, 0).bit_length() for count in counts]
         fetched.sizes = self.sizes = list(map(max, self.sizes, grown))
