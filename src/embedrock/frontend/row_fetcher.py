@@ -112,7 +112,7 @@ class RowFetcher:
         counts = [len(unique) for unique in self.unique(fetched)]
         grown = [1 << max(count - 1, 0).bit_length() for count in counts]
         fetched.sizes = self.sizes = list(map(max, self.sizes, grown))
-        shapes = [(size, table.dim) for size, table in zip(fetched.sizes, self.tables, strict=True)]
+        shapes = [(size, rows.spec.dim) for size, rows in zip(fetched.sizes, self._rows, strict=True)]
         fetched.rows = [buffers.empty(shape, np.float32) for shape in shapes]
         for count, rows in zip(counts, fetched.rows, strict=True):
             rows[count:] = 0.0  # sums over all rows are those over the batch's
@@ -236,7 +236,7 @@ class RowFetcher:
             GradientError, MemoryBudgetError: as for `Table.update`.
         """
         self._check(fetched)
-        shapes = [(*own.shape, table.dim) for own, table in zip(fetched.ids, self.tables, strict=True)]
+        shapes = [(*own.shape, rows.spec.dim) for own, rows in zip(fetched.ids, self._rows, strict=True)]
         given: list[np.ndarray | None] = []
         for k, (own, rows, grad) in enumerate(zip(self.unique(fetched), self._rows, grads, strict=True)):
             shape = shapes[k] if by_position else (fetched.sizes[k], shapes[k][-1])

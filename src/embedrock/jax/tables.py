@@ -162,7 +162,7 @@ class Tables:
         arrays, fetched.rows = fetched.rows, []
         rows = self._tree.unflatten(arrays)
         self._count_signature(fetched.sizes, positions)
-        self._counts["bytes_to_devices"] += sum(array.nbytes for array in (*arrays, *jax.tree.leaves(positions)))
+        self._counts["bytes_to_devices"] += sum([each.nbytes for each in (*arrays, *jax.tree.leaves(positions))])
         if self._shardings is not None:
             rows, positions = jax.device_put((rows, positions), self._shardings)
         return Batch(rows, positions, fetched)  # a jitted step puts them on its device, an eighth of device_put's time
@@ -200,7 +200,7 @@ class Tables:
                 "its ids. Keep the one that went in: batch = tables.fetch(ids)."
             )
         given = [_joined([*map(np.asarray, jax.tree.leaves(own))], 1) for own in self._split("grads", grads)]
-        self._counts["bytes_from_devices"] += sum(own.nbytes for own in given if own is not None)
+        self._counts["bytes_from_devices"] += sum([own.nbytes for own in given if own is not None])
         self.fetcher.step(batch.fetched, given, bool(finite), by_position, self._rates(lr), time)
 
     def _split(self, argument: str, given: Tree) -> list[Any]:
@@ -221,7 +221,7 @@ class Tables:
 
     def _count_signature(self, sizes: Sequence[int], positions: Tree) -> None:
         """Count what makes a jitted step compile anew: another size of a table, or another shape of ids."""
-        shapes = jax.tree.structure(positions), *map(np.shape, jax.tree.leaves(positions))
+        shapes = jax.tree.structure(positions), *[own.shape for own in jax.tree.leaves(positions)]
         if (shapes, tuple(sizes)) not in self._seen:
             self._counts["compilations_by_shape" if shapes not in self._seen else "compilations_by_size"] += 1
             self._seen |= {shapes, (shapes, tuple(sizes))}
