@@ -59,24 +59,25 @@ def calls() -> dict[str, int]:
     alone = {f"t{k}": er.Table(rows=1000, dim=16, rule=er.Adam(), seed=0) for k in range(5)}
     steps = {"one": step_of(group(1)), "many": step_of(group(26)), "alone": step_of(alone)}
     steps["by_position"] = step_of(group(26), by_position=True)
-    steps["ahead"], steps["one_ahead"] = step_of(group(26), depth=2), step_of(group(1), depth=2)
+    steps["ahead"] = step_of(group(26), depth=2)
     return {name: least_calls(step) for name, step in steps.items()}
 
 
 def test_a_warm_step(calls: dict[str, int]) -> None:
-    print(calls)
-    assert calls["one"] <= 300
+    assert calls["one"] <= 290
 
 
 def test_a_further_table_of_a_group(calls: dict[str, int]) -> None:
-    assert calls["many"] - calls["one"] <= 25 * 34
+    assert calls["many"] - calls["one"] <= 25 * 20
+
+
+def test_a_further_table_alone(calls: dict[str, int]) -> None:
+    assert calls["alone"] - calls["one"] <= 4 * 260
 
 
 def test_gradients_by_position(calls: dict[str, int]) -> None:
     assert calls["by_position"] <= calls["many"] + 26
 
 
-def test_a_further_table_alone(calls: dict[str, int]) -> None:
-    assert calls["alone"] - calls["one"] <= 4 * 240
-
-
+def test_a_step_whose_rows_are_loaded_ahead(calls: dict[str, int]) -> None:
+    assert calls["ahead"] <= calls["many"] + 50

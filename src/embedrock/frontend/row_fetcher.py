@@ -155,22 +155,11 @@ class RowFetcher:
     # ---------------------------------------------------------------- ahead of time
 
     def bring(self, ids: FetchedRows) -> Pin:
-        """Load the rows of a planned batch from disk, and read them. Any thread may call it.
-
-        `take` makes the rows current.
-        """
-        fetched, pins = ids, list[Pin]()
+        """Load the rows of a planned batch from disk, where `read` then finds them. Any thread may call it."""
+        pins = list[Pin]()
         try:
-            for layout, (_, once) in zip(fetched.layouts, fetched.parts, strict=True):
+            for layout, (_, once) in zip(ids.layouts, ids.parts, strict=True):
                 pins.append(bring(layout.table_lock, dict(zip(map(rows_of, layout.tables), once.ids, strict=True))))
-            before = self.steps
-            self._note(fetched)
-            for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
-                with once.layout.table_lock.alone():
-                    for k, rows in zip(numbers, batches.look_up(once.layout, once.ids), strict=True):
-                        fetched.rows[k][: len(rows)] = rows
-            if self.steps != before:
-                fetched.step = -1  # some tables may have been read before the step, and some after it
         except BaseException:
             Pin(pins).release()
             raise
@@ -181,20 +170,6 @@ class RowFetcher:
         unique = zip(*map(self.unique, batches), strict=True)
         found = [table.room_for(own) for table, own in zip(self.tables, unique, strict=True)]
         return sum(rows for rows, _ in found), max(memory for _, memory in found)
-
-    def take(self, fetched: FetchedRows) -> None:
-        """Make a batch current that `bring` has read: read rows again that may have changed since."""
-        stale = self._stale(fetched)
-        if stale is None:
-            return self.read(fetched)
-        unique = self.unique(fetched)
-        for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
-            with once.layout.table_lock.alone():
-                batches.locate(once)
-                ids = [unique[k][stale[k]] for k in numbers]
-                for k, rows in zip(numbers, batches.look_up(once.layout, ids), strict=True):
-                    fetched.rows[k][stale[k]] = rows
-        self._note(fetched)
 
     def _stale(self, fetched: FetchedRows) -> list[np.ndarray] | None:
         """Return the rows of each table that have been stepped since they were read; None: any may have changed."""
@@ -253,9 +228,9 @@ class RowFetcher:
             requests += batches.requests_of(blocks, rules, newest)
         _check_finite(requests, is_finite)
         if is_finite:
-            self._stepped.append(self.unique(fetched))
-            self.steps += 1  # before the step: see `bring`
             step_all(requests)
+            self._stepped.append(self.unique(fetched))
+            self.steps += 1
         fetched.is_stepped = True
 
     def _check(self, fetched: FetchedRows) -> None:

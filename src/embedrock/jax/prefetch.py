@@ -1,4 +1,4 @@
-"""`prefetch` for JAX: batches whose rows are planned and read during the steps before."""
+"""`prefetch` for JAX: batches that are planned, and whose rows are loaded from disk, during the steps before."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 def prefetch(
     loader: Iterable[T], tables: Tables, depth: int = 2, ids_of: Callable[[T], Tree] | None = None
 ) -> Iterator[tuple[Batch, T]]:
-    """Iterate over a loader's items, each with its fetched batch, while the next `depth` batches are planned and read.
+    """Iterate over a loader's items, each with its fetched batch, while rows of the next `depth` batches are loaded.
 
-    Rows that were stepped meanwhile are read again. So training gives the same bits for any depth. Each batch is
-    applied, if at all, before the next one is taken.
+    The next batches are planned, and their rows come from disk into the cache. A batch is read once the one before it
+    is applied, so training gives the same bits for any depth. Each is applied, if at all, before the next one is taken.
 
     Args:
         loader: any iterable, read once. Items must not change while they wait.
@@ -56,5 +56,5 @@ def _current(
             plan(item)
         batch = planned.popleft()
         assert batch.fetched is not None
-        tables.fetcher.take(batch.fetched)
+        tables.fetcher.read(batch.fetched)
         yield tables.put(batch), item
