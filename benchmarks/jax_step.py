@@ -76,27 +76,25 @@ def _step(by_position: bool) -> Any:
     return step
 
 
-def _training(workload: ManyTables, tables: Any, depth: int, by_position: bool) -> Iterator[Any]:
-    jax, optimizer, ej = _jax()
-    step, fetched, (batches, weights) = _step(by_position), ej.Tables(tables), _data(workload)
-    state = optimizer.init(towers := jax.numpy.array(weights))
-    for batch, (ids, targets) in ej.prefetch(cycle(batches), fetched, depth):
-        towers, state, grads, finite, loss = step(towers, state, batch, targets)
-        fetched.apply(batch, grads, finite, by_position=by_position)
-        yield ids, batch, grads, loss
-
-
 def our_jax(workload: ManyTables, depth: int = 0, by_position: bool = False, **where: bool) -> Iterator[Any]:
     """Train tables by `embedrock.jax`, once others that are trained alike have the bits of `Table.update`."""
-    tables, twins, ids = _tables(workload, **where), _tables(workload), dict[str, Any]()
-    for ids, batch, grads, _ in islice(_training(workload, tables, depth, by_position), CHECKED_STEPS):
-        for name, own in ids.items():
-            rows = own if by_position else own[np.unique(batch.positions[name], return_index=True)[1]]
-            twins[name].update(rows, np.asarray(grads[name])[: len(rows)])
-    if any(tables[name].lookup(own).tobytes() != twins[name].lookup(own).tobytes() for name, own in ids.items()):
-        raise AssertionError("rows differ from those of Table.update")
-    for *_, loss in _training(workload, _tables(workload, **where), depth, by_position):
-        yield loss
+    jax, optimizer, ej = _jax()
+    (batches, weights), step, twins = _data(workload), _step(by_position), _tables(workload)
+    for checked in (CHECKED_STEPS, None):
+        tables, towers = _tables(workload, **where), jax.numpy.array(weights)
+        fetched, state = ej.Tables(tables), optimizer.init(towers)
+        for batch, (ids, targets) in ej.prefetch(islice(cycle(batches), checked), fetched, depth):
+            towers, state, grads, finite, loss = step(towers, state, batch, targets)
+            fetched.apply(batch, grads, finite, by_position=by_position)
+            if not checked:
+                yield loss
+                continue
+            for name, own in ids.items():
+                rows = own if by_position else own[np.unique(batch.positions[name], return_index=True)[1]]
+                twins[name].update(rows, np.asarray(grads[name])[: len(rows)])
+        seen = {name: np.concatenate([ids[name] for ids, _ in batches[:checked]]) for name in tables}
+        if any(tables[name].lookup(own).tobytes() != twins[name].lookup(own).tobytes() for name, own in seen.items()):
+            raise AssertionError("rows differ from those of Table.update")
 
 
 def our_torch(workload: ManyTables, collection: bool) -> Iterator[Any]:
@@ -123,8 +121,7 @@ def dense_jax(workload: ManyTables) -> Iterator[Any]:
     (jax, optimizer, _), (batches, towers) = _jax(), _data(workload)
 
     def loss_of(weights: Any, ids: Any, targets: Any) -> Any:
-        vectors = {name: jax.numpy.take(weights[1][name], own, axis=0) for name, own in ids.items()}
-        return _loss(jax.numpy, weights[0], vectors, targets)
+        return _loss(jax.numpy, weights[0], jax.tree.map(partial(jax.numpy.take, axis=0), weights[1], ids), targets)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(weights: Any, state: Any, *batch: Any) -> Any:
