@@ -6,7 +6,6 @@ A batch has each of its rows once, in a padded array of its table. A compiled pr
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -14,22 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import make_plan
 from embedrock.errors import ArgumentError, NonFiniteGradientError, counted
 from embedrock.storage.backend import Pin
+from embedrock.system import forks
 from embedrock.system.buffers import buffers
 from embedrock.table import batches, checks
 from embedrock.table.batches import Batch, FeatureLayout
 from embedrock.table.event_time import newest_event
 from embedrock.table.missing import Missing
 from embedrock.table.prefetch import bring
-from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, refuse_nonfinite, step_all
 from embedrock.table.table import Table, rows_of
 
 LEAST_ROWS = 128  # of a padded array
-KNOWN_STEPS = 16  # newest steps whose rows are known
 _VERSION = attrgetter("version.now")
 
 
@@ -43,7 +39,6 @@ class FetchedRows:
         parts: the batch of each lock, and the batch of its rows, each once.
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
-        step: number of steps of the fetcher when the rows were read; -1: they are not read yet.
         versions: of the tables when the rows were read: the number of their changes.
         is_stepped: the rows were stepped.
     """
@@ -53,7 +48,6 @@ class FetchedRows:
     parts: list[tuple[Batch, Batch]]
     sizes: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
-    step: int = -1
     versions: Sequence[int] = ()
     is_stepped: bool = False
 
@@ -65,7 +59,7 @@ class FetchedRows:
 class RowFetcher:
     """Plans, reads and steps batches of tables, which may have locks of their own. It is a `Prefetcher` of batches.
 
-    One thread plans and steps. Another one may `bring` planned batches meanwhile.
+    One thread reads and steps. Another one may plan batches, and `bring` their rows, meanwhile.
 
     Args:
         tables: each once.
@@ -78,8 +72,7 @@ class RowFetcher:
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables, self.steps = tuple(tables), 0
         self._rows = [rows_of(table) for table in tables]
-        self.sizes = [LEAST_ROWS] * len(self.tables)
-        self._stepped = deque[list[np.ndarray | None]](maxlen=KNOWN_STEPS)  # ids of stepped tables
+        self.sizes, self._growing = [LEAST_ROWS] * len(self.tables), forks.lock(forks.LockRank.SECTION)
         self._layouts: dict[Missing | None, list[FeatureLayout]] = {}
         by_lock: dict[Any, list[int]] = {}
         for number, table in enumerate(self.tables):
@@ -109,16 +102,15 @@ class RowFetcher:
             of_locks = [(lock, [self.tables[k] for k in own]) for lock, own in self._by_lock.items()]
             layouts = [FeatureLayout(lock, tables, missing=choice) for lock, tables in of_locks]
             self._layouts[choice] = layouts
-        checked = [check_ids(own, table.rows, table.subject) for own, table in zip(ids, self.tables, strict=True)]
-        parts = []
-        for layout, numbers in zip(layouts, self._by_lock.values(), strict=True):
-            batch = batches.plan(layout, [checked[k] for k in numbers])
-            parts.append((batch, batches.each_once(batch)))
-        fetched = FetchedRows(layouts, checked, parts)
+        each = zip(layouts, self._by_lock.values(), strict=True)
+        planned = [batches.plan(layout, [ids[k] for k in numbers]) for layout, numbers in each]
+        parts = [(batch, batches.each_once(batch)) for batch in planned]
+        fetched = FetchedRows(layouts, self._by_table([batch.ids for batch in planned]), parts)
         counts = [len(unique) for unique in self.unique(fetched)]
         grown = [1 << max(count - 1, 0).bit_length() for count in counts]
-        fetched.sizes = self.sizes = list(map(max, self.sizes, grown))
-        shapes = [(size, table.dim) for size, table in zip(fetched.sizes, self.tables, strict=True)]
+        with self._growing:
+            fetched.sizes = self.sizes = list(map(max, self.sizes, grown))
+        shapes = [(size, rows.spec.dim) for size, rows in zip(fetched.sizes, self._rows, strict=True)]
         fetched.rows = [buffers.empty(shape, np.float32) for shape in shapes]
         for count, rows in zip(counts, fetched.rows, strict=True):
             rows[count:] = 0.0  # sums over all rows are those over the batch's
@@ -149,71 +141,30 @@ class RowFetcher:
         """Read the rows of a planned batch."""
         unique = self.unique(fetched)
         outs = [rows[: len(own)] for rows, own in zip(fetched.rows, unique, strict=True)]
-        self._note(fetched)
+        fetched.versions = list(map(_VERSION, self._rows))
         fetched.parts = [
             batches.read_once(batch, [outs[k] for k in numbers])
             for numbers, (batch, _) in zip(self._by_lock.values(), fetched.parts, strict=True)
         ]
 
-    def _note(self, fetched: FetchedRows) -> None:
-        fetched.step, fetched.versions = self.steps, list(map(_VERSION, self._rows))
-
     # ---------------------------------------------------------------- ahead of time
 
-    def bring(self, ids: FetchedRows) -> Pin:
-        """Load the rows of a planned batch from disk, and read them. Any thread may call it.
-
-        `take` makes the rows current.
-        """
-        fetched, pins = ids, list[Pin]()
+    def bring(self, ids: Callable[[], FetchedRows]) -> Pin:
+        """Load the rows of a batch from disk, where `read` then finds them. `ids` returns the planned batch."""
+        fetched, pins = ids(), list[Pin]()
         try:
             for layout, (_, once) in zip(fetched.layouts, fetched.parts, strict=True):
                 pins.append(bring(layout.table_lock, dict(zip(map(rows_of, layout.tables), once.ids, strict=True))))
-            before = self.steps
-            self._note(fetched)
-            for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
-                with once.layout.table_lock.alone():
-                    for k, rows in zip(numbers, batches.look_up(once.layout, once.ids), strict=True):
-                        fetched.rows[k][: len(rows)] = rows
-            if self.steps != before:
-                fetched.step = -1  # some tables may have been read before the step, and some after it
         except BaseException:
             Pin(pins).release()
             raise
         return Pin(pins)
 
-    def room_for(self, batches: Sequence[FetchedRows]) -> tuple[int, int]:
+    def room_for(self, batches: Sequence[Callable[[], FetchedRows]]) -> tuple[int, int]:
         """Return the number of different rows in all batches, and the `memory` that holds them."""
-        unique = zip(*map(self.unique, batches), strict=True)
+        unique = zip(*[self.unique(planned()) for planned in batches], strict=True)
         found = [table.room_for(own) for table, own in zip(self.tables, unique, strict=True)]
         return sum(rows for rows, _ in found), max(memory for _, memory in found)
-
-    def take(self, fetched: FetchedRows) -> None:
-        """Make a batch current that `bring` has read: read rows again that may have changed since."""
-        stale = self._stale(fetched)
-        if stale is None:
-            return self.read(fetched)
-        unique = self.unique(fetched)
-        for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
-            with once.layout.table_lock.alone():
-                batches.locate(once)
-                ids = [unique[k][stale[k]] for k in numbers]
-                for k, rows in zip(numbers, batches.look_up(once.layout, ids), strict=True):
-                    fetched.rows[k][stale[k]] = rows
-        self._note(fetched)
-
-    def _stale(self, fetched: FetchedRows) -> list[np.ndarray] | None:
-        """Return the rows of each table that have been stepped since they were read; None: any may have changed."""
-        made = self.steps - fetched.step
-        if fetched.step < 0 or made > len(self._stepped):
-            return None
-        since, found = list(self._stepped)[len(self._stepped) - made :], []
-        for k, (rows, then, own) in enumerate(zip(self._rows, fetched.versions, self.unique(fetched), strict=True)):
-            others = [ids for each in since if (ids := each[k]) is not None]
-            if rows.version.now != then + len(others) or (others and _moves_others(rows)):
-                return None
-            found.append(_in_any(own, others))
-        return found
 
     # ---------------------------------------------------------------- sum and step
 
@@ -247,7 +198,7 @@ class RowFetcher:
             GradientError, MemoryBudgetError: as for `Table.update`.
         """
         self._check(fetched, values)
-        shapes = [(*own.shape, table.dim) for own, table in zip(fetched.ids, self.tables, strict=True)]
+        shapes = [(*own.shape, rows.spec.dim) for own, rows in zip(fetched.ids, self._rows, strict=True)]
         given: list[np.ndarray | None] = []
         for k, (own, rows, grad) in enumerate(zip(self.unique(fetched), self._rows, grads, strict=True)):
             shape = shapes[k] if by_position else (fetched.sizes[k], shapes[k][-1])
@@ -264,15 +215,8 @@ class RowFetcher:
             requests += batches.requests_of(blocks, rules, newest)
         _check_finite(requests, is_finite)
         if is_finite:
-            unique = zip(self.unique(fetched), given, strict=True)
-            self._stepped.append([None if grad is None else own for own, grad in unique])
-            self.steps += 1  # before the step: see `bring`
-            try:
-                step_all(requests)
-            except BaseException:  # no table was stepped; or, by Ctrl-C, all were, which their versions tell
-                self._stepped.pop()
-                self.steps -= 1
-                raise
+            step_all(requests)
+            self.steps += 1
         fetched.is_stepped = True
 
     def _check(self, fetched: FetchedRows, values: Callable[[], Sequence[np.ndarray]]) -> None:
@@ -309,21 +253,6 @@ class RowFetcher:
                     "prefetch reads ahead and keeps rows current."
                 )
         fetched.parts = present.parts  # rows may have been frozen since
-
-
-def _moves_others(rows: TableState) -> bool:
-    """Return whether a step changes rows that are not in its batch."""
-    return rows.lifecycle is not None or (rows.history is not None and rows.history.moves_weights)
-
-
-def _in_any(ids: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the positions of those `ids`, all different, that are in one of the other arrays."""
-    if not others:
-        return np.empty(0, np.int64)
-    plan = make_plan(np.concatenate([ids, *others]))
-    is_there = np.zeros(len(plan.ids), bool)
-    is_there[plan.inverse[len(ids) :]] = True
-    return np.flatnonzero(is_there[plan.inverse[: len(ids)]])
 
 
 def _check_finite(requests: Sequence[StepRequest], is_finite: bool) -> None:

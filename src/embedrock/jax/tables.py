@@ -48,10 +48,10 @@ class Batch:
         rows, positions = self.rows, self.positions
         for key in path:
             known = range(len(positions)) if isinstance(positions, tuple | list) else positions
-            if isinstance(positions, jax.Array) or key not in known:
+            if hasattr(positions, "dtype") or key not in known:
                 shapes = jax.tree.map(jnp.shape, self.positions)
                 raise ArgumentError(f"`lookup` must name ids of the batch, {shapes}: got {key!r} of {path}.")
-            rows = rows if isinstance(rows, jax.Array) else rows[key]
+            rows = rows if hasattr(rows, "dtype") else rows[key]
             positions = positions[key]
         return jax.tree.map(lambda own, at: jax.tree.map(lambda each: _taken(own, each), at), rows, positions)
 
@@ -74,7 +74,7 @@ jax.tree_util.register_pytree_with_keys(
 def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
     own: Any = jax.typeof(positions).sharding  # names axes of meshes with explicit ones, as jax.make_mesh makes them
     out: Any = {"out_sharding": NamedSharding(own.mesh, PartitionSpec(*own.spec, None))} if any(own.spec) else {}
-    return rows.at[positions].get(mode="promise_in_bounds", **out)
+    return jnp.asarray(rows).at[positions].get(mode="promise_in_bounds", **out)
 
 
 @jax.tree_util.register_static
@@ -130,8 +130,8 @@ class Tables:
 
     Args:
         tables: an `er.Table`, an `er.Group`, or a pytree of tables, such as a dict by name.
-        sharding: of positions over devices, along the first axis of ids. Rows are on all of its devices. None: all are
-            on the default device.
+        sharding: of positions over devices, along the first axis of ids. Rows are on all of its devices. None: a batch
+            has NumPy arrays, which a jitted step puts on its device.
 
     Raises:
         ArgumentError: a leaf is no table, a table occurs twice, or `sharding` is no NamedSharding.
@@ -175,7 +175,7 @@ class Tables:
             self._shardings = NamedSharding(sharding.mesh, PartitionSpec()), sharding
 
     def fetch(self, ids: Tree, missing: Any = None) -> Batch:
-        """Return the rows of a batch, on devices. It changes no row.
+        """Return the rows of a batch, as arguments of a jitted step. It changes no row.
 
         Arrays of ids keep one shape for all batches: each new shape compiles a step anew. Pad with an id that is
         `frozen`, or whose vectors count nothing.
@@ -189,10 +189,7 @@ class Tables:
             IdError, IdTypeError: as for `Table.lookup`.
             ArgumentError: `ids` have another structure than the tables.
         """
-        batch = self.plan(ids, missing)
-        assert batch.fetched is not None
-        self.fetcher.read(batch.fetched)
-        return self.put(batch)
+        return self.read(self.plan(ids, missing))
 
     def plan(self, ids: Tree, missing: Any = None) -> Batch:
         """Return a batch on the host, whose rows are not read yet: see `fetch`."""
@@ -202,15 +199,17 @@ class Tables:
         each = zip(self.fetcher.positions(fetched), features, strict=True)
         return Batch(None, self._tree.unflatten([tree.unflatten(_cut(at, own)) for at, (own, tree) in each]), fetched)
 
-    def put(self, batch: Batch) -> Batch:
-        """Return a batch that was read on its devices."""
-        fetched = batch.fetched
+    def read(self, batch: Batch) -> Batch:
+        """Return a planned batch with its rows, as arguments of a step."""
+        fetched, positions = batch.fetched, batch.positions
         assert fetched is not None
+        self.fetcher.read(fetched)
         # The arrays are not written again. JAX may use them as they are, and refers to them until it has copied them.
         rows, fetched.rows = self._tree.unflatten(fetched.rows), []
-        self._count_signature(fetched.sizes, batch.positions)
-        self._counts["bytes_to_devices"] += sum(array.nbytes for array in jax.tree.leaves((rows, batch.positions)))
-        rows, positions = jax.device_put((rows, batch.positions), self._shardings)
+        self._count_signature(fetched.sizes, positions)
+        self._counts["bytes_to_devices"] += sum([each.nbytes for each in jax.tree.leaves((rows, positions))])
+        if self._shardings is not None or jax.default_backend() != "cpu":  # a CPU takes eight times as long so
+            rows, positions = jax.device_put((rows, positions), self._shardings)
         return Batch(rows, positions, fetched)
 
     def apply(
@@ -249,11 +248,10 @@ class Tables:
             raise ArgumentError(
                 f"`finite` of apply must be one bool: got {finite!r}. Pass ej.all_finite(loss, grads, row_grads)."
             )
-        grads = jax.tree.map(lambda own: own.astype("f4") if getattr(own, "dtype", 0) == jnp.bfloat16 else own, grads)
-        given = [_joined(jax.tree.leaves(own), 1) for own in self._split("grads", grads)]
+        given = [_joined([*map(_floats, jax.tree.leaves(own))], 1) for own in self._split("grads", grads)]
         values = lambda: list(map(np.asarray, self._tree.flatten_up_to(batch.rows)))  # noqa: E731
         self.fetcher.step(fetched, values, given, bool(flag), by_position, self._rates(lr), time)
-        self._counts["bytes_from_devices"] += sum(own.nbytes for own in given if own is not None)
+        self._counts["bytes_from_devices"] += sum([own.nbytes for own in given if own is not None])
 
     def _split(self, argument: str, given: Tree) -> list[Any]:
         """Return the part of each table of an argument."""
@@ -274,7 +272,7 @@ class Tables:
 
     def _count_signature(self, sizes: Sequence[int], positions: Tree) -> None:
         """Count what makes a jitted step compile anew: another size of a table, or another shape of ids."""
-        shapes = jax.tree.structure(positions), *map(np.shape, jax.tree.leaves(positions))
+        shapes = jax.tree.structure(positions), *[own.shape for own in jax.tree.leaves(positions)]
         if (shapes, tuple(sizes)) not in self._seen:
             self._counts["compilations_by_shape" if shapes not in self._seen else "compilations_by_size"] += 1
             self._seen |= {shapes, (shapes, tuple(sizes))}
@@ -295,6 +293,11 @@ def _joined(arrays: Sequence[Any], item: int = 0) -> Any:
     if len(arrays) < 2:
         return arrays[0] if arrays else None
     return np.concatenate([own.reshape(-1, *own.shape[own.ndim - item :]) for own in map(np.asarray, arrays)])
+
+
+def _floats(grads: Any) -> np.ndarray:
+    array = np.asarray(grads)
+    return array.astype(np.float32) if array.dtype.kind == "V" else array  # bfloat16
 
 
 def _checked(ids: Sequence[Any], table: Table) -> Sequence[Any]:
