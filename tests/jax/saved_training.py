@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -175,7 +176,25 @@ def run(folder: str, kind: str, steps: int, every: int) -> None:
     say(training.digest)
 
 
+def warm_up() -> None:
+    """Load all kernels, without a call of JAX: a forked process has none of its threads."""
+    with tempfile.TemporaryDirectory() as folder:
+        tables = tables_in(Path(folder), "mixed")
+        fetcher, user = tables.fetcher, tables.by_name["user"]
+        for step in range(2):
+            fetched = fetcher.plan([batch(step)[0][name] for name in tables.by_name])
+            fetcher.bring(fetched).release()
+            fetcher.take(fetched)
+            fetcher.step(fetched, fetched.rows)
+            user.commit()
+        user.rollback(user.last_commit - 1)
+        for table in tables.by_name.values():
+            records_of(table)
+            table.close()
+
+
 def main() -> None:
+    warm_up()
     say("ready")
     for line in sys.stdin:
         if not (number := os.fork()):
