@@ -163,13 +163,30 @@ def test_rows_are_those_of_the_moment_of_save_and_the_step_exists_when_they_are_
         training.save(manager)
         training.train(3)
         time.sleep(0.2)  # Orbax has ended what it writes itself
-        assert not (tmp_path / "steps" / "0").exists()
+        is_there = (tmp_path / "steps" / "0").exists()
         may_end.set()
         manager.wait_until_finished()
+        assert not is_there
         assert (tmp_path / "steps" / "0").exists()
         assert training.digest != digest
         training.restore(manager)
     assert training.digest == digest
+
+
+def test_a_step_waits_for_the_commits_that_another_handler_began(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, write = threading.Event(), StorageCommit._write_and_publish
+    monkeypatch.setattr(StorageCommit, "_write_and_publish", lambda self: (may_end.wait(), write(self)))
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add("rows", ejo.TablesRestore, ejo.TablesHandler())
+    registry.add("rows", ejo.TablesSave, ejo.TablesHandler())
+    with ocp.CheckpointManager(tmp_path / "steps", handler_registry=registry) as manager:
+        manager.save(0, args=ocp.args.Composite(rows=ejo.TablesSave(made("disk").tables)))
+        time.sleep(0.2)
+        is_there = (tmp_path / "steps" / "0").exists()
+        may_end.set()
+    assert not is_there
 
 
 def test_a_step_whose_commit_fails_does_not_exist(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +281,19 @@ def test_two_items_may_have_tables_of_one_group(made: Made, tmp_path: Path) -> N
             manager.wait_until_finished()
             manager.restore(step, args=ocp.args.Composite(**{k: ejo.TablesRestore(each) for k, each in items.items()}))
             assert tables["user"].steps == step
+
+
+def test_tables_that_are_only_read_may_be_beside_others(tmp_path: Path) -> None:
+    with er.Table(rows=9, dim=2, rule=er.SGD(lr=1.0), path=tmp_path / "words") as words:
+        words.update([3], np.ones((1, 2)))
+        words.commit(name="published")
+    with er.open(tmp_path / "words", mode="r") as words, manager_in(tmp_path / "steps") as manager:
+        tables = ej.Tables({"words": words, "item": er.Table(rows=9, dim=2, rule=er.SGD(lr=1.0))})
+        manager.save(0, args=ejo.TablesSave(tables))
+        manager.wait_until_finished()
+        tables.by_name["item"].update([3], np.ones((1, 2)))
+        manager.restore(0, args=ejo.TablesRestore(tables))
+        assert (words.steps, tables.by_name["item"].steps) == (1, 0)
 
 
 # ---------------------------------------------------------------- errors

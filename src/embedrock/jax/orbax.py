@@ -51,6 +51,8 @@ class TablesHandler(ocp.CheckpointHandler):
 class TablesSave(ocp.args.CheckpointArgs):
     """Argument to save tables as they are now. Those on disk keep a commit until `max_to_keep` drops the step.
 
+    Save before the first step, too: a run that is killed in its first save leaves its rows in tables on disk.
+
     Example:
         >>> import orbax.checkpoint as ocp, embedrock as er, embedrock.jax as ej, embedrock.jax.orbax as ejo
         >>> manager, tables = ocp.CheckpointManager(Path("steps").absolute()), ej.Tables(er.Table(rows=9, dim=4))
