@@ -242,7 +242,7 @@ def test_the_commit_of_a_save_that_was_killed_is_released(made: Made, tmp_path: 
     user = training.tables.by_name["user"]
     with manager_in(steps) as manager:
         training.train(4, manager)
-    for unfinished in ("3.orbax-checkpoint-tmp/rows.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp/rows"):
+    for unfinished in ("3.orbax-checkpoint-tmp/rows.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp/rows"):
         (steps / unfinished).mkdir(parents=True)
         ejo.TablesHandler().save(steps / unfinished, ejo.TablesSave(training.tables))
     orphans = set(names_of(user)) - set(files_of(steps))
