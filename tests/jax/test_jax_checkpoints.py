@@ -66,7 +66,8 @@ def names_of(table: er.Table) -> list[str]:
 
 
 def files_of(folder: Path) -> list[str]:
-    return sorted(file.stem for file in folder.glob("*/rows/orbax-*.json"))
+    """Return the names of the commits of whole steps."""
+    return sorted(file.stem for file in folder.glob("*/rows/orbax-*.json") if file.parent.parent.name.isdecimal())
 
 
 # ---------------------------------------------------------------- save, restore and go on
@@ -245,14 +246,15 @@ def test_the_commit_of_a_save_that_was_killed_is_released(made: Made, tmp_path: 
     for unfinished in ("3.orbax-checkpoint-tmp/rows.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp/rows"):
         (steps / unfinished).mkdir(parents=True)
         ejo.TablesHandler().save(steps / unfinished, ejo.TablesSave(training.tables))
+        ejo.TablesHandler().finalize(steps / unfinished)
     orphans = set(names_of(user)) - set(files_of(steps))
-    assert orphans
+    assert len(orphans) == 1  # the second one released the first
     with manager_in(steps) as manager:
         training.save(manager)
         manager.wait_until_finished()
         assert manager.all_steps() == [3, 4]
     assert orphans.isdisjoint(names_of(user))
-    assert set(files_of(steps)) <= set(names_of(user))
+    assert set(files_of(steps)) < set(names_of(user))  # step 0 was dropped after the save
 
 
 def test_a_folder_in_the_place_of_a_moved_one_releases_none_of_its_commits(made: Made, tmp_path: Path) -> None:
