@@ -54,8 +54,8 @@ class TablesSave(ocp.args.CheckpointArgs):
     Save before the first step, too: a run that is killed in its first save leaves its rows in tables on disk.
 
     Example:
-        >>> import orbax.checkpoint as ocp, embedrock as er, embedrock.jax as ej, embedrock.jax.orbax as ejo
-        >>> manager, tables = ocp.CheckpointManager(Path("steps").absolute()), ej.Tables(er.Table(rows=9, dim=4))
+        >>> import os, orbax.checkpoint as ocp, embedrock as er, embedrock.jax as ej, embedrock.jax.orbax as ejo
+        >>> manager, tables = ocp.CheckpointManager(os.path.abspath("steps")), ej.Tables(er.Table(rows=9, dim=4))
         >>> saved = manager.save(0, args=ocp.args.Composite(rows=ejo.TablesSave(tables)))
         >>> restored = manager.restore(0, args=ocp.args.Composite(rows=ejo.TablesRestore(tables)))
     """
