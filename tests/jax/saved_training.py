@@ -182,10 +182,10 @@ def warm_up() -> None:
         tables = tables_in(Path(folder), "mixed")
         fetcher, user = tables.fetcher, tables.by_name["user"]
         for step in range(2):
-            fetched = fetcher.plan([batch(step)[0][name] for name in tables.by_name])
-            fetcher.bring(fetched).release()
-            fetcher.take(fetched)
-            fetcher.step(fetched, fetched.rows)
+            fetched = fetcher.plan([[batch(step)[0][name]] for name in tables.by_name])
+            fetcher.bring(lambda fetched=fetched: fetched).release()
+            rows = fetcher.fetch(fetched)
+            fetcher.step(fetched, lambda rows=rows: rows, [[own] for own in rows])
             user.commit()
         user.rollback(user.last_commit - 1)
         for table in tables.by_name.values():

@@ -50,17 +50,12 @@ def prefetch(
 
     def later(item: Any) -> Callable[[], FetchedRows | None]:
         ids = ids_of(item) if ids_of is not None else item[0] if isinstance(item, tuple) else item
-        plan = functools.cache(lambda: tables.plan(ids))  # another thread is the first to call it
-        planned.append(plan)
-        return lambda: plan().fetched
+        planned.append(functools.cache(lambda: tables.plan(ids)))  # another thread is the first to call it
+        return lambda plan=planned[-1]: plan().fetched
 
-    return _read(look_ahead(loader, {tables.fetcher: later}, depth), tables, planned, later)
-
-
-def _read(
-    items: Iterator[T], tables: Tables, planned: deque[Callable[[], Batch]], later: Callable[[T], Any]
-) -> Iterator[tuple[Batch, T]]:
-    for item in items:
+    def read(item: T) -> tuple[Batch, T]:
         if not planned:  # without prefetching
             later(item)
-        yield tables.read(planned.popleft()()), item
+        return tables.read(planned.popleft()()), item
+
+    return map(read, look_ahead(loader, {tables.fetcher: later}, depth))

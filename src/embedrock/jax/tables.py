@@ -185,7 +185,8 @@ class Tables:
 
     def plan(self, ids: Tree, missing: Any = None) -> Batch:
         """Return a batch on the host, whose rows are not read yet: see `fetch`."""
-        arrays = [jax.tree.flatten(own, is_leaf=_is_no_node) for own in self._split("ids", ids)]
+        is_array = lambda own: own is None or isinstance(own, list)  # noqa: E731
+        arrays = [jax.tree.flatten(own, is_leaf=is_array) for own in self._split("ids", ids)]
         fetched = self.fetcher.plan([own for own, _ in arrays], missing)
         each = zip(self.fetcher.positions(fetched), arrays, strict=True)
         return Batch(None, self._tree.unflatten([tree.unflatten(at) for at, (_, tree) in each]), fetched)
@@ -256,7 +257,3 @@ class Tables:
         size, `compilations_by_size`. Further compilations have other causes, such as a dense weight of another dtype.
         """
         return self.fetcher.stats()
-
-
-def _is_no_node(ids: Any) -> bool:
-    return ids is None or isinstance(ids, list)
