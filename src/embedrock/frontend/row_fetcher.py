@@ -314,7 +314,7 @@ def _floats(grads: Sequence[Any], shapes: Sequence[tuple[int, ...]], rows: Table
 
 
 def _rate(lr: Any, steps: int) -> Any:
-    rate = lr(steps) if callable(lr) else lr
+    rate: Any = lr(steps) if callable(lr) else lr
     return float(rate) if getattr(rate, "ndim", 1) == 0 else rate  # scalars of frameworks, as schedules return them
 
 
