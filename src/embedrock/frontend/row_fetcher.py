@@ -21,7 +21,7 @@ from embedrock.table import batches, checks
 from embedrock.table.batches import Batch, FeatureLayout
 from embedrock.table.event_time import newest_event
 from embedrock.table.missing import Missing
-from embedrock.table.prefetch import bring
+from embedrock.table.prefetch import bring, room_for
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, refuse_nonfinite, step_all
 from embedrock.table.table import Table, rows_of
@@ -41,7 +41,7 @@ class FetchedRows:
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
         step: number of steps of the fetcher when the rows were read; -1: they are not read yet.
-        versions: of the tables when the rows were read.
+        others: number of changes of each table by others than the fetcher, when the rows were read.
         is_stepped: the rows were stepped.
     """
 
@@ -51,12 +51,19 @@ class FetchedRows:
     sizes: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
     step: int = -1
-    versions: Sequence[int] = ()
+    others: Sequence[int] = ()
     is_stepped: bool = False
 
     @property
     def missing(self) -> Missing | None:
         return self.layouts[0].missing if self.layouts else None
+
+
+class _PinnedRows(Pin):
+    """Pins of rows that were read already. So prefetching does not expect a lookup of them."""
+
+    def looked_up(self) -> None:
+        return None
 
 
 class RowFetcher:
@@ -77,6 +84,7 @@ class RowFetcher:
         self._rows = [rows_of(table) for table in tables]
         self.sizes = [LEAST_ROWS] * len(self.tables)
         self._stepped = deque[list[np.ndarray]](maxlen=KNOWN_STEPS)
+        self._steps_of = [0] * len(self.tables)  # steps of each table by this fetcher
         self._layouts: dict[Missing | None, list[FeatureLayout]] = {}
         by_lock: dict[Any, list[int]] = {}
         for number, table in enumerate(self.tables):
@@ -153,7 +161,10 @@ class RowFetcher:
         ]
 
     def _note(self, fetched: FetchedRows) -> None:
-        fetched.step, fetched.versions = self.steps, [rows.version.now for rows in self._rows]
+        fetched.step, fetched.others = self.steps, self._changes_by_others()
+
+    def _changes_by_others(self) -> list[int]:
+        return [rows.version.now - own for rows, own in zip(self._rows, self._steps_of, strict=True)]
 
     # ---------------------------------------------------------------- ahead of time
 
@@ -177,12 +188,13 @@ class RowFetcher:
         except BaseException:
             Pin(pins).release()
             raise
-        return Pin(pins)
+        return _PinnedRows(pins)
 
     def room_for(self, batches: Sequence[FetchedRows]) -> tuple[int, int]:
         """Return the number of different rows in all batches, and the `memory` that holds them."""
-        unique = zip(*map(self.unique, batches), strict=True)
-        found = [table.room_for(own) for table, own in zip(self.tables, unique, strict=True)]
+        unique = list(map(self.unique, batches))
+        of_locks = ([{self._rows[k]: own[k] for k in numbers} for own in unique] for numbers in self._by_lock.values())
+        found = list(map(room_for, of_locks))
         return sum(rows for rows, _ in found), max(memory for _, memory in found)
 
     def take(self, fetched: FetchedRows) -> None:
@@ -193,21 +205,21 @@ class RowFetcher:
         unique = self.unique(fetched)
         for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
             with once.layout.table_lock.alone():
-                batches.locate(once)
-                ids = [unique[k][stale[k]] for k in numbers]
-                for k, rows in zip(numbers, batches.look_up(once.layout, ids), strict=True):
-                    fetched.rows[k][stale[k]] = rows
-        self._note(fetched)
+                if self._changes_by_others() == fetched.others:  # another thread may have changed the tables just now
+                    batches.locate(once)
+                    ids = [unique[k][stale[k]] for k in numbers]
+                    for k, rows in zip(numbers, batches.look_up(once.layout, ids), strict=True):
+                        fetched.rows[k][stale[k]] = rows
+                    continue
+            return self.read(fetched)
+        fetched.step = self.steps
 
     def _stale(self, fetched: FetchedRows) -> list[np.ndarray] | None:
         """Return the rows of each table that have been stepped since they were read; None: any may have changed."""
         made = self.steps - fetched.step
         if fetched.step < 0 or made > KNOWN_STEPS or (made and any(map(_moves_others, self._rows))):
             return None
-        for rows, then in zip(self._rows, fetched.versions, strict=True):
-            if rows.version.now != then + made:
-                return None
-        return self._stepped_since(fetched)
+        return self._stepped_since(fetched) if self._changes_by_others() == fetched.others else None
 
     def _stepped_since(self, fetched: FetchedRows) -> list[np.ndarray]:
         """Return the rows of each table that the known steps since a read have stepped."""
@@ -260,9 +272,18 @@ class RowFetcher:
             requests += batches.requests_of(blocks, rules, newest)
         _check_finite(requests, is_finite)
         if is_finite:
-            self._stepped.append(self.unique(fetched))
-            self.steps += 1  # before the step: see `bring`
-            step_all(requests)
+            # Counted before the step: see `bring`. During the step, a table has a change by others less than before and
+            # after it, so that what was read then is read again.
+            before, of_before = self.steps, self._steps_of
+            self._steps_of = [own + (table in due) for own, table in zip(of_before, self.tables, strict=True)]
+            self.steps += 1
+            try:
+                step_all(requests)
+            except BaseException:
+                self.steps, self._steps_of = before, of_before
+                raise
+            of_tables = zip(self.unique(fetched), given, strict=True)
+            self._stepped.append([own[:0] if grad is None else own for own, grad in of_tables])
         fetched.is_stepped = True
 
     def _check(self, fetched: FetchedRows) -> None:
