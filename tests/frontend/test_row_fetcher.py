@@ -16,7 +16,7 @@ import pytest
 
 import embedrock as er
 from embedrock.batch.plan import SMALL_BATCH
-from embedrock.errors import MemoryBudgetError
+from embedrock.errors import ArgumentError, MemoryBudgetError
 from embedrock.frontend.row_fetcher import KNOWN_STEPS, FetchedRows, RowFetcher
 from embedrock.table import batches
 from embedrock.table.prefetch import prefetch
@@ -93,6 +93,7 @@ class Program:
         self.fetcher = RowFetcher(self.tables)
         self.is_on_disk, self.now = folder is not None, 0
         self.commit: Any = None
+        self.stepped: list[list[np.ndarray]] = []  # of each step, the ids of each table
 
     # ---------------------------------------------------------------- what is drawn
 
@@ -138,6 +139,19 @@ class Program:
             if due[k]:
                 twin.update(own, given, lr=lr[k], time=time)
         self.fetcher.step(fetched, grads, by_position=by_position, lr=lr, time=time)
+        self.stepped.append([own if is_due else own[:0] for own, is_due in zip(unique, due, strict=True)])
+
+    def step_later(self, fetched: FetchedRows) -> None:
+        """Step both, or fail unless the step is refused, as rows of the batch were stepped since it was fetched."""
+        since = self.stepped[fetched.step :]
+        unique = self.fetcher.unique(fetched)
+        is_stale = any(np.isin(own, step[k]).any() for step in since for k, own in enumerate(unique))
+        moves_others = any(rows_of(table).lags or rows_of(table).lifecycle for table in self.tables)
+        if is_stale or len(since) > KNOWN_STEPS or (since and moves_others):
+            with pytest.raises(ArgumentError, match=f"since this batch was fetched, {len(since)} steps? ago"):
+                self.fetcher.step(fetched, [np.zeros_like(own) for own in fetched.rows])
+        else:
+            self.step(fetched)
 
     def outside(self) -> None:
         """Change both by other means than the fetcher's steps."""
@@ -204,6 +218,7 @@ def play(program: Program, steps: int, bring: Callable[[Any], Any]) -> None:
     """Fetch and step, with batches that wait, while others are stepped and tables change."""
     fetcher, rng = program.fetcher, program.rng
     waiting: list[FetchedRows] = []
+    held: list[FetchedRows] = []
     with ExitStack() as pins:
         for _ in range(steps):
             draw = rng.random()
@@ -223,8 +238,12 @@ def play(program: Program, steps: int, bring: Callable[[Any], Any]) -> None:
                 fetched = fetcher.plan(program.ids())
                 fetcher.read(fetched)
             program.check_read(fetched)
-            if rng.random() < 0.9:
+            if rng.random() < 0.7:
                 program.step(fetched)
+            elif rng.random() < 0.5:
+                held.append(fetched)
+            if held and rng.random() < 0.2:
+                program.step_later(held.pop(0))
             if not waiting:
                 pins.close()
     program.check()
