@@ -15,6 +15,7 @@ import embedrock.jax as ej
 from embedrock.batch import plan as planning
 from embedrock.frontend import row_fetcher
 from embedrock.system.buffers import LEAST_BYTES, Buffers
+from same_tables import check_same
 
 ROWS, DIM, BATCH = 20_000, 16, 4096
 
@@ -193,3 +194,21 @@ def test_the_memory_of_a_donated_batch_is_left_as_it_is():
     twin = made()[0]
     twin.update(unique, np.asarray(out[0])[: len(unique)])
     assert np.array_equal(table.lookup(ids), twin.lookup(ids))
+
+
+# ---------------------------------------------------------------- memory of the caller
+
+
+@pytest.mark.parametrize("by_position", [False, True], ids=["rows", "positions"])
+def test_ids_and_gradients_may_be_overwritten_after_the_call(by_position: bool):
+    (table, tables), twin, given = made(), made()[0], np.empty((4, BATCH // 4), np.int64)
+    for ids in loader(4):
+        given.reshape(-1)[:] = ids
+        batch = tables.fetch(given)
+        given[:] = -1
+        grads = np.ones((*given.shape, DIM) if by_position else batch.rows.shape, np.float32)
+        tables.apply(batch, grads, True, by_position=by_position)
+        grads[:] = np.nan
+        once = ids if by_position else np.unique(ids)
+        twin.update(once, np.ones((len(once), DIM), np.float32))
+    check_same(table, twin)

@@ -199,13 +199,13 @@ class RowFetcher:
 
     def take(self, fetched: FetchedRows) -> None:
         """Make a batch current that `bring` has read: read rows again that may have changed since."""
-        stale = self._stale(fetched)
-        if stale is None:
+        made = self.steps - fetched.step
+        if fetched.step < 0 or made > KNOWN_STEPS or (made and any(map(_moves_others, self._rows))):
             return self.read(fetched)
-        unique = self.unique(fetched)
+        stale, unique = self._stepped_since(fetched), self.unique(fetched)
         for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
             with once.layout.table_lock.alone():
-                if self._changes_by_others() == fetched.others:  # another thread may have changed the tables just now
+                if self._changes_by_others() == fetched.others:  # here, as another thread may change them until now
                     batches.locate(once)
                     ids = [unique[k][stale[k]] for k in numbers]
                     for k, rows in zip(numbers, batches.look_up(once.layout, ids), strict=True):
@@ -213,13 +213,6 @@ class RowFetcher:
                     continue
             return self.read(fetched)
         fetched.step = self.steps
-
-    def _stale(self, fetched: FetchedRows) -> list[np.ndarray] | None:
-        """Return the rows of each table that have been stepped since they were read; None: any may have changed."""
-        made = self.steps - fetched.step
-        if fetched.step < 0 or made > KNOWN_STEPS or (made and any(map(_moves_others, self._rows))):
-            return None
-        return self._stepped_since(fetched) if self._changes_by_others() == fetched.others else None
 
     def _stepped_since(self, fetched: FetchedRows) -> list[np.ndarray]:
         """Return the rows of each table that the known steps since a read have stepped."""
