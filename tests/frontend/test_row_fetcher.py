@@ -419,6 +419,26 @@ def test_rows_are_read_again_if_another_thread_changes_them_during_take(monkeypa
     assert fetched.rows[0][:2].tolist() == [[-8, -8], [-9, -9]]
 
 
+@pytest.mark.parametrize("moment", [0, 1], ids=["before the reads", "between them"])
+@pytest.mark.parametrize("due", [(True, True), (False, True), (True, False)], ids=["both", "second", "first"])
+def test_a_step_while_rows_are_brought_is_seen(moment: int, due: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch):
+    tables, fetcher = pair()  # with locks of their own
+    now, fetched = fetched_now(fetcher, [1, 2], [1, 2]), fetcher.plan([[1, 5], [2, 6]])
+    look_up, count = batches.look_up, itertools.count()
+
+    def look_up_late(layout: Any, ids: Any) -> Any:
+        if next(count) == moment:
+            fetcher.step(now, [own if is_due else None for own, is_due in zip(ones(fetcher), due, strict=True)])
+        return look_up(layout, ids)
+
+    monkeypatch.setattr(batches, "look_up", look_up_late)
+    fetcher.bring(fetched).release()
+    fetcher.take(fetched)
+    assert sum(table.steps for table in tables) == sum(due)
+    for rows, table, ids in zip(fetched.rows, tables, ([1, 5], [2, 6]), strict=True):
+        assert np.array_equal(rows[:2], table.lookup(ids))
+
+
 def test_two_fetchers_of_the_same_tables_see_each_others_steps():
     (first, second), one = pair()
     other = RowFetcher([first, second])

@@ -177,14 +177,11 @@ class RowFetcher:
         try:
             for layout, (_, once) in zip(fetched.layouts, fetched.parts, strict=True):
                 pins.append(bring(layout.table_lock, dict(zip(map(rows_of, layout.tables), once.ids, strict=True))))
-            before = self.steps
-            self._note(fetched)
+            self._note(fetched)  # a step meanwhile counts as one after the read
             for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
                 with once.layout.table_lock.alone():
                     for k, rows in zip(numbers, batches.look_up(once.layout, once.ids), strict=True):
                         fetched.rows[k][: len(rows)] = rows
-            if self.steps != before:
-                fetched.step = -1  # some tables may have been read before the step, and some after it
         except BaseException:
             Pin(pins).release()
             raise
@@ -265,8 +262,7 @@ class RowFetcher:
             requests += batches.requests_of(blocks, rules, newest)
         _check_finite(requests, is_finite)
         if is_finite:
-            # Counted before the step: see `bring`. During the step, a table has a change by others less than before and
-            # after it, so that what was read then is read again.
+            # Counted before the step. So what `bring` reads meanwhile has a change by others less, and is read again.
             before, of_before = self.steps, self._steps_of
             self._steps_of = [own + (table in due) for own, table in zip(of_before, self.tables, strict=True)]
             self.steps += 1
