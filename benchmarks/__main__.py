@@ -14,6 +14,7 @@ from benchmarks.commits import COMMIT
 from benchmarks.create import CREATE
 from benchmarks.disk import DISK
 from benchmarks.gpu_run import GPU
+from benchmarks.jax_step import JAX
 from benchmarks.keras_fit import KERAS
 from benchmarks.processes import ChildError
 from benchmarks.published import PUBLISHED
@@ -51,6 +52,7 @@ BENCHMARKS = (
     PUBLISHED,
     STREAM,
     KERAS,
+    JAX,
     GPU,
 )
 

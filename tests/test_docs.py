@@ -30,7 +30,7 @@ ELSEWHERE = {
     "trainers.md": "tests/pytorch/test_trainers.py",
     "transformers.md": "tests/pytorch/test_pretrained_models.py",
 }
-OPTIONAL = {"torch", "tqdm", "keras", "tensorflow"}
+OPTIONAL = {"torch", "tqdm", "keras", "tensorflow", "jax", "orbax"}
 
 
 @EVERY_PAGE

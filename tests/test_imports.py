@@ -9,7 +9,7 @@ import pytest
 
 import embedrock
 
-FRAMEWORKS = {"torch", "tensorflow", "keras", "triton"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "triton", "jax"}
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -36,7 +36,15 @@ def test_core_never_loads_a_framework():
 
 def test_torch_front_end_loads_no_other_framework():
     pytest.importorskip("torch")
-    assert not loaded_by("import embedrock.torch") & {"tensorflow", "keras"}
+    assert not loaded_by("import embedrock.torch") & {"tensorflow", "keras", "jax"}
+
+
+def test_jax_front_end_loads_no_other_framework():
+    pytest.importorskip("jax")
+    others = {"flax", "equinox", "optax", "orbax", "numba"}
+    loaded = loaded_by("import embedrock.jax")
+    assert "jax" in loaded
+    assert not loaded & (FRAMEWORKS - {"jax"} | others)
 
 
 # That of Keras: tests/keras/test_multi_worker_fit.py, whose workers have imported it once.

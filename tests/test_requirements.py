@@ -19,7 +19,8 @@ import sys
 try:
     import embedrock.{front}
 except ImportError as error:
-    print(type(error).__name__, "|", error, "|", *(sys.modules.keys() & {{"torch", "keras", "tensorflow", "numba"}}))
+    loaded = sys.modules.keys() & {{"torch", "keras", "tensorflow", "jax", "numba"}}
+    print(type(error).__name__, "|", error, "|", *loaded)
 """
 
 
@@ -44,7 +45,7 @@ def fake(folder: Path, name: str, version: str, content: str = "raise RuntimeErr
 
 @pytest.mark.parametrize(
     ("front", "package", "least"),
-    [("torch", "torch", "2.5"), ("keras", "keras", "3.5"), ("keras", "tensorflow", "2.17")],
+    [("torch", "torch", "2.5"), ("keras", "keras", "3.5"), ("keras", "tensorflow", "2.17"), ("jax", "jax", "0.6")],
 )
 def test_a_package_is_missing(front: str, package: str, least: str):
     """Hidden as Python hides modules."""
@@ -56,7 +57,12 @@ def test_a_package_is_missing(front: str, package: str, least: str):
 
 @pytest.mark.parametrize(
     ("front", "package", "version"),
-    [("torch", "torch", "2.4.1"), ("keras", "keras", "3.4.1"), ("keras", "tensorflow", "2.16.2")],
+    [
+        ("torch", "torch", "2.4.1"),
+        ("keras", "keras", "3.4.1"),
+        ("keras", "tensorflow", "2.16.2"),
+        ("jax", "jax", "0.5.3"),
+    ],
 )
 def test_a_package_is_too_old(tmp_path: Path, front: str, package: str, version: str):
     told = refused(front, PYTHONPATH=fake(tmp_path, package, version))

@@ -5,29 +5,28 @@ A batch has each of its rows once, in a padded array of its table. A compiled pr
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from embedrock.batch.ids import check_ids
-from embedrock.batch.plan import make_plan
-from embedrock.errors import ArgumentError, NonFiniteGradientError
+from embedrock.errors import ArgumentError, NonFiniteGradientError, counted
 from embedrock.storage.backend import Pin
+from embedrock.system import forks
 from embedrock.system.buffers import buffers
 from embedrock.table import batches, checks
 from embedrock.table.batches import Batch, FeatureLayout
 from embedrock.table.event_time import newest_event
 from embedrock.table.missing import Missing
 from embedrock.table.prefetch import bring, room_for
-from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, refuse_nonfinite, step_all
 from embedrock.table.table import Table, rows_of
 
 LEAST_ROWS = 128  # of a padded array
-KNOWN_STEPS = 16  # newest steps whose rows are known
+_VERSION = attrgetter("version.now")
 
 
 @dataclass(eq=False)
@@ -40,8 +39,7 @@ class FetchedRows:
         parts: the batch of each lock, and the batch of its rows, each once.
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
-        step: number of steps of the fetcher when the rows were read; -1: they are not read yet.
-        others: number of changes of each table by others than the fetcher, when the rows were read.
+        versions: of the tables when the rows were read: the number of their changes.
         is_stepped: the rows were stepped.
     """
 
@@ -50,8 +48,7 @@ class FetchedRows:
     parts: list[tuple[Batch, Batch]]
     sizes: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
-    step: int = -1
-    others: Sequence[int] = ()
+    versions: Sequence[int] = ()
     is_stepped: bool = False
 
     @property
@@ -59,17 +56,10 @@ class FetchedRows:
         return self.layouts[0].missing if self.layouts else None
 
 
-class _PinnedRows(Pin):
-    """Pins of rows that were read already. So prefetching does not expect a lookup of them."""
-
-    def looked_up(self) -> None:
-        return None
-
-
 class RowFetcher:
     """Plans, reads and steps batches of tables, which may have locks of their own. It is a `Prefetcher` of batches.
 
-    One thread plans and steps. Another one may `bring` planned batches meanwhile.
+    One thread reads and steps. Another one may plan batches, and `bring` their rows, meanwhile.
 
     Args:
         tables: each once.
@@ -82,9 +72,7 @@ class RowFetcher:
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables, self.steps = tuple(tables), 0
         self._rows = [rows_of(table) for table in tables]
-        self.sizes = [LEAST_ROWS] * len(self.tables)
-        self._stepped = deque[list[np.ndarray]](maxlen=KNOWN_STEPS)
-        self._steps_of = [0] * len(self.tables)  # steps of each table by this fetcher
+        self.sizes, self._growing = [LEAST_ROWS] * len(self.tables), forks.lock(forks.LockRank.SECTION)
         self._layouts: dict[Missing | None, list[FeatureLayout]] = {}
         by_lock: dict[Any, list[int]] = {}
         for number, table in enumerate(self.tables):
@@ -114,16 +102,15 @@ class RowFetcher:
             of_locks = [(lock, [self.tables[k] for k in own]) for lock, own in self._by_lock.items()]
             layouts = [FeatureLayout(lock, tables, missing=choice) for lock, tables in of_locks]
             self._layouts[choice] = layouts
-        checked = [check_ids(own, table.rows, table.subject) for own, table in zip(ids, self.tables, strict=True)]
-        parts = []
-        for layout, numbers in zip(layouts, self._by_lock.values(), strict=True):
-            batch = batches.plan(layout, [checked[k] for k in numbers])
-            parts.append((batch, batches.each_once(batch)))
-        fetched = FetchedRows(layouts, checked, parts)
+        each = zip(layouts, self._by_lock.values(), strict=True)
+        planned = [batches.plan(layout, [ids[k] for k in numbers]) for layout, numbers in each]
+        parts = [(batch, batches.each_once(batch)) for batch in planned]
+        fetched = FetchedRows(layouts, self._by_table([batch.ids for batch in planned]), parts)
         counts = [len(unique) for unique in self.unique(fetched)]
         grown = [1 << max(count - 1, 0).bit_length() for count in counts]
-        fetched.sizes = self.sizes = list(map(max, self.sizes, grown))
-        shapes = [(size, table.dim) for size, table in zip(fetched.sizes, self.tables, strict=True)]
+        with self._growing:
+            fetched.sizes = self.sizes = list(map(max, self.sizes, grown))
+        shapes = [(size, rows.spec.dim) for size, rows in zip(fetched.sizes, self._rows, strict=True)]
         fetched.rows = [buffers.empty(shape, np.float32) for shape in shapes]
         for count, rows in zip(counts, fetched.rows, strict=True):
             rows[count:] = 0.0  # sums over all rows are those over the batch's
@@ -154,73 +141,38 @@ class RowFetcher:
         """Read the rows of a planned batch."""
         unique = self.unique(fetched)
         outs = [rows[: len(own)] for rows, own in zip(fetched.rows, unique, strict=True)]
-        self._note(fetched)
+        fetched.versions = list(map(_VERSION, self._rows))
         fetched.parts = [
             batches.read_once(batch, [outs[k] for k in numbers])
             for numbers, (batch, _) in zip(self._by_lock.values(), fetched.parts, strict=True)
         ]
 
-    def _note(self, fetched: FetchedRows) -> None:
-        fetched.step, fetched.others = self.steps, self._changes_by_others()
-
-    def _changes_by_others(self) -> list[int]:
-        return [rows.version.now - own for rows, own in zip(self._rows, self._steps_of, strict=True)]
-
     # ---------------------------------------------------------------- ahead of time
 
-    def bring(self, ids: FetchedRows) -> Pin:
-        """Load the rows of a planned batch from disk, and read them. Any thread may call it.
-
-        `take` makes the rows current.
-        """
-        fetched, pins = ids, list[Pin]()
+    def bring(self, ids: Callable[[], FetchedRows]) -> Pin:
+        """Load the rows of a batch from disk, where `read` then finds them. `ids` returns the planned batch."""
+        fetched, pins = ids(), list[Pin]()
         try:
             for layout, (_, once) in zip(fetched.layouts, fetched.parts, strict=True):
                 pins.append(bring(layout.table_lock, dict(zip(map(rows_of, layout.tables), once.ids, strict=True))))
-            self._note(fetched)  # a step meanwhile counts as one after the read
-            for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
-                with once.layout.table_lock.alone():
-                    for k, rows in zip(numbers, batches.look_up(once.layout, once.ids), strict=True):
-                        fetched.rows[k][: len(rows)] = rows
         except BaseException:
             Pin(pins).release()
             raise
-        return _PinnedRows(pins)
+        return Pin(pins)
 
-    def room_for(self, batches: Sequence[FetchedRows]) -> tuple[int, int]:
+    def room_for(self, batches: Sequence[Callable[[], FetchedRows]]) -> tuple[int, int]:
         """Return the number of different rows in all batches, and the `memory` that holds them."""
-        unique = list(map(self.unique, batches))
+        unique = [self.unique(planned()) for planned in batches]
         of_locks = ([{self._rows[k]: own[k] for k in numbers} for own in unique] for numbers in self._by_lock.values())
         found = list(map(room_for, of_locks))
         return sum(rows for rows, _ in found), max(memory for _, memory in found)
-
-    def take(self, fetched: FetchedRows) -> None:
-        """Make a batch current that `bring` has read: read rows again that may have changed since."""
-        made = self.steps - fetched.step
-        if fetched.step < 0 or made > KNOWN_STEPS or (made and any(map(_moves_others, self._rows))):
-            return self.read(fetched)
-        stale, unique = self._stepped_since(fetched), self.unique(fetched)
-        for numbers, (_, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
-            with once.layout.table_lock.alone():
-                if self._changes_by_others() == fetched.others:  # here, as another thread may change them until now
-                    batches.locate(once)
-                    ids = [unique[k][stale[k]] for k in numbers]
-                    for k, rows in zip(numbers, batches.look_up(once.layout, ids), strict=True):
-                        fetched.rows[k][stale[k]] = rows
-                    continue
-            return self.read(fetched)
-        fetched.step = self.steps
-
-    def _stepped_since(self, fetched: FetchedRows) -> list[np.ndarray]:
-        """Return the rows of each table that the known steps since a read have stepped."""
-        since = list(self._stepped)[max(0, len(self._stepped) - self.steps + fetched.step) :]
-        return [_in_any(own, [ids[k] for ids in since]) for k, own in enumerate(self.unique(fetched))]
 
     # ---------------------------------------------------------------- sum and step
 
     def step(
         self,
         fetched: FetchedRows,
+        values: Callable[[], Sequence[np.ndarray]],
         grads: Sequence[np.ndarray | None],
         is_finite: bool = True,
         by_position: bool = False,
@@ -231,6 +183,7 @@ class RowFetcher:
 
         Args:
             fetched: the batch.
+            values: returns the rows as they were read, in the padded arrays. It is called if a table has changed since.
             grads: for each table, one gradient for each row of its padded array, float32 (size, dim); None: the table
                 is not stepped.
             is_finite: no gradient of the caller's step is NaN or Inf, those of dense weights included.
@@ -241,11 +194,12 @@ class RowFetcher:
         Raises:
             NonFiniteGradientError: `is_finite` is False, and a table has ``on_nonfinite="raise"``. Or it is True, and a
                 gradient has NaN or Inf.
-            ArgumentError: the batch was stepped already, or some of its rows were, after it was read.
+            ArgumentError: the batch is another fetcher's, or was stepped already; or rows have changed since they were
+                read.
             GradientError, MemoryBudgetError: as for `Table.update`.
         """
-        self._check(fetched)
-        shapes = [(*own.shape, table.dim) for own, table in zip(fetched.ids, self.tables, strict=True)]
+        self._check(fetched, values)
+        shapes = [(*own.shape, rows.spec.dim) for own, rows in zip(fetched.ids, self._rows, strict=True)]
         given: list[np.ndarray | None] = []
         for k, (own, rows, grad) in enumerate(zip(self.unique(fetched), self._rows, grads, strict=True)):
             shape = shapes[k] if by_position else (fetched.sizes[k], shapes[k][-1])
@@ -262,21 +216,17 @@ class RowFetcher:
             requests += batches.requests_of(blocks, rules, newest)
         _check_finite(requests, is_finite)
         if is_finite:
-            # Counted before the step. So what `bring` reads meanwhile has a change by others less, and is read again.
-            before, of_before = self.steps, self._steps_of
-            self._steps_of = [own + (table in due) for own, table in zip(of_before, self.tables, strict=True)]
+            step_all(requests)
             self.steps += 1
-            try:
-                step_all(requests)
-            except BaseException:
-                self.steps, self._steps_of = before, of_before
-                raise
-            of_tables = zip(self.unique(fetched), given, strict=True)
-            self._stepped.append([own[:0] if grad is None else own for own, grad in of_tables])
         fetched.is_stepped = True
 
-    def _check(self, fetched: FetchedRows) -> None:
+    def _check(self, fetched: FetchedRows, values: Callable[[], Sequence[np.ndarray]]) -> None:
         """Raise `ArgumentError` unless the rows of a batch are those from which its gradients follow."""
+        if fetched.layouts is not self._layouts.get(fetched.missing):
+            raise ArgumentError(
+                f"a batch of {self.subject} must be fetched by the object that steps it: this one was fetched by "
+                "another object, for these or for other tables. Nothing has changed. Fetch its ids again."
+            )
         if fetched.missing:
             raise ArgumentError(
                 f"a batch of {self.subject} that is stepped must have the rows themselves: this one was fetched with "
@@ -287,31 +237,23 @@ class RowFetcher:
                 f"a batch of {self.subject} is stepped once: this one was stepped already. Nothing has changed. Fetch "
                 "its ids again, and compute the gradients from these rows."
             )
-        made = self.steps - fetched.step
-        if not made:
-            return
-        for rows, stale in zip(self._rows, self._stepped_since(fetched), strict=True):
-            if len(stale) or made > KNOWN_STEPS or _moves_others(rows):
+        if fetched.versions != list(map(_VERSION, self._rows)):
+            self._check_values(fetched, values())
+
+    def _check_values(self, fetched: FetchedRows, values: Sequence[np.ndarray]) -> None:
+        """Raise `ArgumentError` unless the rows of a batch have the values that were read."""
+        present = copy.copy(fetched)
+        present.rows = [np.empty_like(each) for each in values]
+        self.read(present)
+        for rows, own, now, then in zip(self._rows, self.unique(fetched), present.rows, values, strict=True):
+            changed = np.count_nonzero((now != then)[: len(own)].any(axis=1))
+            if changed:
                 raise ArgumentError(
-                    f"rows of {rows.subject} were stepped since this batch was fetched, {made} steps ago: its "
-                    "gradients are those of older rows. Nothing has changed. Fetch a batch after the step before it; "
+                    f"rows of {rows.subject} have changed since this batch was fetched, {changed} of {len(own)}: its "
+                    "gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before it; "
                     "prefetch reads ahead and keeps rows current."
                 )
-
-
-def _moves_others(rows: TableState) -> bool:
-    """Return whether a step changes rows that are not in its batch."""
-    return rows.lifecycle is not None or (rows.history is not None and rows.history.moves_weights)
-
-
-def _in_any(ids: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the positions of those `ids`, all different, that are in one of the other arrays."""
-    if not others:
-        return np.empty(0, np.int64)
-    plan = make_plan(np.concatenate([ids, *others]))
-    is_there = np.zeros(len(plan.ids), bool)
-    is_there[plan.inverse[len(ids) :]] = True
-    return np.flatnonzero(is_there[plan.inverse[: len(ids)]])
+        fetched.parts = present.parts  # rows may have been frozen since
 
 
 def _check_finite(requests: Sequence[StepRequest], is_finite: bool) -> None:
@@ -322,18 +264,20 @@ def _check_finite(requests: Sequence[StepRequest], is_finite: bool) -> None:
     strict = [each for each in alone if is_finite or each.tables[0].on_nonfinite == "raise"]
     wrong = [each for each in strict if not each.grads.is_finite]
     if is_finite:
-        error = checks.nonfinite(wrong[0].grads, wrong[0].tables[0].subject)
+        subject = wrong[0].tables[0].subject
+        error = checks.nonfinite(wrong[0].grads, subject)
         raise NonFiniteGradientError(
-            f"{error} The caller said that all gradients are finite, so dense weights may have changed: decide on the "
-            "gradients of rows and of dense weights together.",
+            "gradients must all be finite, as this step said of them: got NaN or Inf in those of "
+            f"{counted(error.count, 'row')} of {subject}, first ids {error.ids.tolist()}. No row has changed, but "
+            "dense weights may have. Decide on the loss and on all gradients together, of rows and of dense weights.",
             error.count,
             error.ids,
         )
     if strict and not wrong:
         raise NonFiniteGradientError(
-            f"gradients must be finite: got NaN or Inf in those of dense weights, or in the loss. Those of rows of "
-            f"{strict[0].tables[0].subject} are finite. No row has changed. Lower the learning rate, clip or scale the "
-            'gradients, or pass on_nonfinite="skip" to leave such steps out.',
+            "gradients must be finite: got NaN or Inf in those of dense weights or of other rows, or in the loss. "
+            f"Those of rows of {strict[0].tables[0].subject} are finite. No row has changed. Lower the learning rate, "
+            'clip or scale the gradients, or pass on_nonfinite="skip" to leave such steps out.',
             0,
             np.empty(0, np.int64),
         )

@@ -7,6 +7,6 @@ from embedrock.frontend.requirements import require
 require("embedrock.jax", "jax", {"jax": "0.6"})
 
 from embedrock.jax.prefetch import prefetch
-from embedrock.jax.tables import Batch, Tables, all_finite, where
+from embedrock.jax.tables import Batch, Embed, Tables, all_finite, where
 
-__all__ = ["Batch", "Tables", "all_finite", "prefetch", "where"]
+__all__ = ["Batch", "Embed", "Tables", "all_finite", "prefetch", "where"]

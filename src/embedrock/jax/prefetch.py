@@ -1,11 +1,14 @@
-"""`prefetch` for JAX: batches whose rows are planned and read during the steps before."""
+"""`prefetch` for JAX: batches that are planned, and whose rows are loaded from disk, during the steps before."""
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from embedrock.errors import ArgumentError
+from embedrock.frontend.row_fetcher import FetchedRows
 from embedrock.jax.tables import Batch, Tables, Tree
 from embedrock.table.prefetch import look_ahead
 
@@ -15,10 +18,10 @@ T = TypeVar("T")
 def prefetch(
     loader: Iterable[T], tables: Tables, depth: int = 2, ids_of: Callable[[T], Tree] | None = None
 ) -> Iterator[tuple[Batch, T]]:
-    """Iterate over a loader's items, each with its fetched batch, while the next `depth` batches are planned and read.
+    """Iterate over a loader's items, each with its fetched batch, while rows of the next `depth` batches are loaded.
 
-    Rows that were stepped meanwhile are read again. So training gives the same bits for any depth. Each batch is
-    applied, if at all, before the next one is taken.
+    The next batches are planned, and their rows come from disk into the cache. A batch is read once the one before it
+    is applied, so training gives the same bits for any depth. Each is applied, if at all, before the next one is taken.
 
     Args:
         loader: any iterable, read once. Items must not change while they wait.
@@ -38,23 +41,26 @@ def prefetch(
         >>> [(batch.lookup("item").shape, target) for batch, (_, target) in ej.prefetch(loader, tables)]
         [((2, 4), 0.0), ((2, 4), 1.0), ((2, 4), 2.0)]
     """
-    planned: deque[Batch] = deque()
+    if not isinstance(tables, Tables) or not (ids_of is None or callable(ids_of)):
+        raise ArgumentError(
+            f"prefetch takes a loader, an ej.Tables, and `ids_of`, a function of an item: got {tables!r}, "
+            f"ids_of={ids_of!r}. Pass, for example, ej.prefetch(loader, tables, ids_of=lambda item: item['ids'])."
+        )
+    planned: deque[Callable[[], Batch]] = deque()
 
-    def plan(item: Any) -> Any:
+    def later(item: Any) -> Callable[[], FetchedRows | None]:
         ids = ids_of(item) if ids_of is not None else item[0] if isinstance(item, tuple) else item
-        planned.append(tables.plan(ids))
-        return planned[-1].fetched
+        plan = functools.cache(lambda: tables.plan(ids))  # another thread is the first to call it
+        planned.append(plan)
+        return lambda: plan().fetched
 
-    return _current(look_ahead(loader, {tables.fetcher: plan}, depth), tables, planned, plan)
+    return _read(look_ahead(loader, {tables.fetcher: later}, depth), tables, planned, later)
 
 
-def _current(
-    items: Iterator[T], tables: Tables, planned: deque[Batch], plan: Callable[[T], Any]
+def _read(
+    items: Iterator[T], tables: Tables, planned: deque[Callable[[], Batch]], later: Callable[[T], Any]
 ) -> Iterator[tuple[Batch, T]]:
     for item in items:
         if not planned:  # without prefetching
-            plan(item)
-        batch = planned.popleft()
-        assert batch.fetched is not None
-        tables.fetcher.take(batch.fetched)
-        yield tables.put(batch), item
+            later(item)
+        yield tables.read(planned.popleft()()), item

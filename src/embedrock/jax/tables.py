@@ -17,12 +17,12 @@ from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError
 from embedrock.frontend.row_fetcher import FetchedRows, RowFetcher
 from embedrock.table.group import Group
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 Tree = Any  # a pytree of JAX
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """The rows of a batch: a pytree, as an argument of a jitted step.
 
@@ -41,10 +41,17 @@ class Batch:
 
         Args:
             path: key of a table, and keys of its ids, such as ``"item", "history"``. None: of all, as ids were given.
+
+        Raises:
+            ArgumentError: the batch has no such ids.
         """
         rows, positions = self.rows, self.positions
         for key in path:
-            rows = rows if isinstance(rows, jax.Array) else rows[key]
+            known = range(len(positions)) if isinstance(positions, tuple | list) else positions
+            if hasattr(positions, "dtype") or key not in known:
+                shapes = jax.tree.map(jnp.shape, self.positions)
+                raise ArgumentError(f"`lookup` must name ids of the batch, {shapes}: got {key!r} of {path}.")
+            rows = rows if hasattr(rows, "dtype") else rows[key]
             positions = positions[key]
         return jax.tree.map(lambda own, at: jax.tree.map(lambda each: _taken(own, each), at), rows, positions)
 
@@ -52,12 +59,46 @@ class Batch:
         """Return the batch with other values of `rows`: those by which a loss is differentiated."""
         return Batch(rows, self.positions)
 
+    def __repr__(self) -> str:
+        rows, positions = jax.tree.map(lambda own: getattr(own, "shape", own), (self.rows, self.positions))
+        return f"Batch(rows={rows}, positions={positions})"
 
-jax.tree_util.register_dataclass(Batch, ["rows", "positions"], [], drop_fields=["fetched"])
+
+# Not register_dataclass: its `drop_fields` fails in JAX 0.6 and 0.7.
+_keys = [jax.tree_util.GetAttrKey(name) for name in ("rows", "positions")]
+jax.tree_util.register_pytree_with_keys(
+    Batch, lambda own: ([(key, getattr(own, key.name)) for key in _keys], None), lambda _, parts: Batch(*parts)
+)
 
 
 def _taken(rows: jax.Array, positions: jax.Array) -> jax.Array:
-    return rows.at[positions].get(mode="promise_in_bounds")
+    own: Any = jax.typeof(positions).sharding  # names axes of meshes with explicit ones, as jax.make_mesh makes them
+    out: Any = {"out_sharding": NamedSharding(own.mesh, PartitionSpec(*own.spec, None))} if any(own.spec) else {}
+    return jnp.asarray(rows).at[positions].get(mode="promise_in_bounds", **out)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, init=False)
+class Embed:
+    """Embedding layer that names ids of a batch, for models of Flax, Equinox or others. It has no parameters.
+
+    Args:
+        path: as for `Batch.lookup`.
+
+    Example:
+        >>> import embedrock as er, embedrock.jax as ej
+        >>> batch = ej.Tables({"item": er.Table(rows=10**9, dim=4)}).fetch({"item": [7, 3, 7]})
+        >>> ej.Embed("item")(batch).shape
+        (3, 4)
+    """
+
+    path: tuple[Any, ...]
+
+    def __init__(self, *path: Any) -> None:
+        object.__setattr__(self, "path", path)
+
+    def __call__(self, batch: Batch) -> Tree:
+        return batch.lookup(*self.path)
 
 
 def all_finite(*trees: Tree) -> jax.Array:
@@ -67,18 +108,19 @@ def all_finite(*trees: Tree) -> jax.Array:
         >>> bool(all_finite({"w": jnp.ones(3)}, jnp.array([1.0, jnp.nan])))
         False
     """
-    leaves = [leaf for leaf in jax.tree.leaves(trees) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    kinds = [(leaf, getattr(leaf, "dtype", type(leaf))) for leaf in jax.tree.leaves(trees)]
+    leaves = [leaf for leaf, kind in kinds if jnp.issubdtype(kind, jnp.inexact)]
     return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], bool))
 
 
 def where(finite: Any, new: Tree, old: Tree) -> Tree:
-    """Return one of two trees of equal structure: `new` if `finite`, else `old`.
+    """Return one of two trees of equal structure: `new` if `finite`, else `old`. Leaves that are no arrays stay.
 
     Example:
         >>> where(False, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
         [0.0, 0.0]
     """
-    return jax.tree.map(lambda one, other: jnp.where(finite, one, other) if hasattr(one, "dtype") else one, new, old)
+    return jax.tree.map(lambda one, other: one if one is other else jnp.where(finite, one, other), new, old)
 
 
 class Tables:
@@ -88,11 +130,11 @@ class Tables:
 
     Args:
         tables: an `er.Table`, an `er.Group`, or a pytree of tables, such as a dict by name.
-        sharding: of positions over devices, along the first axis of ids. Rows are on all of its devices. None: all are
-            on the default device.
+        sharding: of positions over devices, along the first axis of ids. Rows are on all of its devices. None: a batch
+            has NumPy arrays, which a jitted step puts on its device.
 
     Raises:
-        ArgumentError: a leaf is no table, or a table occurs twice.
+        ArgumentError: a leaf is no table, a table occurs twice, or `sharding` is no NamedSharding.
 
     Example:
         >>> import embedrock as er, embedrock.jax as ej
@@ -106,28 +148,34 @@ class Tables:
     """
 
     def __init__(self, tables: Tree, sharding: NamedSharding | None = None) -> None:
-        tree = {name: tables[name] for name in tables} if isinstance(tables, Group) else tables
+        tree = jax.tree.map(lambda own: {name: own[name] for name in own} if isinstance(own, Group) else own, tables)
         leaves, self._tree = jax.tree.flatten(tree)
-        paths = jax.tree_util.tree_leaves_with_path(tree)
+        paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda own: own is None)
         self.by_name = {jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths}
         for name, table in self.by_name.items():
             if not isinstance(table, Table):
                 raise ArgumentError(
-                    f"`tables` of ej.Tables must be er.Table, or a tree of them: got {table!r}, {name}."
+                    f"`tables` of ej.Tables must be er.Table, or a tree of them: got {table!r}{' as ' * bool(name)}"
+                    f"{name}. Pass, for example, {{'item': er.Table(rows=10**6, dim=32)}}."
                 )
             if leaves.count(table) > 1:
                 raise ArgumentError(
-                    f"`tables` of ej.Tables must have each table once: got {table!r} again at {name}. Name it once. "
+                    f"`tables` of ej.Tables must have each table once: got {table!r} twice, as {name}. Name it once. "
                     "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."
                 )
+            if name and not rows_of(table).name and not table.name:
+                rows_of(table).name_by(f"table {name!r}")
         self.fetcher, self._counts = RowFetcher(leaves), Counter[str]()
         self._seen: set[Any] = set()
         self._shardings = None
         if sharding is not None:
+            if not isinstance(sharding, NamedSharding):
+                remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
+                raise ArgumentError(f"`sharding` must be a NamedSharding of a mesh: got {sharding!r}. Pass {remedy}.")
             self._shardings = NamedSharding(sharding.mesh, PartitionSpec()), sharding
 
     def fetch(self, ids: Tree, missing: Any = None) -> Batch:
-        """Return the rows of a batch, on devices. It changes no row.
+        """Return the rows of a batch, as arguments of a jitted step. It changes no row.
 
         Arrays of ids keep one shape for all batches: each new shape compiles a step anew. Pad with an id that is
         `frozen`, or whose vectors count nothing.
@@ -141,28 +189,27 @@ class Tables:
             IdError, IdTypeError: as for `Table.lookup`.
             ArgumentError: `ids` have another structure than the tables.
         """
-        batch = self.plan(ids, missing)
-        assert batch.fetched is not None
-        self.fetcher.read(batch.fetched)
-        return self.put(batch)
+        return self.read(self.plan(ids, missing))
 
     def plan(self, ids: Tree, missing: Any = None) -> Batch:
         """Return a batch on the host, whose rows are not read yet: see `fetch`."""
-        features = [jax.tree.flatten(own, is_leaf=_is_list) for own in self._split("ids", ids)]
+        features = [jax.tree.flatten(own, is_leaf=lambda it: isinstance(it, list)) for own in self._split("ids", ids)]
         of_tables = zip(features, self.fetcher.tables, strict=True)
         fetched = self.fetcher.plan([_joined(_checked(own, table)) for (own, _), table in of_tables], missing)
         each = zip(self.fetcher.positions(fetched), features, strict=True)
         return Batch(None, self._tree.unflatten([tree.unflatten(_cut(at, own)) for at, (own, tree) in each]), fetched)
 
-    def put(self, batch: Batch) -> Batch:
-        """Return a batch that was read on its devices."""
-        fetched = batch.fetched
+    def read(self, batch: Batch) -> Batch:
+        """Return a planned batch with its rows, as arguments of a step."""
+        fetched, positions = batch.fetched, batch.positions
         assert fetched is not None
+        self.fetcher.read(fetched)
         # The arrays are not written again. JAX may use them as they are, and refers to them until it has copied them.
         rows, fetched.rows = self._tree.unflatten(fetched.rows), []
-        self._count_signature(fetched.sizes, batch.positions)
-        self._counts["bytes_to_devices"] += sum(array.nbytes for array in jax.tree.leaves((rows, batch.positions)))
-        rows, positions = jax.device_put((rows, batch.positions), self._shardings)
+        self._count_signature(fetched.sizes, positions)
+        self._counts["bytes_to_devices"] += sum([each.nbytes for each in jax.tree.leaves((rows, positions))])
+        if self._shardings is not None or jax.default_backend() != "cpu":  # a CPU takes eight times as long so
+            rows, positions = jax.device_put((rows, positions), self._shardings)
         return Batch(rows, positions, fetched)
 
     def apply(
@@ -192,14 +239,19 @@ class Tables:
             ArgumentError: the batch is not of `fetch`, was applied already, or has rows that were stepped since.
             GradientError: gradients of a wrong shape or dtype.
         """
-        if batch.fetched is None:
+        if (fetched := getattr(batch, "fetched", None)) is None or batch.rows is None:
             raise ArgumentError(
-                "`batch` of apply must be what fetch returned: got a batch that came out of a jitted function, without "
-                "its ids. Keep the one that went in: batch = tables.fetch(ids)."
+                f"`batch` of apply must be what fetch returned: got {batch!r}, without its ids. What comes out of a "
+                "jitted function, or is a copy, has none. Keep the one that went in: batch = tables.fetch(ids)."
             )
-        given = [_joined(jax.tree.leaves(own), 1) for own in self._split("grads", grads)]
-        self._counts["bytes_from_devices"] += sum(own.nbytes for own in given if own is not None)
-        self.fetcher.step(batch.fetched, given, bool(finite), by_position, self._rates(lr), time)
+        if (flag := np.asarray(finite)).shape or flag.dtype.kind != "b":  # a loss of NaN is true
+            raise ArgumentError(
+                f"`finite` of apply must be one bool: got {finite!r}. Pass ej.all_finite(loss, grads, row_grads)."
+            )
+        given = [_joined([*map(_floats, jax.tree.leaves(own))], 1) for own in self._split("grads", grads)]
+        values = lambda: list(map(np.asarray, self._tree.flatten_up_to(batch.rows)))  # noqa: E731
+        self.fetcher.step(fetched, values, given, bool(flag), by_position, self._rates(lr), time)
+        self._counts["bytes_from_devices"] += sum([own.nbytes for own in given if own is not None])
 
     def _split(self, argument: str, given: Tree) -> list[Any]:
         """Return the part of each table of an argument."""
@@ -210,16 +262,17 @@ class Tables:
             raise ArgumentError(f"`{argument}` must have the tree of the tables, {names}: {error}") from error
 
     def _rates(self, lr: Any) -> list[float | None]:
-        rates = self._split("lr", lr) if isinstance(lr, dict | tuple | list) else [lr] * len(self.by_name)
+        is_one = lr is None or jax.tree_util.all_leaves([lr])
+        rates = [lr] * len(self.by_name) if is_one else self._split("lr", lr)
         of_steps = zip(rates, self.fetcher.tables, strict=True)
         made: list[Any] = [rate(table.steps) if callable(rate) else rate for rate, table in of_steps]
-        return [None if rate is None else float(rate) for rate in made]
+        return [float(rate) if getattr(rate, "ndim", 1) == 0 else rate for rate in made]  # 0: arrays of JAX
 
     # ---------------------------------------------------------------- statistics
 
     def _count_signature(self, sizes: Sequence[int], positions: Tree) -> None:
         """Count what makes a jitted step compile anew: another size of a table, or another shape of ids."""
-        shapes = jax.tree.structure(positions), *map(np.shape, jax.tree.leaves(positions))
+        shapes = jax.tree.structure(positions), *[own.shape for own in jax.tree.leaves(positions)]
         if (shapes, tuple(sizes)) not in self._seen:
             self._counts["compilations_by_shape" if shapes not in self._seen else "compilations_by_size"] += 1
             self._seen |= {shapes, (shapes, tuple(sizes))}
@@ -235,15 +288,16 @@ class Tables:
         return {"steps": self.fetcher.steps, **{name: self._counts[name] for name in counted}, **sizes}
 
 
-def _is_list(ids: Any) -> bool:
-    return isinstance(ids, list)
-
-
 def _joined(arrays: Sequence[Any], item: int = 0) -> Any:
     """Return the arrays of a table as one: several ones flat, with `item` dimensions of an item. None: no array."""
     if len(arrays) < 2:
         return arrays[0] if arrays else None
     return np.concatenate([own.reshape(-1, *own.shape[own.ndim - item :]) for own in map(np.asarray, arrays)])
+
+
+def _floats(grads: Any) -> np.ndarray:
+    array = np.asarray(grads)
+    return array.astype(np.float32) if array.dtype.kind == "V" else array  # bfloat16
 
 
 def _checked(ids: Sequence[Any], table: Table) -> Sequence[Any]:

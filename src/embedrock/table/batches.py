@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.batch.ids import are_ids, check_ids
 from embedrock.batch.plan import Plan, bounds_of, plan_of_rows, plan_tables, sources_of
 from embedrock.batch.pooling import ONES, Bags, PooledSource
-from embedrock.errors import CacheTooSmallError, check_choice
+from embedrock.errors import check_choice
 from embedrock.optimizers import Rule
 from embedrock.storage.backend import Backend
 from embedrock.storage.table_lock import TableLock
@@ -546,13 +545,6 @@ def read_once(batch: Batch, outs: Sequence[np.ndarray]) -> tuple[Batch, Batch]:
     with batch.layout.table_lock.alone():
         now = _current(batch)
         return now, _read(each_once(now), False, outs=outs)
-
-
-def locate(batch: Batch) -> None:
-    """Find the records of a planned batch, which then stay until its step. Caller holds the table lock exclusively."""
-    for part in batch.parts:
-        with suppress(CacheTooSmallError):  # the step raises it
-            part.plan = reading.located(part.layout.rows, part.plan)
 
 
 def _read(
