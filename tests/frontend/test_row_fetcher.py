@@ -59,6 +59,28 @@ ON_DISK: dict[str, list[dict[str, Any]]] = {
 }
 
 
+class Fetcher(RowFetcher):
+    """A `RowFetcher` of one array of ids of each table. Its batches keep their rows, and `ids` has their ids."""
+
+    def __init__(self, tables: Sequence[er.Table]) -> None:
+        super().__init__({f"t{k}": table for k, table in enumerate(tables)})
+        self.ids: dict[FetchedRows, list[np.ndarray]] = {}
+
+    def plan(self, ids: Sequence[Any], missing: Any = None) -> FetchedRows:
+        fetched = super().plan([[own] for own in ids], missing)
+        self.ids[fetched] = list(map(np.asarray, ids))
+        return fetched
+
+    def places(self, fetched: FetchedRows) -> list[np.ndarray]:
+        return [own for (own,) in self.positions(fetched)]
+
+    def read(self, fetched: FetchedRows) -> None:
+        fetched.rows = self.fetch(fetched)
+
+    def step(self, fetched: FetchedRows, values: Any, grads: Sequence[Any], *args: Any, **options: Any) -> None:
+        super().step(fetched, values, [[] if own is None else [own] for own in grads], *args, **options)
+
+
 class Program:
     """Tables of a `RowFetcher`, twins of theirs in RAM, and what is drawn for both.
 
@@ -90,7 +112,7 @@ class Program:
                 for k, twin in enumerate(self.twins)
             ]
             self.tables = [er.Table(**each, **place) for each, place in zip(made, places, strict=True)]
-        self.fetcher = RowFetcher(self.tables)
+        self.fetcher = Fetcher(self.tables)
         self.is_on_disk, self.now = folder is not None, 0
         self.commit: Any = None
 
@@ -112,8 +134,10 @@ class Program:
 
     def check_read(self, fetched: FetchedRows) -> None:
         """Fail unless a batch has the rows that the twins have now, each once, and zeros after them."""
-        positions, unique = self.fetcher.positions(fetched), self.fetcher.unique(fetched)
-        for twin, ids, own, rows, at in zip(self.twins, fetched.ids, unique, fetched.rows, positions, strict=True):
+        positions, unique = self.fetcher.places(fetched), self.fetcher.unique(fetched)
+        for twin, ids, own, rows, at in zip(
+            self.twins, self.fetcher.ids[fetched], unique, fetched.rows, positions, strict=True
+        ):
             assert rows.shape == (self.fetcher.sizes[self.twins.index(twin)], twin.dim)
             assert len(set(own.tolist())) == len(own)
             np.testing.assert_array_equal(rows[: len(own)], twin.lookup(own))
@@ -130,7 +154,7 @@ class Program:
         lr = [None if self.rng.random() < 0.5 else 0.03 for _ in self.tables]
         unique, grads = self.fetcher.unique(fetched), list[np.ndarray | None]()
         for k, twin in enumerate(self.twins):
-            own = fetched.ids[k] if by_position else unique[k]
+            own = self.fetcher.ids[fetched][k] if by_position else unique[k]
             given = self.numbers((*own.shape, twin.dim))
             padded = given if by_position else np.full((fetched.sizes[k], twin.dim), np.nan, np.float32)
             padded[: len(given)] = given
@@ -302,7 +326,7 @@ def test_a_batch_has_no_half_of_another_threads_change(is_on_disk: bool, tmp_pat
     every = np.arange(ROWS)
     tables = [er.Table(ROWS, 2, **alike, **({"path": tmp_path / n} if is_on_disk else {})) for n in "ab"]
     fetcher, rng, is_over, planned = (
-        RowFetcher(tables),
+        Fetcher(tables),
         np.random.default_rng(0),
         threading.Event(),
         deque[Any](),
@@ -339,25 +363,25 @@ def test_a_batch_has_no_half_of_another_threads_change(is_on_disk: bool, tmp_pat
 # ---------------------------------------------------------------- what is read again
 
 
-def pair(**options: Any) -> tuple[list[er.Table], RowFetcher]:
+def pair(**options: Any) -> tuple[list[er.Table], Fetcher]:
     given: dict[str, Any] = {"rows": 10, "dim": 2, "rule": er.SGD(lr=1.0), "init": er.Zeros(), **options}
     tables = [er.Table(**given) for _ in "ab"]
-    return tables, RowFetcher(tables)
+    return tables, Fetcher(tables)
 
 
-def waiting(fetcher: RowFetcher, *ids: Any) -> FetchedRows:
+def waiting(fetcher: Fetcher, *ids: Any) -> FetchedRows:
     fetched = fetcher.plan(list(ids))
     fetcher.bring(lambda: fetched).release()
     return fetched
 
 
-def fetched_now(fetcher: RowFetcher, *ids: Any) -> FetchedRows:
+def fetched_now(fetcher: Fetcher, *ids: Any) -> FetchedRows:
     fetched = fetcher.plan(list(ids))
     fetcher.read(fetched)
     return fetched
 
 
-def step(fetcher: RowFetcher, fetched: FetchedRows, grads: Sequence[np.ndarray | None] | None = None) -> None:
+def step(fetcher: Fetcher, fetched: FetchedRows, grads: Sequence[np.ndarray | None] | None = None) -> None:
     fetcher.step(fetched, lambda: fetched.rows, grads or [np.ones((size, 2), np.float32) for size in fetched.sizes])
 
 
@@ -374,7 +398,7 @@ def test_a_refused_step_is_no_step():
 
 def test_two_fetchers_of_the_same_tables_see_each_others_steps():
     (first, second), one = pair()
-    other = RowFetcher([first, second])
+    other = Fetcher([first, second])
     fetched = waiting(one, [1, 2], [3])
     step(one, fetched_now(one, [1], [4]))
     step(other, fetched_now(other, [2], [3]))
@@ -387,7 +411,7 @@ def test_a_snapshot_that_was_refreshed_is_read_again(tmp_path: Path):
     writer = er.Table(10, 2, rule=er.SGD(lr=1.0), init=er.Zeros(), path=tmp_path / "table")
     writer.commit()
     snapshot = er.open(tmp_path / "table", mode="r")
-    fetcher = RowFetcher([snapshot])
+    fetcher = Fetcher([snapshot])
     fetched = waiting(fetcher, [1, 2])
     writer.update([2], np.ones((1, 2), np.float32))
     writer.commit()

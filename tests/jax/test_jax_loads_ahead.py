@@ -42,9 +42,9 @@ def test_rows_are_in_the_cache_before_they_are_read(tmp_path: Path) -> None:
             table.update(ids, np.ones((len(ids), DIM), np.float32))
         table.commit()
         fetcher, reads = ej.Tables(table).fetcher, [int(table.stats()["reads"])]
-        planned = fetcher.plan([np.arange(BATCH)])
+        planned = fetcher.plan([[np.arange(BATCH)]])
         pin = fetcher.bring(lambda: planned)
         reads.append(int(table.stats()["reads"]))
-        fetcher.read(planned)
+        fetcher.fetch(planned)
         pin.release()
         assert reads[0] < reads[1] == table.stats()["reads"]

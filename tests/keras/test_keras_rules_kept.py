@@ -13,7 +13,7 @@ import torch
 import embedrock as er
 import embedrock.keras as erk
 import embedrock.torch as ert
-from embedrock.keras.saving.row_files import read_rows, write_rows
+from embedrock.frontend.row_files import read_rows, write_rows
 
 IDS, Y = np.array([[1, 2], [3, 4]]), np.ones((2, 1), np.float32)
 

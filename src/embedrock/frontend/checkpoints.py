@@ -13,17 +13,23 @@ checkpoint. An old checkpoint is dropped by the same steps backwards.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from embedrock.errors import ArgumentError, CommitError
+from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, reference_at
+from embedrock.frontend.row_files import check_rows, read_rows, write_rows
 from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
+from embedrock.storage.commit import StorageCommit
 from embedrock.system import platform
 from embedrock.table.table import Table
 
@@ -176,6 +182,51 @@ def free(gone: Sequence[Checkpoint], tables: Iterable[Table]) -> None:
         for commit in table.commits() if gone else ():
             if any(each.owns(commit) for each in gone):
                 table.release(commit["name"])
+
+
+def save_tables(
+    tables: Mapping[str, Table], folder: Path, prefix: str, held: Collection[str], step: int | None
+) -> tuple[StorageCommit, ...]:
+    """Begin a commit of each table on disk, and write the rows of others to a folder.
+
+    A file in the folder gets the name of the commits. Its checkpoint may exist once they have ended. Older commits are
+    released if their names begin with `prefix` and are not in `held`, the names of the files of all such checkpoints.
+    """
+    on_disk = one_of_each(table for table in tables.values() if table.is_on_disk and table.mode == "w")
+    for table in on_disk:
+        for old in {str(commit["name"]) for commit in table.commits()}.difference(held):
+            if old.startswith(prefix):
+                table.release(old)
+    name, states = f"{prefix}{secrets.token_hex(4)}", dict[str, Any]()
+    begun = dict[str | None, int]()
+    for table in on_disk:
+        with contextlib.suppress(CommitError):  # of the commit before, whose rows this one has
+            begun[table.path] = table.commit(step, name, wait=False)
+        if table.path not in begun:
+            begun[table.path] = table.commit(step, name, wait=False)
+    for label, table in tables.items():
+        if table.is_on_disk:
+            states[label] = reference_at(table, begun.get(table.path, table.last_commit), step)
+        else:
+            states[label] = {"rows": f"rows-{len(states)}"}
+            write_rows(table, str(folder / states[label]["rows"]))
+    (folder / f"{name}.json").write_text(json.dumps(states))
+    return tuple(table.storage.last_begun for table in on_disk if table.storage)
+
+
+def load_tables(tables: Mapping[str, Table], folder: Path, names: str, remedies: ReferenceRemedies) -> None:
+    """Take tables back to a folder of `save_tables`, all of them or none. The name of its file fits `names`."""
+    states = {key: value for file in folder.glob(names) for key, value in json.loads(file.read_text()).items()}
+    if states.keys() != tables.keys():
+        had, got = (", ".join(name or "one table" for name in each) or "no table" for each in (states, tables))
+        raise ArgumentError(f"tables of {str(folder)!r} must be named as they were, {had}: got {got}.")
+    rows = {label: str(folder / state["rows"]) for label, state in states.items() if "rows" in state}
+    for label, table in tables.items():
+        check_state(table, states[label], label or "the table", remedies)
+        if label in rows:
+            check_rows(table, rows[label])
+    for label, table in tables.items():
+        read_rows(table, rows[label]) if label in rows else go_to(table, states[label])
 
 
 COME_AND_GONE = ("admitted", "evicted", "gradients_dropped", "gradients_shared")

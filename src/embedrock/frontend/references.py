@@ -36,10 +36,12 @@ class ReferenceRemedies(NamedTuple):
     Attributes:
         moved: remedy if the reference is to another table than the layer's.
         dropped: remedy if its commit is no longer kept.
+        owner: what has the table: "layer", or "table" itself.
     """
 
     moved: str
     dropped: str
+    owner: str = "layer"
 
 
 def tell_resumed(what: object, step: int | None, more: str = "") -> None:
@@ -148,11 +150,13 @@ def check_state(table: Table, state: Mapping[str, Any], label: str, remedies: Re
     if missing:
         raise ArgumentError(f"a reference for {label} must have {', '.join(KEYS)}: {', '.join(missing)} missing.")
     meant = f"commit {state['commit']} of the table that was at {state['path']!r}, uuid {state['uuid']}"
+    owner, member = remedies.owner, f"[{state[MEMBER]!r}]" if MEMBER in state else ""
     if not table.is_on_disk:
         raise ArgumentError(
             f"the state of {label} must have rows, because its table is in RAM: got a reference to {meant}. "
-            "Make the layer with path=, the place where that table is now; or take its rows into RAM, by "
-            f"layer.table.load_state(er.open(path, mode='r', at={state['commit']}))."
+            f"Make the {owner} with path=, the place where that table is now; or take its rows into RAM, by "
+            f"{'' if owner == 'table' else f'{owner}.'}table.load_state(er.open(path, mode='r', at={state['commit']})"
+            f"{member})."
         )
     if PARTS in state:
         if _part_of(table, state) is None:
@@ -171,8 +175,8 @@ def check_state(table: Table, state: Mapping[str, Any], label: str, remedies: Re
     if state.get(MEMBER) != own:
         named = state.get(MEMBER)
         meant_one, has = (f"table {name!r} of a group" if name else "a table alone" for name in (named, own))
-        remedy = f" Make the layer with name={named!r}, or group.rename({own!r}, {named!r})." if named and own else ""
-        raise ArgumentError(f"the state of {label} refers to {meant}, {meant_one}: the layer has {has}.{remedy}")
+        remedy = f" Make the {owner} with name={named!r}, or group.rename({own!r}, {named!r})." if named and own else ""
+        raise ArgumentError(f"the state of {label} refers to {meant}, {meant_one}: the {owner} has {has}.{remedy}")
     there = [commit["commit"] for commit in table.commits()]
     if state["commit"] not in there:
         raise ArgumentError(

@@ -6,14 +6,18 @@ A batch has each of its rows once, in a padded array of its table. A compiled pr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from embedrock.errors import ArgumentError, NonFiniteGradientError, counted
+from embedrock.batch.ids import check_ids
+from embedrock.errors import ArgumentError, GradientError, NonFiniteGradientError, counted
 from embedrock.storage.backend import Pin
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
@@ -22,6 +26,7 @@ from embedrock.table.batches import Batch, FeatureLayout
 from embedrock.table.event_time import newest_event
 from embedrock.table.missing import Missing
 from embedrock.table.prefetch import bring, room_for
+from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, refuse_nonfinite, step_all
 from embedrock.table.table import Table, rows_of
 
@@ -35,7 +40,7 @@ class FetchedRows:
 
     Attributes:
         layouts: of the tables of each lock.
-        ids: int64 of any shape, as they were given.
+        shapes: of the arrays of ids.
         parts: the batch of each lock, and the batch of its rows, each once.
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
@@ -44,7 +49,7 @@ class FetchedRows:
     """
 
     layouts: Sequence[FeatureLayout]
-    ids: Sequence[np.ndarray]
+    shapes: list[list[tuple[int, ...]]]
     parts: list[tuple[Batch, Batch]]
     sizes: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
@@ -62,16 +67,21 @@ class RowFetcher:
     One thread reads and steps. Another one may plan batches, and `bring` their rows, meanwhile.
 
     Args:
-        tables: each once.
+        tables: by name, each once.
 
     Attributes:
+        tables: in their order.
         steps: number of steps it has made.
         sizes: of the padded arrays, one of each table: powers of two, which only grow.
     """
 
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self.tables, self.steps = tuple(tables), 0
-        self._rows = [rows_of(table) for table in tables]
+    def __init__(self, tables: Mapping[str, Table]) -> None:
+        self._names, self.tables, self.steps = list(tables), list(tables.values()), 0
+        self._rows = list(map(rows_of, self.tables))
+        for name, table, rows in zip(self._names, self.tables, self._rows, strict=True):
+            if name and not rows.name and not table.name:
+                rows.name_by(f"table {name!r}")
+        self._counts, self._seen = Counter[str](), set[Any]()
         self.sizes, self._growing = [LEAST_ROWS] * len(self.tables), forks.lock(forks.LockRank.SECTION)
         self._layouts: dict[Missing | None, list[FeatureLayout]] = {}
         by_lock: dict[Any, list[int]] = {}
@@ -86,11 +96,11 @@ class RowFetcher:
 
     # ---------------------------------------------------------------- plan and read
 
-    def plan(self, ids: Sequence[Any], missing: Any = None) -> FetchedRows:
-        """Return a batch of ids of each table, whose rows are not read yet.
+    def plan(self, ids: Sequence[Sequence[Any]], missing: Any = None) -> FetchedRows:
+        """Return a batch whose rows are not read yet.
 
         Args:
-            ids: for each table, integers of any shape.
+            ids: for each table, one array or more of integers, of any shape.
             missing: the value of rows that are not there: see `Table.lookup`.
 
         Raises:
@@ -102,10 +112,12 @@ class RowFetcher:
             of_locks = [(lock, [self.tables[k] for k in own]) for lock, own in self._by_lock.items()]
             layouts = [FeatureLayout(lock, tables, missing=choice) for lock, tables in of_locks]
             self._layouts[choice] = layouts
+        flat = [own[0] if len(own) == 1 else _joined(own, table) for own, table in zip(ids, self.tables, strict=True)]
         each = zip(layouts, self._by_lock.values(), strict=True)
-        planned = [batches.plan(layout, [ids[k] for k in numbers]) for layout, numbers in each]
-        parts = [(batch, batches.each_once(batch)) for batch in planned]
-        fetched = FetchedRows(layouts, self._by_table([batch.ids for batch in planned]), parts)
+        planned = [batches.plan(layout, [flat[k] for k in numbers]) for layout, numbers in each]
+        shapes = [[own.shape] for own in self._by_table([batch.ids for batch in planned])]
+        shapes = [one if len(own) == 1 else list(map(np.shape, own)) for one, own in zip(shapes, ids, strict=True)]
+        fetched = FetchedRows(layouts, shapes, [(batch, batches.each_once(batch)) for batch in planned])
         counts = [len(unique) for unique in self.unique(fetched)]
         grown = [1 << max(count - 1, 0).bit_length() for count in counts]
         with self._growing:
@@ -120,25 +132,36 @@ class RowFetcher:
         """Return the unique ids of each table, int64 (n,), in the order of its rows."""
         return self._by_table([once.ids for _, once in fetched.parts])
 
-    def positions(self, fetched: FetchedRows) -> list[np.ndarray]:
-        """Return the row of each id, int32 of the shape of the ids, for each table."""
+    def positions(self, fetched: FetchedRows) -> list[list[np.ndarray]]:
+        """Return the row of each id, int32 of the shapes of the ids, for each table."""
         found: list[list[np.ndarray]] = []
         for batch, _ in fetched.parts:
             own: dict[int, np.ndarray] = {}
             for part in batch.parts:
                 for k, (number, start, stop) in enumerate(part.spans(part.positions.positions)):
                     first, rows = int(part.plan.rows[k]), part.plan.inverse[start:stop]
-                    own[number] = (rows - np.int32(first) if first else rows).reshape(batch.ids[number].shape)
+                    own[number] = rows - np.int32(first) if first else rows
             found.append([own[number] for number in range(len(own))])
-        return self._by_table(found)
+        return [_cut(flat, shapes) for flat, shapes in zip(self._by_table(found), fetched.shapes, strict=True)]
 
     def _by_table(self, of_locks: Sequence[Sequence[Any]]) -> list[Any]:
         numbered = zip(self._by_lock.values(), of_locks, strict=True)
         found = {k: each for numbers, own in numbered for k, each in zip(numbers, own, strict=True)}
         return [found[k] for k in range(len(self.tables))]
 
-    def read(self, fetched: FetchedRows) -> None:
-        """Read the rows of a planned batch."""
+    def fetch(self, fetched: FetchedRows) -> list[np.ndarray]:
+        """Read the rows of a planned batch, and return their padded arrays, which nothing writes to any more."""
+        self._read(fetched)
+        signature = tuple(map(tuple, fetched.shapes)), tuple(fetched.sizes)
+        if signature not in self._seen:
+            self._counts["compilations_by_size" if signature[0] in self._seen else "compilations_by_shape"] += 1
+            self._seen |= {signature, signature[0]}
+        ids = sum([math.prod(shape) for shapes in fetched.shapes for shape in shapes])
+        self._counts["bytes_to_devices"] += sum([rows.nbytes for rows in fetched.rows]) + 4 * ids
+        rows, fetched.rows = fetched.rows, []
+        return rows
+
+    def _read(self, fetched: FetchedRows) -> None:
         unique = self.unique(fetched)
         outs = [rows[: len(own)] for rows, own in zip(fetched.rows, unique, strict=True)]
         fetched.versions = list(map(_VERSION, self._rows))
@@ -150,7 +173,7 @@ class RowFetcher:
     # ---------------------------------------------------------------- ahead of time
 
     def bring(self, ids: Callable[[], FetchedRows]) -> Pin:
-        """Load the rows of a batch from disk, where `read` then finds them. `ids` returns the planned batch."""
+        """Load the rows of a batch from disk, where `fetch` then finds them. `ids` returns the planned batch."""
         fetched, pins = ids(), list[Pin]()
         try:
             for layout, (_, once) in zip(fetched.layouts, fetched.parts, strict=True):
@@ -173,10 +196,10 @@ class RowFetcher:
         self,
         fetched: FetchedRows,
         values: Callable[[], Sequence[np.ndarray]],
-        grads: Sequence[np.ndarray | None],
+        grads: Sequence[Sequence[Any]],
         is_finite: bool = True,
         by_position: bool = False,
-        lr: Sequence[float | None] | None = None,
+        lr: Sequence[Any] | None = None,
         time: Any = None,
     ) -> None:
         """Step all tables of a batch, or none of them.
@@ -184,11 +207,11 @@ class RowFetcher:
         Args:
             fetched: the batch.
             values: returns the rows as they were read, in the padded arrays. It is called if a table has changed since.
-            grads: for each table, one gradient for each row of its padded array, float32 (size, dim); None: the table
-                is not stepped.
+            grads: for each table, floats (size, dim), one gradient for each row of its padded array; no array: the
+                table is not stepped.
             is_finite: no gradient of the caller's step is NaN or Inf, those of dense weights included.
-            by_position: gradients are of ids instead, ``ids.shape + (dim,)``, and are summed here.
-            lr: learning rate of each table; None: its rule's.
+            by_position: gradients are those of each array of ids, ``ids.shape + (dim,)``, and are summed here.
+            lr: learning rate of each table, or a function of its steps that returns it; None: its rule's.
             time: of the events: see `Table.update`.
 
         Raises:
@@ -199,14 +222,14 @@ class RowFetcher:
             GradientError, MemoryBudgetError: as for `Table.update`.
         """
         self._check(fetched, values)
-        shapes = [(*own.shape, rows.spec.dim) for own, rows in zip(fetched.ids, self._rows, strict=True)]
-        given: list[np.ndarray | None] = []
-        for k, (own, rows, grad) in enumerate(zip(self.unique(fetched), self._rows, grads, strict=True)):
-            shape = shapes[k] if by_position else (fetched.sizes[k], shapes[k][-1])
-            checked = None if grad is None else checks.floats("grads", grad, shape, rows.subject)
-            given.append(checked if by_position or checked is None else checked[: len(own)])
+        shapes = fetched.shapes if by_position else [[(size,)] for size in fetched.sizes]
+        given = [_floats(*each) for each in zip(grads, shapes, self._rows, strict=True)]
+        nbytes = sum([own.nbytes for own in given if own is not None])
+        if not by_position:
+            pairs = zip(given, self.unique(fetched), strict=True)
+            given = [None if own is None else own[: len(unique)] for own, unique in pairs]
         of_rows = zip(self._rows, lr or [None] * len(given), strict=True)
-        rates = [checks.rule_of_step(rows.spec, rate, {}, rows.subject) for rows, rate in of_rows]
+        rates = [checks.rule_of_step(rows.spec, _rate(rate, rows.steps), {}, rows.subject) for rows, rate in of_rows]
         rules, newest = dict(zip(self.tables, rates, strict=True)), newest_event(time, self._rows, self.subject)
         due = {table for table, grad in zip(self.tables, given, strict=True) if grad is not None}
         requests = []
@@ -218,6 +241,7 @@ class RowFetcher:
         if is_finite:
             step_all(requests)
             self.steps += 1
+        self._counts["bytes_from_devices"] += nbytes
         fetched.is_stepped = True
 
     def _check(self, fetched: FetchedRows, values: Callable[[], Sequence[np.ndarray]]) -> None:
@@ -244,7 +268,7 @@ class RowFetcher:
         """Raise `ArgumentError` unless the rows of a batch have the values that were read."""
         present = copy.copy(fetched)
         present.rows = [np.empty_like(each) for each in values]
-        self.read(present)
+        self._read(present)
         for rows, own, now, then in zip(self._rows, self.unique(fetched), present.rows, values, strict=True):
             changed = np.count_nonzero((now != then)[: len(own)].any(axis=1))
             if changed:
@@ -254,6 +278,45 @@ class RowFetcher:
                     "prefetch reads ahead and keeps rows current."
                 )
         fetched.parts = present.parts  # rows may have been frozen since
+
+    def stats(self) -> dict[str, float]:
+        """Return statistics: bytes moved, the padded size of each table, and compilations of a step by their cause."""
+        counted = "compilations_by_shape", "compilations_by_size", "bytes_to_devices", "bytes_from_devices"
+        sizes = {f"{name}/size".lstrip("/"): size for name, size in zip(self._names, self.sizes, strict=True)}
+        return {"steps": self.steps, **{name: self._counts[name] for name in counted}, **sizes}
+
+
+def _joined(ids: Sequence[Any], table: Table) -> np.ndarray:
+    """Return several arrays of ids of a table, flat. A check of each names positions in it."""
+    checked = [check_ids(own, table.rows, table.subject).reshape(-1) for own in ids]
+    return np.concatenate([*checked, np.empty(0, np.int64)])
+
+
+def _cut(flat: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return the arrays of these shapes that lie one after the other."""
+    if len(shapes) == 1:
+        return [flat.reshape(shapes[0])]
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    return [flat[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
+
+
+def _floats(grads: Sequence[Any], shapes: Sequence[tuple[int, ...]], rows: TableState) -> np.ndarray | None:
+    """Return gradients of arrays of these shapes, float32 (n, dim); None without any."""
+    if not grads:
+        return None
+    if len(grads) != len(shapes):
+        raise GradientError(
+            f"`grads` of {rows.subject} must have an array for each of its {counted(len(shapes), 'array')} of ids, or "
+            f"none: got {len(grads)}. Pass zeros for ids without gradients."
+        )
+    of_ids = zip(grads, shapes, strict=True)
+    checked = [checks.floats("grads", own, (*shape, rows.spec.dim), rows.subject) for own, shape in of_ids]
+    return checked[0] if len(checked) == 1 else np.concatenate(checked)
+
+
+def _rate(lr: Any, steps: int) -> Any:
+    rate = lr(steps) if callable(lr) else lr
+    return float(rate) if getattr(rate, "ndim", 1) == 0 else rate  # scalars of frameworks, as schedules return them
 
 
 def _check_finite(requests: Sequence[StepRequest], is_finite: bool) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError
 from embedrock.frontend.row_fetcher import FetchedRows, RowFetcher
 from embedrock.table.group import Group
-from embedrock.table.table import Table, rows_of
+from embedrock.table.table import Table
 
 Tree = Any  # a pytree of JAX
 
@@ -163,11 +159,7 @@ class Tables:
                     f"`tables` of ej.Tables must have each table once: got {table!r} twice, as {name}. Name it once. "
                     "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."
                 )
-            if name and not rows_of(table).name and not table.name:
-                rows_of(table).name_by(f"table {name!r}")
-        self.fetcher, self._counts = RowFetcher(leaves), Counter[str]()
-        self._seen: set[Any] = set()
-        self._shardings = None
+        self.fetcher, self._shardings = RowFetcher(self.by_name), None
         if sharding is not None:
             if not isinstance(sharding, NamedSharding):
                 remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
@@ -193,21 +185,17 @@ class Tables:
 
     def plan(self, ids: Tree, missing: Any = None) -> Batch:
         """Return a batch on the host, whose rows are not read yet: see `fetch`."""
-        features = [jax.tree.flatten(own, is_leaf=lambda it: isinstance(it, list)) for own in self._split("ids", ids)]
-        of_tables = zip(features, self.fetcher.tables, strict=True)
-        fetched = self.fetcher.plan([_joined(_checked(own, table)) for (own, _), table in of_tables], missing)
-        each = zip(self.fetcher.positions(fetched), features, strict=True)
-        return Batch(None, self._tree.unflatten([tree.unflatten(_cut(at, own)) for at, (own, tree) in each]), fetched)
+        arrays = [jax.tree.flatten(own, is_leaf=_is_no_node) for own in self._split("ids", ids)]
+        fetched = self.fetcher.plan([own for own, _ in arrays], missing)
+        each = zip(self.fetcher.positions(fetched), arrays, strict=True)
+        return Batch(None, self._tree.unflatten([tree.unflatten(at) for at, (_, tree) in each]), fetched)
 
     def read(self, batch: Batch) -> Batch:
         """Return a planned batch with its rows, as arguments of a step."""
         fetched, positions = batch.fetched, batch.positions
         assert fetched is not None
-        self.fetcher.read(fetched)
-        # The arrays are not written again. JAX may use them as they are, and refers to them until it has copied them.
-        rows, fetched.rows = self._tree.unflatten(fetched.rows), []
-        self._count_signature(fetched.sizes, positions)
-        self._counts["bytes_to_devices"] += sum([each.nbytes for each in jax.tree.leaves((rows, positions))])
+        # JAX may use the arrays as they are, and refers to them until it has copied them.
+        rows = self._tree.unflatten(self.fetcher.fetch(fetched))
         if self._shardings is not None or jax.default_backend() != "cpu":  # a CPU takes eight times as long so
             rows, positions = jax.device_put((rows, positions), self._shardings)
         return Batch(rows, positions, fetched)
@@ -248,10 +236,10 @@ class Tables:
             raise ArgumentError(
                 f"`finite` of apply must be one bool: got {finite!r}. Pass ej.all_finite(loss, grads, row_grads)."
             )
-        given = [_joined([*map(_floats, jax.tree.leaves(own))], 1) for own in self._split("grads", grads)]
+        given = [jax.tree.leaves(own) for own in self._split("grads", grads)]
         values = lambda: list(map(np.asarray, self._tree.flatten_up_to(batch.rows)))  # noqa: E731
-        self.fetcher.step(fetched, values, given, bool(flag), by_position, self._rates(lr), time)
-        self._counts["bytes_from_devices"] += sum([own.nbytes for own in given if own is not None])
+        rates = [lr] * len(given) if lr is None or jax.tree_util.all_leaves([lr]) else self._split("lr", lr)
+        self.fetcher.step(fetched, values, given, bool(flag), by_position, rates, time)
 
     def _split(self, argument: str, given: Tree) -> list[Any]:
         """Return the part of each table of an argument."""
@@ -261,54 +249,14 @@ class Tables:
             names = ", ".join(self.by_name) or "one table"
             raise ArgumentError(f"`{argument}` must have the tree of the tables, {names}: {error}") from error
 
-    def _rates(self, lr: Any) -> list[float | None]:
-        is_one = lr is None or jax.tree_util.all_leaves([lr])
-        rates = [lr] * len(self.by_name) if is_one else self._split("lr", lr)
-        of_steps = zip(rates, self.fetcher.tables, strict=True)
-        made: list[Any] = [rate(table.steps) if callable(rate) else rate for rate, table in of_steps]
-        return [float(rate) if getattr(rate, "ndim", 1) == 0 else rate for rate in made]  # 0: arrays of JAX
-
-    # ---------------------------------------------------------------- statistics
-
-    def _count_signature(self, sizes: Sequence[int], positions: Tree) -> None:
-        """Count what makes a jitted step compile anew: another size of a table, or another shape of ids."""
-        shapes = jax.tree.structure(positions), *[own.shape for own in jax.tree.leaves(positions)]
-        if (shapes, tuple(sizes)) not in self._seen:
-            self._counts["compilations_by_shape" if shapes not in self._seen else "compilations_by_size"] += 1
-            self._seen |= {shapes, (shapes, tuple(sizes))}
-
     def stats(self) -> dict[str, float]:
         """Return statistics: bytes moved, the padded size of each table, and compilations of a step by their cause.
 
         Each new shape of ids compiles a step once, `compilations_by_shape`, the first one included. So does a grown
         size, `compilations_by_size`. Further compilations have other causes, such as a dense weight of another dtype.
         """
-        counted = "compilations_by_shape", "compilations_by_size", "bytes_to_devices", "bytes_from_devices"
-        sizes = {f"{name}/size".lstrip("/"): size for name, size in zip(self.by_name, self.fetcher.sizes, strict=True)}
-        return {"steps": self.fetcher.steps, **{name: self._counts[name] for name in counted}, **sizes}
+        return self.fetcher.stats()
 
 
-def _joined(arrays: Sequence[Any], item: int = 0) -> Any:
-    """Return the arrays of a table as one: several ones flat, with `item` dimensions of an item. None: no array."""
-    if len(arrays) < 2:
-        return arrays[0] if arrays else None
-    return np.concatenate([own.reshape(-1, *own.shape[own.ndim - item :]) for own in map(np.asarray, arrays)])
-
-
-def _floats(grads: Any) -> np.ndarray:
-    array = np.asarray(grads)
-    return array.astype(np.float32) if array.dtype.kind == "V" else array  # bfloat16
-
-
-def _checked(ids: Sequence[Any], table: Table) -> Sequence[Any]:
-    """Return several arrays of ids of a table after a check of each, which names positions in it."""
-    return ids if len(ids) == 1 else [check_ids(own, table.rows, table.subject) for own in ids]
-
-
-def _cut(positions: np.ndarray, ids: Sequence[Any]) -> list[np.ndarray]:
-    """Return the positions of each array of ids of a table."""
-    if len(ids) == 1:
-        return [positions]
-    shapes = [np.shape(own) for own in ids]
-    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-    return [own.reshape(shape) for own, shape in zip(np.split(positions, ends), shapes, strict=True)]
+def _is_no_node(ids: Any) -> bool:
+    return ids is None or isinstance(ids, list)

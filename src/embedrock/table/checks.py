@@ -43,6 +43,8 @@ def floats(name: str, values: npt.ArrayLike, shape: tuple[int, ...], subject: st
         GradientError: they are not floats, or have another shape.
     """
     array = np.asarray(values)
+    if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # of other libraries
+        array = array.astype(np.float32)
     if array.dtype.kind != "f":
         raise GradientError(f"`{name}` of {subject} must be floats: got dtype {array.dtype}.")
     if array.shape != shape:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from embedrock.errors import ArgumentError, CorruptTableError, UnsupportedError
 from embedrock.frontend.references import reference_to
+from embedrock.frontend.row_files import are_in, read_rows, size_of_rows, write_rows
 from embedrock.io.vfs import explained_if_full, full_disk
 from embedrock.keras import callers
 from embedrock.keras.saving.references import (
@@ -29,7 +30,6 @@ from embedrock.keras.saving.references import (
     reference_of,
     warn_between_steps,
 )
-from embedrock.keras.saving.row_files import are_in, read_rows, size_of_rows, write_rows
 from embedrock.keras.workers.shards import check_whole
 from embedrock.table.table import Table
 

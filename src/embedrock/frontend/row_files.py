@@ -32,7 +32,8 @@ def size_of_rows(table: Table) -> int:
 
 
 def write_rows(table: Table, folder: str) -> None:
-    """Write the arrays of `Table.state` to a folder."""
+    """Write the arrays of `Table.state` to a folder, created if it is missing."""
+    Path(folder).mkdir(exist_ok=True)
     rows = rows_of(table)
     with rows.table_lock.alone():
         whole = saved.save(rows, _batch_rows(table.spec))
@@ -46,17 +47,25 @@ def write_rows(table: Table, folder: str) -> None:
     Path(folder, SCALARS).write_text(json.dumps(content, default=lambda number: number.item()))
 
 
-def read_rows(table: Table, folder: str) -> None:
-    """Load the files of `write_rows`, as `Table.load_state` does. For another rule, only the weights are loaded."""
-    content, rows = _content(Path(folder)), rows_of(table)
+def check_rows(table: Table, folder: str) -> tuple[dict[str, Any], Spec]:
+    """Return the description of the rows in a folder, and their spec. Raise an error unless they fit a table."""
+    content = _content(Path(folder))
     spec = replace(table.spec, rule=rule_of(content["rule"]))
     ids = (ids for ids, _ in _batches(Path(folder), spec, content["count"]))
-    saved.check_header(content, rows, ids, grows())
+    saved.check_header(content, rows_of(table), ids, grows())
+    return content, spec
+
+
+def read_rows(table: Table, folder: str) -> None:
+    """Load the files of `write_rows`, as `Table.load_state` does. For another rule, only the weights are loaded."""
+    (content, spec), rows = check_rows(table, folder), rows_of(table)
     names = content["history"] if spec.rule is not None else []
     history = {name: _array(Path(folder, HISTORY.format(name))) for name in names}
     repeated = CorruptTableError(f"{folder}/{IDS} is damaged: ids of rows for {table.subject} repeat.")
     batches = _batches(Path(folder), spec, content["count"])
     with rows.table_lock.whole():
+        rows.check()
+        rows.check_commit()
         saved.load(rows, saved.SavedState(content, history, batches), lambda ids: repeated)
 
 
