@@ -25,7 +25,7 @@ from embedrock.table import batches, checks
 from embedrock.table.batches import Batch, FeatureLayout
 from embedrock.table.event_time import newest_event
 from embedrock.table.missing import Missing
-from embedrock.table.prefetch import bring
+from embedrock.table.prefetch import bring, room_for
 from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, refuse_nonfinite, step_all
 from embedrock.table.table import Table, rows_of
@@ -185,8 +185,9 @@ class RowFetcher:
 
     def room_for(self, batches: Sequence[Callable[[], FetchedRows]]) -> tuple[int, int]:
         """Return the number of different rows in all batches, and the `memory` that holds them."""
-        unique = zip(*[self.unique(planned()) for planned in batches], strict=True)
-        found = [table.room_for(own) for table, own in zip(self.tables, unique, strict=True)]
+        unique = [self.unique(planned()) for planned in batches]
+        of_locks = ([{self._rows[k]: own[k] for k in numbers} for own in unique] for numbers in self._by_lock.values())
+        found = list(map(room_for, of_locks))
         return sum(rows for rows, _ in found), max(memory for _, memory in found)
 
     # ---------------------------------------------------------------- sum and step
