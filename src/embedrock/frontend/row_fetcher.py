@@ -111,7 +111,7 @@ class RowFetcher:
         if layouts is None:
             of_locks = [(lock, [self.tables[k] for k in own]) for lock, own in self._by_lock.items()]
             layouts = [FeatureLayout(lock, tables, missing=choice) for lock, tables in of_locks]
-            self._layouts[choice] = layouts
+            layouts = self._layouts.setdefault(choice, layouts)  # another thread may have made them
         flat = [own[0] if len(own) == 1 else _joined(own, table) for own, table in zip(ids, self.tables, strict=True)]
         each = zip(layouts, self._by_lock.values(), strict=True)
         planned = [batches.plan(layout, [flat[k] for k in numbers]) for layout, numbers in each]
@@ -270,7 +270,7 @@ class RowFetcher:
         present.rows = [np.empty_like(each) for each in values]
         self._read(present)
         for rows, own, now, then in zip(self._rows, self.unique(fetched), present.rows, values, strict=True):
-            changed = np.count_nonzero((now != then)[: len(own)].any(axis=1))
+            changed = np.count_nonzero((now.view(np.int32) != then.view(np.int32))[: len(own)].any(axis=1))
             if changed:
                 raise ArgumentError(
                     f"rows of {rows.subject} have changed since this batch was fetched, {changed} of {len(own)}: its "

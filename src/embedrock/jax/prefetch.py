@@ -58,4 +58,4 @@ def prefetch(
             later(item)
         return tables.read(planned.popleft()()), item
 
-    return map(read, look_ahead(loader, {tables.fetcher: later}, depth))
+    return (read(item) for item in look_ahead(loader, {tables.fetcher: later}, depth))
