@@ -134,7 +134,7 @@ class Program:
 
     def check_read(self, fetched: FetchedRows) -> None:
         """Fail unless a batch has the rows that the twins have now, each once, and zeros after them."""
-        positions, unique = self.fetcher.places(fetched), self.fetcher.unique(fetched)
+        positions, unique = self.fetcher.places(fetched), fetched.unique
         for twin, ids, own, rows, at in zip(
             self.twins, self.fetcher.ids[fetched], unique, fetched.rows, positions, strict=True
         ):
@@ -152,7 +152,7 @@ class Program:
         self.now += int(self.rng.integers(0, DAY))
         time = self.now + self.rng.integers(0, 100, 3)
         lr = [None if self.rng.random() < 0.5 else 0.03 for _ in self.tables]
-        unique, grads = self.fetcher.unique(fetched), list[np.ndarray | None]()
+        unique, grads = fetched.unique, list[np.ndarray | None]()
         for k, twin in enumerate(self.twins):
             own = self.fetcher.ids[fetched][k] if by_position else unique[k]
             given = self.numbers((*own.shape, twin.dim))
@@ -165,7 +165,7 @@ class Program:
 
     def step_later(self, fetched: FetchedRows) -> None:
         """Step both, or fail unless the step is refused, as rows of the batch have changed since it was fetched."""
-        unique = self.fetcher.unique(fetched)
+        unique = fetched.unique
         now = [twin.lookup(own) for twin, own in zip(self.twins, unique, strict=True)]
         if all(np.array_equal(own, then[: len(own)]) for own, then in zip(now, fetched.rows, strict=True)):
             self.step(fetched)
@@ -349,7 +349,7 @@ def test_a_batch_has_no_half_of_another_threads_change(is_on_disk: bool, tmp_pat
         for _ in prefetch([[rng.integers(0, ROWS, 40)] * 2 for _ in range(200)], {fetcher: plan}, 3):
             fetched = planned.popleft()()
             fetcher.read(fetched)
-            for unique, rows in zip(fetcher.unique(fetched), fetched.rows, strict=True):
+            for unique, rows in zip(fetched.unique, fetched.rows, strict=True):
                 assert len(set(rows[: len(unique)].ravel().tolist())) == 1
     finally:
         is_over.set()
@@ -391,7 +391,7 @@ def test_a_refused_step_is_no_step():
     with pytest.raises(MemoryBudgetError):
         step(fetcher, large)
     assert [table.steps for table in tables] == [0, 0]
-    assert fetcher.steps == 0
+    assert fetcher.stats()["steps"] == 0
     step(fetcher, beside)
     assert [table.steps for table in tables] == [1, 1]
 

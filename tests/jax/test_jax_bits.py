@@ -116,7 +116,7 @@ def test_rows_are_those_of_pytorch(rule: str, place: str, grouped: bool, of: str
         _, grads = (by_rows if of == "rows" else by_position)(batch, target)
         tables.apply(batch, grads, ej.all_finite(grads), by_position=of == "positions")
         assert batch.fetched is not None
-        unique = dict(zip(tables.by_name, tables.fetcher.unique(batch.fetched), strict=True))
+        unique = dict(zip(tables.by_name, batch.fetched.unique, strict=True))
         if of == "rows":
             shadow.step(unique, {name: np.asarray(grads[name])[: len(own)] for name, own in unique.items()})
         else:
@@ -174,7 +174,7 @@ def test_other_gradients_give_other_bits():
     _, grads = by_rows(batch, target)
     tables.apply(batch, grads, True)
     assert batch.fetched is not None
-    unique = dict(zip(tables.by_name, tables.fetcher.unique(batch.fetched), strict=True))
+    unique = dict(zip(tables.by_name, batch.fetched.unique, strict=True))
     less = np.float32(1 - 2**-23)  # a bit less
     shadow.step(unique, {name: np.asarray(grads[name])[: len(own)] * less for name, own in unique.items()})
     assert kept["item"].lookup(unique["item"]).tobytes() != shadow.tables["item"].lookup(unique["item"]).tobytes()

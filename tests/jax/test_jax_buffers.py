@@ -80,7 +80,7 @@ def check_kept(tables: ej.Tables, table: er.Table, batches: Any) -> None:
         tables.apply(batch, jnp.ones_like(batch.rows), True)
     for batch, ids, vectors in kept:
         assert np.array_equal(batch.lookup(), vectors)
-        (unique,) = tables.fetcher.unique(batch.fetched)
+        (unique,) = batch.fetched.unique
         assert np.array_equal(unique[np.asarray(batch.positions)], ids)
 
 
@@ -182,7 +182,7 @@ def test_the_memory_of_a_donated_batch_is_left_as_it_is():
     (table, tables), twin, ids = made(), made()[0], next(loader(1))
     batch = tables.fetch(ids)
     assert batch.fetched is not None
-    (unique,) = tables.fetcher.unique(batch.fetched)
+    (unique,) = batch.fetched.unique
     rows, positions = np.array(batch.rows), np.array(batch.positions)
     out = jax.jit(other, donate_argnums=0)(batch)
     assert np.array_equal(batch.rows, rows)

@@ -13,7 +13,6 @@ checkpoint. An old checkpoint is dropped by the same steps backwards.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -200,9 +199,9 @@ def save_tables(
     name, states = f"{prefix}{secrets.token_hex(4)}", dict[str, Any]()
     begun = dict[str | None, int]()
     for table in on_disk:
-        with contextlib.suppress(CommitError):  # of the commit before, whose rows this one has
+        try:
             begun[table.path] = table.commit(step, name, wait=False)
-        if table.path not in begun:
+        except CommitError:  # of the commit before, whose rows this one has
             begun[table.path] = table.commit(step, name, wait=False)
     for label, table in tables.items():
         if table.is_on_disk:

@@ -6,6 +6,7 @@ A batch has each of its rows once, in a padded array of its table. A compiled pr
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections import Counter
@@ -30,7 +31,7 @@ from embedrock.table.rows import TableState
 from embedrock.table.stepping import StepRequest, refuse_nonfinite, step_all
 from embedrock.table.table import Table, rows_of
 
-LEAST_ROWS = 128  # of a padded array
+LEAST_ROWS, MOST_LAYOUTS = 128, 8  # of a padded array; of values of `missing`
 _VERSION = attrgetter("version.now")
 
 
@@ -39,26 +40,26 @@ class FetchedRows:
     """A batch of a `RowFetcher`. Lists have an item for each table.
 
     Attributes:
-        layouts: of the tables of each lock.
+        fetcher: that planned it.
+        missing: the value of rows that are not there.
         shapes: of the arrays of ids.
         parts: the batch of each lock, and the batch of its rows, each once.
+        unique: ids of the rows, int64 (n,).
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
         versions: of the tables when the rows were read: the number of their changes.
         is_stepped: the rows were stepped.
     """
 
-    layouts: Sequence[FeatureLayout]
+    fetcher: RowFetcher
+    missing: Missing | None
     shapes: list[list[tuple[int, ...]]]
     parts: list[tuple[Batch, Batch]]
+    unique: list[np.ndarray]
     sizes: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
     versions: Sequence[int] = ()
     is_stepped: bool = False
-
-    @property
-    def missing(self) -> Missing | None:
-        return self.layouts[0].missing if self.layouts else None
 
 
 class RowFetcher:
@@ -71,23 +72,23 @@ class RowFetcher:
 
     Attributes:
         tables: in their order.
-        steps: number of steps it has made.
         sizes: of the padded arrays, one of each table: powers of two, which only grow.
     """
 
     def __init__(self, tables: Mapping[str, Table]) -> None:
-        self._names, self.tables, self.steps = list(tables), list(tables.values()), 0
+        self._names, self.tables = list(tables), list(tables.values())
         self._rows = list(map(rows_of, self.tables))
         for name, table, rows in zip(self._names, self.tables, self._rows, strict=True):
             if name and not rows.name and not table.name:
                 rows.name_by(f"table {name!r}")
         self._counts, self._seen = Counter[str](), set[Any]()
         self.sizes, self._growing = [LEAST_ROWS] * len(self.tables), forks.lock(forks.LockRank.SECTION)
-        self._layouts: dict[Missing | None, list[FeatureLayout]] = {}
         by_lock: dict[Any, list[int]] = {}
         for number, table in enumerate(self.tables):
             by_lock.setdefault(table.table_lock, []).append(number)
-        self._by_lock = by_lock
+        self._numbers = list(by_lock.values())  # of the tables of each lock
+        made = [functools.partial(FeatureLayout, lock, [self.tables[k] for k in own]) for lock, own in by_lock.items()]
+        self._layouts = functools.lru_cache(MOST_LAYOUTS)(lambda missing: [make(missing=missing) for make in made])
 
     @property
     def subject(self) -> str:
@@ -107,18 +108,13 @@ class RowFetcher:
             IdError, IdTypeError: as for `Table.lookup`.
         """
         choice = Missing.of(missing, self.subject)
-        layouts = self._layouts.get(choice)
-        if layouts is None:
-            of_locks = [(lock, [self.tables[k] for k in own]) for lock, own in self._by_lock.items()]
-            layouts = [FeatureLayout(lock, tables, missing=choice) for lock, tables in of_locks]
-            layouts = self._layouts.setdefault(choice, layouts)  # another thread may have made them
         flat = [own[0] if len(own) == 1 else _joined(own, table) for own, table in zip(ids, self.tables, strict=True)]
-        each = zip(layouts, self._by_lock.values(), strict=True)
+        each = zip(self._layouts(choice), self._numbers, strict=True)
         planned = [batches.plan(layout, [flat[k] for k in numbers]) for layout, numbers in each]
-        shapes = [[own.shape] for own in self._by_table([batch.ids for batch in planned])]
-        shapes = [one if len(own) == 1 else list(map(np.shape, own)) for one, own in zip(shapes, ids, strict=True)]
-        fetched = FetchedRows(layouts, shapes, [(batch, batches.each_once(batch)) for batch in planned])
-        counts = [len(unique) for unique in self.unique(fetched)]
+        parts = [(batch, batches.each_once(batch)) for batch in planned]
+        unique = self._by_table([once.ids for _, once in parts])
+        fetched = FetchedRows(self, choice, [list(map(np.shape, own)) for own in ids], parts, unique)
+        counts = list(map(len, unique))
         grown = [1 << max(count - 1, 0).bit_length() for count in counts]
         with self._growing:
             fetched.sizes = self.sizes = list(map(max, self.sizes, grown))
@@ -127,10 +123,6 @@ class RowFetcher:
         for count, rows in zip(counts, fetched.rows, strict=True):
             rows[count:] = 0.0  # sums over all rows are those over the batch's
         return fetched
-
-    def unique(self, fetched: FetchedRows) -> list[np.ndarray]:
-        """Return the unique ids of each table, int64 (n,), in the order of its rows."""
-        return self._by_table([once.ids for _, once in fetched.parts])
 
     def positions(self, fetched: FetchedRows) -> list[list[np.ndarray]]:
         """Return the row of each id, int32 of the shapes of the ids, for each table."""
@@ -145,9 +137,9 @@ class RowFetcher:
         return [_cut(flat, shapes) for flat, shapes in zip(self._by_table(found), fetched.shapes, strict=True)]
 
     def _by_table(self, of_locks: Sequence[Sequence[Any]]) -> list[Any]:
-        numbered = zip(self._by_lock.values(), of_locks, strict=True)
-        found = {k: each for numbers, own in numbered for k, each in zip(numbers, own, strict=True)}
-        return [found[k] for k in range(len(self.tables))]
+        chained = itertools.chain.from_iterable
+        found = dict(zip(chained(self._numbers), chained(of_locks), strict=True))
+        return [found[k] for k in range(len(found))]
 
     def fetch(self, fetched: FetchedRows) -> list[np.ndarray]:
         """Read the rows of a planned batch, and return their padded arrays, which nothing writes to any more."""
@@ -162,12 +154,11 @@ class RowFetcher:
         return rows
 
     def _read(self, fetched: FetchedRows) -> None:
-        unique = self.unique(fetched)
-        outs = [rows[: len(own)] for rows, own in zip(fetched.rows, unique, strict=True)]
+        outs = [rows[: len(own)] for rows, own in zip(fetched.rows, fetched.unique, strict=True)]
         fetched.versions = list(map(_VERSION, self._rows))
         fetched.parts = [
-            batches.read_once(batch, [outs[k] for k in numbers])
-            for numbers, (batch, _) in zip(self._by_lock.values(), fetched.parts, strict=True)
+            batches.read_once(*part, [outs[k] for k in numbers])
+            for numbers, part in zip(self._numbers, fetched.parts, strict=True)
         ]
 
     # ---------------------------------------------------------------- ahead of time
@@ -176,8 +167,9 @@ class RowFetcher:
         """Load the rows of a batch from disk, where `fetch` then finds them. `ids` returns the planned batch."""
         fetched, pins = ids(), list[Pin]()
         try:
-            for layout, (_, once) in zip(fetched.layouts, fetched.parts, strict=True):
-                pins.append(bring(layout.table_lock, dict(zip(map(rows_of, layout.tables), once.ids, strict=True))))
+            for numbers, (batch, once) in zip(self._numbers, fetched.parts, strict=True):
+                wanted = dict(zip([self._rows[k] for k in numbers], once.ids, strict=True))
+                pins.append(bring(batch.layout.table_lock, wanted))
         except BaseException:
             Pin(pins).release()
             raise
@@ -185,8 +177,8 @@ class RowFetcher:
 
     def room_for(self, batches: Sequence[Callable[[], FetchedRows]]) -> tuple[int, int]:
         """Return the number of different rows in all batches, and the `memory` that holds them."""
-        unique = [self.unique(planned()) for planned in batches]
-        of_locks = ([{self._rows[k]: own[k] for k in numbers} for own in unique] for numbers in self._by_lock.values())
+        unique = [planned().unique for planned in batches]
+        of_locks = ([{self._rows[k]: own[k] for k in numbers} for own in unique] for numbers in self._numbers)
         found = list(map(room_for, of_locks))
         return sum(rows for rows, _ in found), max(memory for _, memory in found)
 
@@ -226,27 +218,27 @@ class RowFetcher:
         given = [_floats(*each) for each in zip(grads, shapes, self._rows, strict=True)]
         nbytes = sum([own.nbytes for own in given if own is not None])
         if not by_position:
-            pairs = zip(given, self.unique(fetched), strict=True)
+            pairs = zip(given, fetched.unique, strict=True)
             given = [None if own is None else own[: len(unique)] for own, unique in pairs]
         of_rows = zip(self._rows, lr or [None] * len(given), strict=True)
         rates = [checks.rule_of_step(rows.spec, _rate(rate, rows.steps), {}, rows.subject) for rows, rate in of_rows]
         rules, newest = dict(zip(self.tables, rates, strict=True)), newest_event(time, self._rows, self.subject)
         due = {table for table, grad in zip(self.tables, given, strict=True) if grad is not None}
         requests = []
-        for numbers, (batch, once) in zip(self._by_lock.values(), fetched.parts, strict=True):
+        for numbers, (batch, once) in zip(self._numbers, fetched.parts, strict=True):
             blocks = batches.sum_blocks(batch if by_position else once, [given[k] for k in numbers])
             blocks = [block for block in blocks if due.issuperset(block[0])]
             requests += batches.requests_of(blocks, rules, newest)
         _check_finite(requests, is_finite)
         if is_finite:
             step_all(requests)
-            self.steps += 1
+            self._counts["steps"] += 1
         self._counts["bytes_from_devices"] += nbytes
         fetched.is_stepped = True
 
     def _check(self, fetched: FetchedRows, values: Callable[[], Sequence[np.ndarray]]) -> None:
         """Raise `ArgumentError` unless the rows of a batch are those from which its gradients follow."""
-        if fetched.layouts is not self._layouts.get(fetched.missing):
+        if fetched.fetcher is not self:
             raise ArgumentError(
                 f"a batch of {self.subject} must be fetched by the object that steps it: this one was fetched by "
                 "another object, for these or for other tables. Nothing has changed. Fetch its ids again."
@@ -269,7 +261,7 @@ class RowFetcher:
         present = copy.copy(fetched)
         present.rows = [np.empty_like(each) for each in values]
         self._read(present)
-        for rows, own, now, then in zip(self._rows, self.unique(fetched), present.rows, values, strict=True):
+        for rows, own, now, then in zip(self._rows, fetched.unique, present.rows, values, strict=True):
             changed = np.count_nonzero((now.view(np.int32) != then.view(np.int32))[: len(own)].any(axis=1))
             if changed:
                 raise ArgumentError(
@@ -281,9 +273,9 @@ class RowFetcher:
 
     def stats(self) -> dict[str, float]:
         """Return statistics: bytes moved, the padded size of each table, and compilations of a step by their cause."""
-        counted = "compilations_by_shape", "compilations_by_size", "bytes_to_devices", "bytes_from_devices"
+        counted = "steps", "compilations_by_shape", "compilations_by_size", "bytes_to_devices", "bytes_from_devices"
         sizes = {f"{name}/size".lstrip("/"): size for name, size in zip(self._names, self.sizes, strict=True)}
-        return {"steps": self.steps, **{name: self._counts[name] for name in counted}, **sizes}
+        return {**{name: self._counts[name] for name in counted}, **sizes}
 
 
 def _joined(ids: Sequence[Any], table: Table) -> np.ndarray:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from embedrock.errors import ArgumentError
-from embedrock.frontend.row_fetcher import FetchedRows
 from embedrock.jax.tables import Batch, Tables, Tree
 from embedrock.table.prefetch import look_ahead
 
@@ -46,16 +44,13 @@ def prefetch(
             f"prefetch takes a loader, an ej.Tables, and `ids_of`, a function of an item: got {tables!r}, "
             f"ids_of={ids_of!r}. Pass, for example, ej.prefetch(loader, tables, ids_of=lambda item: item['ids'])."
         )
-    planned: deque[Callable[[], Batch]] = deque()
 
-    def later(item: Any) -> Callable[[], FetchedRows | None]:
-        ids = ids_of(item) if ids_of is not None else item[0] if isinstance(item, tuple) else item
-        planned.append(functools.cache(lambda: tables.plan(ids)))  # another thread is the first to call it
-        return lambda plan=planned[-1]: plan().fetched
+    def planned() -> Iterator[tuple[Callable[[], Batch], T]]:
+        for item in loader:
+            ids: Any = ids_of(item) if ids_of is not None else item[0] if isinstance(item, tuple) else item
+            yield functools.cache(lambda ids=ids: tables.plan(ids)), item  # another thread is the first to call it
 
-    def read(item: T) -> tuple[Batch, T]:
-        if not planned:  # without prefetching
-            later(item)
-        return tables.read(planned.popleft()()), item
-
-    return (read(item) for item in look_ahead(loader, {tables.fetcher: later}, depth))
+    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")  # else `look_ahead` refuses it
+    source: Any = planned() if is_iterable else loader
+    ahead = look_ahead(source, {tables.fetcher: lambda pair: lambda: pair[0]().fetched}, depth)
+    return ((tables.read(plan()), item) for plan, item in ahead)

@@ -145,8 +145,7 @@ class Tables:
 
     def __init__(self, tables: Tree, sharding: NamedSharding | None = None) -> None:
         tree = jax.tree.map(lambda own: {name: own[name] for name in own} if isinstance(own, Group) else own, tables)
-        leaves, self._tree = jax.tree.flatten(tree)
-        paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda own: own is None)
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda own: own is None)
         self.by_name = {jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths}
         for name, table in self.by_name.items():
             if not isinstance(table, Table):
@@ -154,7 +153,7 @@ class Tables:
                     f"`tables` of ej.Tables must be er.Table, or a tree of them: got {table!r}{' as ' * bool(name)}"
                     f"{name}. Pass, for example, {{'item': er.Table(rows=10**6, dim=32)}}."
                 )
-            if leaves.count(table) > 1:
+            if sum(own is table for _, own in paths) > 1:
                 raise ArgumentError(
                     f"`tables` of ej.Tables must have each table once: got {table!r} twice, as {name}. Name it once. "
                     "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."

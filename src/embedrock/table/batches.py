@@ -536,15 +536,15 @@ def each_once(batch: Batch) -> Batch:
     return Batch(batch.layout, [ids[number] for number in range(len(ids))], None, None, parts)
 
 
-def read_once(batch: Batch, outs: Sequence[np.ndarray]) -> tuple[Batch, Batch]:
-    """Write the rows of a batch from `plan` to `outs`, float32 (unique, dim) of each feature.
+def read_once(batch: Batch, once: Batch, outs: Sequence[np.ndarray]) -> tuple[Batch, Batch]:
+    """Write the rows of a batch from `plan` to `outs`, float32 (unique, dim) of each feature. `once`: see `each_once`.
 
     Returns:
-        The batch, with present plans, and `each_once` of it, for sums of either.
+        The two batches with present plans, for sums of either.
     """
     with batch.layout.table_lock.alone():
         now = _current(batch)
-        return now, _read(each_once(now), False, outs=outs)
+        return now, _read(once if now is batch else each_once(now), False, outs=outs)
 
 
 def _read(
