@@ -241,6 +241,12 @@ def test_a_stop_iteration_of_ids_of_does_not_end_the_loop_in_silence():
         list(prefetch(range(3), {Fake(): spoilt_at(1, StopIteration())}))
 
 
+def test_an_error_of_ids_may_be_the_sources_own():
+    source = map(spoilt_at(1, er.IdError("no such shard")), range(3))
+    with pytest.raises(er.IdError, match="no such shard"):
+        list(prefetch(source, {Fake(): same}))
+
+
 def test_an_error_between_two_tables_releases_the_first():
     first, second = Fake(), Fake(spoilt_at(1))
     with pytest.raises(Spoilt):
@@ -494,18 +500,19 @@ print(next(items))
 def test_a_script_that_ends_in_the_loop(tmp_path: Path):
     # Python would end the thread inside of a kernel, and sometimes abort: it has ended before.
     program = f"""
-import atexit, threading
+import atexit, sys, threading
 atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == "embedrock-prefetch"]))
 import numpy as np, embedrock as er
 from embedrock.table.prefetch import prefetch
 from embedrock.storage.backend import Pin
 table = er.Table(300_000, 4, path={str(tmp_path / "t.rock")!r})
 batches = prefetch([np.arange(300_000)] * 20, {{table: lambda ids: ids}}, 19)
+sys.kept = sys.modules["__main__"]  # so its names, a loop among them, go after those of `threading`
 print(table.lookup(next(batches)).shape)
 """
     command = [sys.executable, "-c", program]  # which imports anew: what `atexit` calls is in order of imports
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert (result.stdout, result.returncode) == ("(300000, 4)\n[]\n", 0), result.stderr
+    assert (result.stdout, result.stderr, result.returncode) == ("(300000, 4)\n[]\n", "", 0)
 
 
 # ---------------------------------------------------------------- tables on disk

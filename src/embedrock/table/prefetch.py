@@ -287,7 +287,7 @@ class _Window(Generic[T]):
         error = self.items[0].error
         if isinstance(error, CacheTooSmallError):
             raise self._explained(error) from error
-        if isinstance(error, IdError):
+        if isinstance(error, IdError) and hasattr(self.items[0], "value"):  # not of the source itself
             for function in self._ids_of.values():  # raises an error with the position in the item, if possible
                 getattr(function, "refuse_outside", lambda value: None)(self.items[0].value)
         if error is not None:
@@ -369,7 +369,7 @@ class _Window(Generic[T]):
     def join(self, seconds: float | None = None) -> None:
         """Wait until the thread has ended, except while Python itself ends, when threads never do."""
         thread = self.thread
-        if thread is None or thread is threading.current_thread() or sys.is_finalizing():
+        if thread is None or sys.is_finalizing() or thread is threading.current_thread():
             return
         if thread.is_alive():
             thread.join(seconds)
