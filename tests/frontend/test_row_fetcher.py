@@ -74,8 +74,9 @@ class Fetcher(RowFetcher):
     def places(self, fetched: FetchedRows) -> list[np.ndarray]:
         return [own for (own,) in self.positions(fetched)]
 
-    def read(self, fetched: FetchedRows) -> None:
-        fetched.rows = self.fetch(fetched)
+    def read(self, fetched: FetchedRows) -> list[np.ndarray]:
+        fetched.rows = super().read(fetched)
+        return fetched.rows
 
     def step(self, fetched: FetchedRows, values: Any, grads: Sequence[Any], *args: Any, **options: Any) -> None:
         super().step(fetched, values, [[] if own is None else [own] for own in grads], *args, **options)

@@ -184,7 +184,7 @@ def warm_up() -> None:
         for step in range(2):
             fetched = fetcher.plan([[batch(step)[0][name]] for name in tables.by_name])
             fetcher.bring(lambda fetched=fetched: fetched).release()
-            rows = fetcher.fetch(fetched)
+            rows = fetcher.read(fetched)
             fetcher.step(fetched, lambda rows=rows: rows, [[own] for own in rows])
             user.commit()
         user.rollback(user.last_commit - 1)

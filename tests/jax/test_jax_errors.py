@@ -432,6 +432,7 @@ def test_a_table_without_a_rule():
     assert str(error.value).startswith(
         "table 'user' has no rule to step by. Pass rule=er.Adam(lr=1e-3) when you make it, or call set_rule; "
     )
+    tables.apply(batch, {"user": None}, True)  # it is not stepped, and needs none
     tables.by_name["user"].set_rule(er.Adam(lr=1e-3))  # the remedy
     batch = tables.fetch({"user": [3, 1]})
     tables.apply(batch, ones(batch), True)

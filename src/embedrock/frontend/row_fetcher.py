@@ -19,6 +19,7 @@ import numpy as np
 
 from embedrock.batch.ids import check_ids
 from embedrock.errors import ArgumentError, GradientError, NonFiniteGradientError, counted
+from embedrock.optimizers import Rule
 from embedrock.storage.backend import Pin
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
@@ -112,38 +113,32 @@ class RowFetcher:
         each = zip(self._layouts(choice), self._numbers, strict=True)
         planned = [batches.plan(layout, [flat[k] for k in numbers]) for layout, numbers in each]
         parts = [(batch, batches.each_once(batch)) for batch in planned]
-        unique = self._by_table([once.ids for _, once in parts])
-        fetched = FetchedRows(self, choice, [list(map(np.shape, own)) for own in ids], parts, unique)
-        counts = list(map(len, unique))
+        each = zip(self._numbers, parts, strict=True)
+        found = {k: own for numbers, (_, once) in each for k, own in zip(numbers, once.ids, strict=True)}
+        shapes, unique = [list(map(np.shape, own)) for own in ids], [found[k] for k in range(len(found))]
+        fetched, counts = FetchedRows(self, choice, shapes, parts, unique), list(map(len, unique))
         grown = [1 << max(count - 1, 0).bit_length() for count in counts]
         with self._growing:
             fetched.sizes = self.sizes = list(map(max, self.sizes, grown))
-        shapes = [(size, rows.spec.dim) for size, rows in zip(fetched.sizes, self._rows, strict=True)]
-        fetched.rows = [buffers.empty(shape, np.float32) for shape in shapes]
+        each = zip(fetched.sizes, self._rows, strict=True)
+        fetched.rows = [buffers.empty((size, rows.spec.dim), np.float32) for size, rows in each]
         for count, rows in zip(counts, fetched.rows, strict=True):
             rows[count:] = 0.0  # sums over all rows are those over the batch's
         return fetched
 
     def positions(self, fetched: FetchedRows) -> list[list[np.ndarray]]:
         """Return the row of each id, int32 of the shapes of the ids, for each table."""
-        found: list[list[np.ndarray]] = []
-        for batch, _ in fetched.parts:
-            own: dict[int, np.ndarray] = {}
+        found = dict[int, np.ndarray]()
+        for numbers, (batch, _) in zip(self._numbers, fetched.parts, strict=True):
             for part in batch.parts:
                 for k, (number, start, stop) in enumerate(part.spans(part.positions.positions)):
                     first, rows = int(part.plan.rows[k]), part.plan.inverse[start:stop]
-                    own[number] = rows - np.int32(first) if first else rows
-            found.append([own[number] for number in range(len(own))])
-        return [_cut(flat, shapes) for flat, shapes in zip(self._by_table(found), fetched.shapes, strict=True)]
+                    found[numbers[number]] = rows - np.int32(first) if first else rows
+        return [_cut(found[k], shapes) for k, shapes in enumerate(fetched.shapes)]
 
-    def _by_table(self, of_locks: Sequence[Sequence[Any]]) -> list[Any]:
-        chained = itertools.chain.from_iterable
-        found = dict(zip(chained(self._numbers), chained(of_locks), strict=True))
-        return [found[k] for k in range(len(found))]
-
-    def fetch(self, fetched: FetchedRows) -> list[np.ndarray]:
+    def read(self, fetched: FetchedRows) -> list[np.ndarray]:
         """Read the rows of a planned batch, and return their padded arrays, which nothing writes to any more."""
-        self._read(fetched)
+        self._read_rows(fetched)
         signature = tuple(map(tuple, fetched.shapes)), tuple(fetched.sizes)
         if signature not in self._seen:
             self._counts["compilations_by_size" if signature[0] in self._seen else "compilations_by_shape"] += 1
@@ -153,7 +148,7 @@ class RowFetcher:
         rows, fetched.rows = fetched.rows, []
         return rows
 
-    def _read(self, fetched: FetchedRows) -> None:
+    def _read_rows(self, fetched: FetchedRows) -> None:
         outs = [rows[: len(own)] for rows, own in zip(fetched.rows, fetched.unique, strict=True)]
         fetched.versions = list(map(_VERSION, self._rows))
         fetched.parts = [
@@ -164,7 +159,7 @@ class RowFetcher:
     # ---------------------------------------------------------------- ahead of time
 
     def bring(self, ids: Callable[[], FetchedRows]) -> Pin:
-        """Load the rows of a batch from disk, where `fetch` then finds them. `ids` returns the planned batch."""
+        """Load the rows of a batch from disk, where `read` then finds them. `ids` returns the planned batch."""
         fetched, pins = ids(), list[Pin]()
         try:
             for numbers, (batch, once) in zip(self._numbers, fetched.parts, strict=True):
@@ -220,15 +215,14 @@ class RowFetcher:
         if not by_position:
             pairs = zip(given, fetched.unique, strict=True)
             given = [None if own is None else own[: len(unique)] for own, unique in pairs]
-        of_rows = zip(self._rows, lr or [None] * len(given), strict=True)
-        rates = [checks.rule_of_step(rows.spec, _rate(rate, rows.steps), {}, rows.subject) for rows, rate in of_rows]
-        rules, newest = dict(zip(self.tables, rates, strict=True)), newest_event(time, self._rows, self.subject)
-        due = {table for table, grad in zip(self.tables, given, strict=True) if grad is not None}
-        requests = []
+        rules, requests = dict[Table, Rule](), list[StepRequest]()
+        for table, rows, rate, own in zip(self.tables, self._rows, lr or [None] * len(given), given, strict=True):
+            if own is not None:
+                rules[table] = checks.rule_of_step(rows.spec, _rate(rate, rows.steps), {}, rows.subject)
+        newest = newest_event(time, map(rows_of, rules), self.subject)
         for numbers, (batch, once) in zip(self._numbers, fetched.parts, strict=True):
             blocks = batches.sum_blocks(batch if by_position else once, [given[k] for k in numbers])
-            blocks = [block for block in blocks if due.issuperset(block[0])]
-            requests += batches.requests_of(blocks, rules, newest)
+            requests += batches.requests_of([each for each in blocks if rules.keys() >= set(each[0])], rules, newest)
         _check_finite(requests, is_finite)
         if is_finite:
             step_all(requests)
@@ -260,7 +254,7 @@ class RowFetcher:
         """Raise `ArgumentError` unless the rows of a batch have the values that were read."""
         present = copy.copy(fetched)
         present.rows = [np.empty_like(each) for each in values]
-        self._read(present)
+        self._read_rows(present)
         for rows, own, now, then in zip(self._rows, fetched.unique, present.rows, values, strict=True):
             changed = np.count_nonzero((now.view(np.int32) != then.view(np.int32))[: len(own)].any(axis=1))
             if changed:

@@ -158,12 +158,11 @@ class Tables:
                     f"`tables` of ej.Tables must have each table once: got {table!r} twice, as {name}. Name it once. "
                     "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."
                 )
-        self.fetcher, self._shardings = RowFetcher(self.by_name), None
-        if sharding is not None:
-            if not isinstance(sharding, NamedSharding):
-                remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
-                raise ArgumentError(f"`sharding` must be a NamedSharding of a mesh: got {sharding!r}. Pass {remedy}.")
-            self._shardings = NamedSharding(sharding.mesh, PartitionSpec()), sharding
+        if not (sharding is None or isinstance(sharding, NamedSharding)):
+            remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
+            raise ArgumentError(f"`sharding` must be a NamedSharding of a mesh: got {sharding!r}. Pass {remedy}.")
+        self._shardings = None if sharding is None else (NamedSharding(sharding.mesh, PartitionSpec()), sharding)
+        self.fetcher = RowFetcher(self.by_name)
 
     def fetch(self, ids: Tree, missing: Any = None) -> Batch:
         """Return the rows of a batch, as arguments of a jitted step. It changes no row.
@@ -195,20 +194,13 @@ class Tables:
         fetched, positions = batch.fetched, batch.positions
         assert fetched is not None
         # JAX may use the arrays as they are, and refers to them until it has copied them.
-        rows = self._tree.unflatten(self.fetcher.fetch(fetched))
+        rows = self._tree.unflatten(self.fetcher.read(fetched))
         if self._shardings is not None or jax.default_backend() != "cpu":  # a CPU takes eight times as long so
             rows, positions = jax.device_put((rows, positions), self._shardings)
         return Batch(rows, positions, fetched)
 
     def apply(
-        self,
-        batch: Batch,
-        grads: Tree,
-        finite: Any,
-        *,
-        by_position: bool = False,
-        lr: Any = None,
-        time: Any = None,
+        self, batch: Batch, grads: Tree, finite: Any, *, by_position: bool = False, lr: Any = None, time: Any = None
     ) -> None:
         """Make one step of all tables by their rules, or of none.
 
