@@ -454,6 +454,21 @@ def test_large_batches_are_in_the_order_of_their_plan(by_position: bool):
     program.check()
 
 
+def test_rows_are_in_the_cache_before_they_are_read(tmp_path: Path):
+    rows, size = 8192, 64
+    with er.Table(rows, 4, rule=er.SGD(), path=tmp_path / "table", memory="96KiB") as table:
+        for ids in np.split(np.arange(rows), rows // size):  # the first rows leave the cache
+            table.update(ids, np.ones((size, 4), np.float32))
+        table.commit()
+        fetcher, reads = Fetcher([table]), [int(table.stats()["reads"])]
+        planned = fetcher.plan([np.arange(size)])
+        pin = fetcher.bring(lambda: planned)
+        reads.append(int(table.stats()["reads"]))
+        fetcher.read(planned)
+        pin.release()
+        assert reads[0] < reads[1] == table.stats()["reads"]
+
+
 @pytest.mark.parametrize("missing", ["first", "zeros", [1.0, 2.0]], ids=str)
 def test_rows_that_are_not_there_have_the_value_of_missing(missing: Any):
     tables, fetcher = pair(rows=None, init=er.Normal())
