@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +243,7 @@ class Program:
             each.close()
 
 
-def play(program: Program, steps: int, bring: Callable[[Any], Pin]) -> None:
+def play(program: Program, steps: int = 60) -> None:
     """Fetch and step, with batches that wait, while others are stepped and tables change."""
     fetcher, rng = program.fetcher, program.rng
     waiting: list[tuple[FetchedRows, Pin]] = []
@@ -255,7 +254,7 @@ def play(program: Program, steps: int, bring: Callable[[Any], Pin]) -> None:
             planned = fetcher.plan(program.ids(MOST))
             if rng.random() < 0.2:
                 program.outside()
-            waiting.append((planned, bring(lambda planned=planned: planned) if rng.random() < 0.8 else pin))
+            waiting.append((planned, fetcher.bring(lambda planned=planned: planned) if rng.random() < 0.8 else pin))
             continue
         if draw < 0.45:
             program.outside()
@@ -284,19 +283,26 @@ def play(program: Program, steps: int, bring: Callable[[Any], Pin]) -> None:
 @pytest.mark.parametrize("grouped", [False, True], ids=["alone", "group"])
 @pytest.mark.parametrize("kinds", sorted(KINDS))
 def test_a_random_program_ends_at_the_bits_of_lookups_and_updates(kinds: str, grouped: bool, seed: int):
-    program = Program(KINDS[kinds], seed, grouped=grouped)
-    play(program, 60, program.fetcher.bring)
+    play(Program(KINDS[kinds], seed, grouped=grouped))
 
 
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 @pytest.mark.parametrize("grouped", [False, True], ids=["alone", "group"])
 @pytest.mark.parametrize("kinds", sorted(ON_DISK))
 def test_a_random_program_on_disk(kinds: str, grouped: bool, seed: int, tmp_path: Path):
-    program = Program(ON_DISK[kinds], seed, tmp_path, grouped)
-    play(program, 60, program.fetcher.bring)
+    play(Program(ON_DISK[kinds], seed, tmp_path, grouped))
 
 
 # ---------------------------------------------------------------- beside another thread
+
+
+def read_ahead(fetcher: Fetcher, items: Sequence[list[np.ndarray]], depth: int) -> Iterator[FetchedRows]:
+    """Read batches, which another thread plans and brings."""
+    plans = [functools.cache(lambda ids=ids: fetcher.plan(ids)) for ids in items]
+    for plan in prefetch(plans, {fetcher: lambda plan: plan}, depth):
+        fetched = plan()
+        fetcher.read(fetched)
+        yield fetched
 
 
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 8))])
@@ -304,15 +310,7 @@ def test_a_random_program_on_disk(kinds: str, grouped: bool, seed: int, tmp_path
 @pytest.mark.parametrize("kinds", [*slow("dense"), "open", "plain"])
 def test_batches_brought_by_another_thread_during_steps(kinds: str, depth: int, seed: int, tmp_path: Path):
     program = Program(ON_DISK[kinds], seed, tmp_path, grouped=seed % 2 == 1, slots=3 * (MOST - 1) * (depth + 2))
-    fetcher, planned = program.fetcher, deque[Any]()
-
-    def plan(ids: Any) -> Callable[[], FetchedRows]:
-        planned.append(functools.cache(lambda: fetcher.plan(ids)))  # the other thread is the first to call it
-        return planned[-1]
-
-    for _ in prefetch([program.ids(MOST) for _ in range(50)], {fetcher: plan}, depth):
-        fetched = planned.popleft()()
-        fetcher.read(fetched)
+    for fetched in read_ahead(program.fetcher, [program.ids(MOST) for _ in range(50)], depth):
         program.check_read(fetched)
         program.step(fetched)
         if program.rng.random() < 0.1:
@@ -326,12 +324,7 @@ def test_a_batch_has_no_half_of_another_threads_change(is_on_disk: bool, tmp_pat
     alike: dict[str, Any] = {"rule": er.SGD(lr=0.0), "init": er.Zeros()}
     every = np.arange(ROWS)
     tables = [er.Table(ROWS, 2, **alike, **({"path": tmp_path / n} if is_on_disk else {})) for n in "ab"]
-    fetcher, rng, is_over, planned = (
-        Fetcher(tables),
-        np.random.default_rng(0),
-        threading.Event(),
-        deque[Any](),
-    )
+    fetcher, rng, is_over = Fetcher(tables), np.random.default_rng(0), threading.Event()
 
     def change() -> None:
         for number in itertools.count():
@@ -340,16 +333,10 @@ def test_a_batch_has_no_half_of_another_threads_change(is_on_disk: bool, tmp_pat
             if is_over.is_set():
                 return
 
-    def plan(ids: Any) -> Callable[[], FetchedRows]:
-        planned.append(functools.cache(lambda: fetcher.plan(ids)))
-        return planned[-1]
-
     change_once = threading.Thread(target=change)
     change_once.start()
     try:
-        for _ in prefetch([[rng.integers(0, ROWS, 40)] * 2 for _ in range(200)], {fetcher: plan}, 3):
-            fetched = planned.popleft()()
-            fetcher.read(fetched)
+        for fetched in read_ahead(fetcher, [[rng.integers(0, ROWS, 40)] * 2 for _ in range(200)], 3):
             for unique, rows in zip(fetched.unique, fetched.rows, strict=True):
                 assert len(set(rows[: len(unique)].ravel().tolist())) == 1
     finally:

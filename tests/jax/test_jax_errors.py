@@ -138,15 +138,6 @@ def test_ids_out_of_range(case: Case):
     case.refuses(lambda: list(ej.prefetch([IDS, wrong], case.tables, 1)), IdError, "`ids` of table 'item' must lie...")
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_ids_out_of_range_in_a_later_item(case: Case, depth: int):
-    """The items before it are trained."""
-    loop = ej.prefetch([IDS, {"user": np.array([99]), "item": np.array([0])}], case.tables, depth)
-    batch, _ = next(loop)
-    case.tables.apply(batch, ones(batch), True)
-    case.refuses(lambda: next(loop), IdError, "`ids` of table 'user' must lie in [0, 20): got 99 at [0]...")
-
-
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
@@ -492,15 +483,7 @@ def test_arguments_of_prefetch(case: Case):
         case.refuses(call, ArgumentError, text.format(tables, ids_of))
 
 
-def test_errors_of_a_loader_are_its_own(case: Case):
-    def loader() -> Any:
-        yield IDS
-        raise OSError("no more")
-
-    loop = ej.prefetch(loader(), case.tables, 2)
-    next(loop)
-    with pytest.raises(OSError, match="no more"):
-        next(loop)
+def test_errors_of_ids_of_are_its_own(case: Case):
     loop = ej.prefetch([{"x": 1}], case.tables, 2, ids_of=lambda item: item["ids"])
     with pytest.raises(KeyError, match="ids"):
         next(loop)

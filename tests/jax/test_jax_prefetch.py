@@ -13,7 +13,7 @@ import pytest
 
 import embedrock as er
 import embedrock.jax as ej
-from embedrock.errors import ArgumentError, CacheTooSmallError, IdError
+from embedrock.errors import CacheTooSmallError, IdError
 from same_tables import check_same
 
 ROWS, DIM = 500, 4
@@ -169,16 +169,3 @@ def test_ids_of_an_item_are_found_by_a_function():
     items = [{"ids": ids, "target": number} for ids, number in loader(3)]
     found = [item["target"] for _, item in ej.prefetch(items, tables, ids_of=lambda item: item["ids"])]
     assert found == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("loader", "depth", "expected"),
-    [
-        (3, 2, "`source` of prefetch must be something to loop over: got 3"),
-        ([], -1, "`depth` of prefetch must be a whole number of items, 0 or more: got -1"),
-        ([], 1.5, "`depth` of prefetch must be a whole number of items, 0 or more: got 1.5"),
-    ],
-)
-def test_arguments_are_checked_at_the_call(loader: Any, depth: Any, expected: str):
-    with pytest.raises(ArgumentError, match=re.escape(expected)):
-        ej.prefetch(loader, ej.Tables(made(None, 0)), depth)

@@ -104,9 +104,8 @@ def all_finite(*trees: Tree) -> jax.Array:
         >>> bool(all_finite({"w": jnp.ones(3)}, jnp.array([1.0, jnp.nan])))
         False
     """
-    kinds = [(leaf, getattr(leaf, "dtype", type(leaf))) for leaf in jax.tree.leaves(trees)]
-    leaves = [leaf for leaf, kind in kinds if jnp.issubdtype(kind, jnp.inexact)]
-    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], bool))
+    floats = [own for own in jax.tree.leaves(trees) if jnp.issubdtype(getattr(own, "dtype", type(own)), jnp.inexact)]
+    return jnp.all(jnp.array([jnp.isfinite(own).all() for own in floats], bool))
 
 
 def where(finite: Any, new: Tree, old: Tree) -> Tree:
