@@ -209,3 +209,18 @@ def test_ids_and_gradients_may_be_overwritten_after_the_call(by_position: bool):
         once = ids if by_position else np.unique(ids)
         twin.update(once, np.ones((len(once), DIM), np.float32))
     check_same(table, twin)
+
+
+@pytest.mark.parametrize("by_position", [False, True], ids=["rows", "positions"])
+def test_ids_may_be_overwritten_before_rows_are_read_again(by_position: bool):
+    """`load_state` is a change by others, of which each row has the value that was read."""
+    (table, tables), twin = made(), made()[0]
+    given = np.arange(BATCH) % 3
+    once = given.copy() if by_position else np.arange(3)
+    batch = tables.fetch(given)
+    given[:] = np.arange(BATCH) + 500  # many rows, for which the batch has no memory
+    table.load_state(table.state())
+    grads = np.ones((BATCH, DIM) if by_position else batch.rows.shape, np.float32)
+    tables.apply(batch, grads, True, by_position=by_position)
+    twin.update(once, np.ones((len(once), DIM), np.float32))
+    check_same(table, twin)

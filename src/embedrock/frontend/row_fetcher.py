@@ -113,9 +113,7 @@ class RowFetcher:
         each = zip(self._layouts(choice), self._numbers, strict=True)
         planned = [batches.plan(layout, [flat[k] for k in numbers]) for layout, numbers in each]
         parts = [(batch, batches.each_once(batch)) for batch in planned]
-        each = zip(self._numbers, parts, strict=True)
-        found = {k: own for numbers, (_, once) in each for k, own in zip(numbers, once.ids, strict=True)}
-        shapes, unique = [list(map(np.shape, own)) for own in ids], [found[k] for k in range(len(found))]
+        shapes, unique = [list(map(np.shape, own)) for own in ids], self._by_table([once.ids for _, once in parts])
         fetched, counts = FetchedRows(self, choice, shapes, parts, unique), list(map(len, unique))
         grown = [1 << max(count - 1, 0).bit_length() for count in counts]
         with self._growing:
@@ -128,13 +126,13 @@ class RowFetcher:
 
     def positions(self, fetched: FetchedRows) -> list[list[np.ndarray]]:
         """Return the row of each id, int32 of the shapes of the ids, for each table."""
-        found = dict[int, np.ndarray]()
-        for numbers, (batch, _) in zip(self._numbers, fetched.parts, strict=True):
-            for part in batch.parts:
-                for k, (number, start, stop) in enumerate(part.spans(part.positions.positions)):
-                    first, rows = int(part.plan.rows[k]), part.plan.inverse[start:stop]
-                    found[numbers[number]] = rows - np.int32(first) if first else rows
-        return [_cut(found[k], shapes) for k, shapes in enumerate(fetched.shapes)]
+        found = self._by_table([batches.rows_of_ids(batch) for batch, _ in fetched.parts])
+        return [_cut(flat, shapes) for flat, shapes in zip(found, fetched.shapes, strict=True)]
+
+    def _by_table(self, of_locks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+        pairs = zip(self._numbers, of_locks, strict=True)
+        found = {k: own for numbers, each in pairs for k, own in zip(numbers, each, strict=True)}
+        return [found[k] for k in range(len(found))]
 
     def read(self, fetched: FetchedRows) -> list[np.ndarray]:
         """Read the rows of a planned batch, and return their padded arrays, which nothing writes to any more."""

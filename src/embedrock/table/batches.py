@@ -536,6 +536,16 @@ def each_once(batch: Batch) -> Batch:
     return Batch(batch.layout, [ids[number] for number in range(len(ids))], None, None, parts)
 
 
+def rows_of_ids(batch: Batch) -> list[np.ndarray]:
+    """Return the row of each id in `each_once` of a planned batch, int32 (n,) of each feature."""
+    found = dict[int, np.ndarray]()
+    for part in batch.parts:
+        for k, (number, start, stop) in enumerate(part.spans(part.positions.positions)):
+            first, rows = int(part.plan.rows[k]), part.plan.inverse[start:stop]
+            found[number] = rows - np.int32(first) if first else rows
+    return [found[number] for number in range(len(found))]
+
+
 def read_once(batch: Batch, once: Batch, outs: Sequence[np.ndarray]) -> tuple[Batch, Batch]:
     """Write the rows of a batch from `plan` to `outs`, float32 (unique, dim) of each feature. `once`: see `each_once`.
 
@@ -543,8 +553,12 @@ def read_once(batch: Batch, once: Batch, outs: Sequence[np.ndarray]) -> tuple[Ba
         The two batches with present plans, for sums of either.
     """
     with batch.layout.table_lock.alone():
-        now = _current(batch)
-        return now, _read(once if now is batch else each_once(now), False, outs=outs)
+        if [part.layout for part in batch.parts] != batch.layout.pools():
+            # By the ids that were planned: the caller may have overwritten its arrays.
+            ids = [own[at] for own, at in zip(once.ids, rows_of_ids(batch), strict=True)]
+            batch = _planned(batch.layout, ids, None, None)
+            once = each_once(batch)
+        return batch, _read(once, False, outs=outs)
 
 
 def _read(
