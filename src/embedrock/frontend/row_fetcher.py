@@ -251,7 +251,7 @@ class RowFetcher:
     def _check_values(self, fetched: FetchedRows, values: Sequence[np.ndarray]) -> None:
         """Raise `ArgumentError` unless the rows of a batch have the values that were read."""
         present = copy.copy(fetched)
-        present.rows = [np.empty_like(each) for each in values]
+        present.rows = [np.empty(each.shape, np.float32) for each in values]
         self._read_rows(present)
         for rows, own, now, then in zip(self._rows, fetched.unique, present.rows, values, strict=True):
             changed = np.count_nonzero((now.view(np.int32) != then.view(np.int32))[: len(own)].any(axis=1))
