@@ -188,6 +188,7 @@ def test_a_step_waits_for_the_commits_that_another_handler_began(
         is_there = (tmp_path / "steps" / "0").exists()
         may_end.set()
     assert not is_there
+    assert (tmp_path / "steps" / "0").exists()
 
 
 def test_a_step_whose_commit_fails_does_not_exist(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +297,27 @@ def test_tables_that_are_only_read_may_be_beside_others(tmp_path: Path) -> None:
         tables.by_name["item"].update([3], np.ones((1, 2)))
         manager.restore(0, args=ejo.TablesRestore(tables))
         assert (words.steps, tables.by_name["item"].steps) == (1, 0)
+        with er.open(tmp_path / "words") as writer:
+            writer.update([3], np.ones((1, 2)))
+            writer.commit()
+        words.refresh()
+        tables.by_name["item"].update([3], np.ones((1, 2)))
+        with pytest.raises(er.ReadOnlyTableError, match="words"):
+            manager.restore(0, args=ejo.TablesRestore(tables))
+        assert (words.steps, tables.by_name["item"].steps) == (2, 1)  # neither has changed
+
+
+def test_no_table_changes_beside_a_closed_one(tmp_path: Path) -> None:
+    item, user = (er.Table(rows=9, dim=2, rule=er.SGD(lr=1.0)) for _ in "iu")
+    tables = ej.Tables({"item": item, "user": user})
+    with manager_in(tmp_path / "steps") as manager:
+        manager.save(0, args=ejo.TablesSave(tables))
+        manager.wait_until_finished()
+        item.update([3], np.ones((1, 2)))
+        user.close()
+        with pytest.raises(er.ClosedTableError, match="table 'user' is closed"):
+            manager.restore(0, args=ejo.TablesRestore(tables))
+    assert item.steps == 1
 
 
 # ---------------------------------------------------------------- errors
@@ -379,7 +401,7 @@ def test_all_tables_are_checked_before_the_first_one_changes(made: Made, tmp_pat
         assert training.digest == before
 
 
-def test_a_commit_that_was_dropped_is_told(made: Made, tmp_path: Path) -> None:
+def test_a_commit_that_was_dropped_is_refused(made: Made, tmp_path: Path) -> None:
     training = made("disk")
     user = training.tables.by_name["user"]
     with manager_in(tmp_path / "steps") as manager:

@@ -30,7 +30,7 @@ from embedrock.frontend.row_files import check_rows, read_rows, write_rows
 from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
 from embedrock.storage.commit import StorageCommit
 from embedrock.system import platform
-from embedrock.table.table import Table
+from embedrock.table.table import Table, rows_of
 
 FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
 _NONE_BEFORE = "There is no checkpoint before it."
@@ -224,6 +224,8 @@ def load_tables(tables: Mapping[str, Table], folder: Path, names: str, remedies:
         check_state(table, states[label], label or "the table", remedies)
         if label in rows:
             check_rows(table, rows[label])
+        elif states[label]["commit"] != table.last_commit:
+            rows_of(table).check_writable()
     for label, table in tables.items():
         read_rows(table, rows[label]) if label in rows else go_to(table, states[label])
 

@@ -48,11 +48,12 @@ def write_rows(table: Table, folder: str) -> None:
 
 
 def check_rows(table: Table, folder: str) -> tuple[dict[str, Any], Spec]:
-    """Return the description of the rows in a folder, and their spec. Raise an error unless they fit a table."""
-    content = _content(Path(folder))
+    """Return the description of the rows in a folder, and their spec. Raise an error unless a table can load them."""
+    content, rows = _content(Path(folder)), rows_of(table)
     spec = replace(table.spec, rule=rule_of(content["rule"]))
     ids = (ids for ids, _ in _batches(Path(folder), spec, content["count"]))
-    saved.check_header(content, rows_of(table), ids, grows())
+    saved.check_header(content, rows, ids, grows())
+    rows.check_commit()
     return content, spec
 
 
