@@ -314,7 +314,7 @@ def test_batches_brought_by_another_thread_during_steps(kinds: str, depth: int, 
         program.check_read(fetched)
         program.step(fetched)
         if program.rng.random() < 0.1:
-            program.update(int(program.rng.integers(len(program.tables))))
+            program.outside()
     program.check()
     program.close()
 
