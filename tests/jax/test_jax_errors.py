@@ -445,6 +445,15 @@ def test_a_closed_table(case: Case):
     assert case.by_name["user"].steps == user["steps"]
 
 
+def test_a_step_that_is_skipped_is_counted_by_all_tables_or_none():
+    case = Case(on_nonfinite="skip")
+    batch, (user, item) = case.tables.fetch(IDS), case.by_name.values()
+    user.close()
+    with pytest.raises(ClosedTableError, match="table 'user' is closed"):
+        case.tables.apply(batch, ones(batch), False)
+    assert item.state()["skipped_steps"] == 0
+
+
 def test_a_table_that_is_only_read(tmp_path: Path):
     with made(path=tmp_path / "t") as table:
         table.update([1], np.ones((1, 2), np.float32))

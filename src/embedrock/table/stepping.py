@@ -237,7 +237,7 @@ def _by_finiteness(requests: Sequence[StepRequest]) -> tuple[Sequence[StepReques
     return finite, [each for each in each_table if not each.grads.is_finite]
 
 
-def refuse_nonfinite(requests: Iterable[StepRequest]) -> None:
+def refuse_nonfinite(requests: Sequence[StepRequest]) -> None:
     """Raise the error of steps by gradients with NaN or Inf. If all tables skip such steps, count them."""
     for each in sorted(requests, key=lambda each: each.tables[0].on_nonfinite != "raise"):
         (rows,) = each.tables
@@ -245,7 +245,9 @@ def refuse_nonfinite(requests: Iterable[StepRequest]) -> None:
             each.check()
             if rows.on_nonfinite != "skip":
                 raise checks.nonfinite(each.grads, rows.subject)
-            rows.skipped_steps += 1
+    for each in requests:
+        with each.tables[0].table_lock.whole():
+            each.tables[0].skipped_steps += 1
 
 
 def _joined(requests: Sequence[StepRequest]) -> list[CheckedStep]:
