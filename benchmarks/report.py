@@ -24,7 +24,7 @@ from embedrock.system.ram import ROOT, available_bytes, memory_limit, read_text
 from embedrock.system.sizes import format_bytes
 
 SCHEMA = 2  # of the JSON
-PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu", "keras", "tensorflow")
+PACKAGES = ("embedrock", "numpy", "numba", "torch", "fbgemm-gpu-cpu", "jax", "optax", "keras", "tensorflow")
 
 
 @dataclass
