@@ -108,6 +108,12 @@ def test_a_table_that_is_named_twice():
     assert batch.lookup("item", "shown").shape == (1, 2, 2)  # the remedy
 
 
+def test_two_tables_of_one_name():
+    with pytest.raises(ArgumentError) as error:
+        ej.Tables({"a/b": made(), "a": {"b": made()}})
+    assert str(error.value) == ("`tables` of ej.Tables must have different names: got ['a']['b'], ['a/b']. Rename one.")
+
+
 def test_errors_name_the_table(tmp_path: Path):
     """By its place in the tree, unless it has a name of its own."""
     group = er.Group()

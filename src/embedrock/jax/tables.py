@@ -157,6 +157,9 @@ class Tables:
                     f"`tables` of ej.Tables must have each table once: got {table!r} twice, as {name}. Name it once. "
                     "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."
                 )
+        if len(self.by_name) < len(paths):
+            keys = [jax.tree_util.keystr(path) for path, _ in paths]
+            raise ArgumentError(f"`tables` of ej.Tables must have different names: got {', '.join(keys)}. Rename one.")
         if not (sharding is None or isinstance(sharding, NamedSharding)):
             remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
             raise ArgumentError(f"`sharding` must be a NamedSharding of a mesh: got {sharding!r}. Pass {remedy}.")
