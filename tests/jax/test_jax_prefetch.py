@@ -13,6 +13,7 @@ import pytest
 
 import embedrock as er
 import embedrock.jax as ej
+import programs
 from embedrock.errors import ArgumentError, CacheTooSmallError, IdError
 from same_tables import check_same
 
@@ -182,3 +183,16 @@ def test_ids_of_an_item_are_found_by_a_function():
 def test_arguments_are_checked_at_the_call(loader: Any, depth: Any, expected: str):
     with pytest.raises(ArgumentError, match=re.escape(expected)):
         ej.prefetch(loader, ej.Tables(made(None, 0)), depth)
+
+
+KEPT = """
+import numpy as np
+import embedrock as er, embedrock.jax as ej
+loop = ej.prefetch([np.arange(3)] * 9, ej.Tables(er.Table(rows=100, dim=4)))
+next(loop)
+"""
+
+
+def test_a_program_that_ends_within_a_loop_says_nothing():
+    done = programs.run(KEPT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
