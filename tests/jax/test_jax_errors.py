@@ -198,6 +198,27 @@ def test_another_tree(case: Case, wrong: Any, got: str):
     case.tables.apply(batch, ones(batch), True)
 
 
+def test_gradients_of_several_arrays_in_another_tree(case: Case):
+    ids = {"user": {"shown": IDS["user"], "clicked": IDS["user"] + 1}, "item": IDS["item"]}
+    batch = case.tables.fetch(ids)
+    grads = jax.tree.map(lambda own: np.ones((*own.shape, 2), np.float32), ids)
+    one, other = grads["user"].values()
+    for wrong, got in (
+        ((one, other), "Expected dict, got (array(..."),  # leaves alone would be in another order
+        ({"shown": one, "bought": other}, "Dict key mismatch; expected keys: ['clicked', 'shown']; ..."),
+        ({"shown": one}, "Dict key mismatch; ..."),
+    ):
+        given, text = {**grads, "user": wrong}, f"`grads` must have the tree of the tables, item, user: {got}"
+        case.refuses(lambda given=given: case.tables.apply(batch, given, True, by_position=True), ArgumentError, text)
+    case.tables.apply(batch, grads, True, by_position=True)
+
+
+def test_ids_in_another_tree_are_quoted_in_short(case: Case):
+    with pytest.raises(ArgumentError, match=r"Expected dict, got \[\[0, 1, 2, .*") as error:
+        case.tables.fetch([list(range(70_000))])
+    assert len(str(error.value)) < 500
+
+
 # -------------------------------------------------------------------- batches
 
 
@@ -242,8 +263,8 @@ def test_a_batch_that_is_applied_twice(case: Case):
 
 
 REMEDY = (
-    "its gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before it; prefetch "
-    "reads ahead and keeps rows current."
+    "its gradients are those of older rows. Nothing was stepped. Fetch a batch, or take it from prefetch, after the "
+    "step before it."
 )
 
 

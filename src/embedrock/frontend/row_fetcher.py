@@ -195,7 +195,7 @@ class RowFetcher:
     def step(
         self,
         fetched: FetchedRows,
-        values: Callable[[], Sequence[np.ndarray]],
+        values: Sequence[Any],
         grads: Sequence[Sequence[Any]],
         is_finite: bool = True,
         by_position: bool = False,
@@ -206,7 +206,7 @@ class RowFetcher:
 
         Args:
             fetched: the batch.
-            values: returns the rows as they were read, in the padded arrays. It is called if a table has changed since.
+            values: the rows as they were read, in padded arrays of any framework. Used if a table has changed since.
             grads: for each table, floats (size, dim), one gradient for each row of its padded array; no array: the
                 table is not stepped.
             is_finite: no gradient of the caller's step is NaN or Inf, those of dense weights included.
@@ -244,7 +244,7 @@ class RowFetcher:
         self._counts["bytes_from_devices"] += nbytes
         fetched.is_stepped = True
 
-    def _check(self, fetched: FetchedRows, values: Callable[[], Sequence[np.ndarray]]) -> None:
+    def _check(self, fetched: FetchedRows, values: Sequence[Any]) -> None:
         """Raise `ArgumentError` unless the rows of a batch are those from which its gradients follow."""
         if fetched.layouts is not self._layouts.get(fetched.missing):
             raise ArgumentError(
@@ -262,7 +262,7 @@ class RowFetcher:
                 "its ids again, and compute the gradients from these rows."
             )
         if fetched.versions != list(map(_VERSION, self._rows)):
-            self._check_values(fetched, values())
+            self._check_values(fetched, list(map(np.asarray, values)))
 
     def _check_values(self, fetched: FetchedRows, values: Sequence[np.ndarray]) -> None:
         """Raise `ArgumentError` unless the rows of a batch have the values that were read."""
@@ -274,8 +274,8 @@ class RowFetcher:
             if changed:
                 raise ArgumentError(
                     f"rows of {rows.subject} have changed since this batch was fetched, {changed} of {len(own)}: its "
-                    "gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before it; "
-                    "prefetch reads ahead and keeps rows current."
+                    "gradients are those of older rows. Nothing was stepped. Fetch a batch, or take it from prefetch, "
+                    "after the step before it."
                 )
         fetched.parts = present.parts  # rows may have been frozen since
 

@@ -104,9 +104,8 @@ def all_finite(*trees: Tree) -> jax.Array:
         >>> bool(all_finite({"w": jnp.ones(3)}, jnp.array([1.0, jnp.nan])))
         False
     """
-    kinds = [(leaf, getattr(leaf, "dtype", type(leaf))) for leaf in jax.tree.leaves(trees)]
-    leaves = [leaf for leaf, kind in kinds if jnp.issubdtype(kind, jnp.inexact)]
-    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], bool))
+    numbers = [own for own in jax.tree.leaves(trees) if jnp.issubdtype(getattr(own, "dtype", type(own)), jnp.inexact)]
+    return jnp.all(jnp.array([jnp.isfinite(own).all() for own in numbers], bool))
 
 
 def where(finite: Any, new: Tree, old: Tree) -> Tree:
@@ -159,12 +158,11 @@ class Tables:
                     f"`tables` of ej.Tables must have each table once: got {table!r} twice, as {name}. Name it once. "
                     "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."
                 )
-        self.fetcher, self._shardings = RowFetcher(self.by_name), None
-        if sharding is not None:
-            if not isinstance(sharding, NamedSharding):
-                remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
-                raise ArgumentError(f"`sharding` must be a NamedSharding of a mesh: got {sharding!r}. Pass {remedy}.")
-            self._shardings = NamedSharding(sharding.mesh, PartitionSpec()), sharding
+        if not isinstance(sharding, NamedSharding | None):
+            remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
+            raise ArgumentError(f"`sharding` must be a NamedSharding of a mesh: got {sharding!r}. Pass {remedy}.")
+        self._shardings = None if sharding is None else (NamedSharding(sharding.mesh, PartitionSpec()), sharding)
+        self.fetcher = RowFetcher(self.by_name)
 
     def fetch(self, ids: Tree, missing: Any = None) -> Batch:
         """Return the rows of a batch, as arguments of a jitted step. It changes no row.
@@ -185,10 +183,9 @@ class Tables:
 
     def plan(self, ids: Tree, missing: Any = None) -> Batch:
         """Return a batch on the host, whose rows are not read yet: see `fetch`."""
-        is_array = lambda own: own is None or isinstance(own, list)  # noqa: E731
-        arrays = [jax.tree.flatten(own, is_leaf=is_array) for own in self._split("ids", ids)]
-        fetched = self.fetcher.plan([own for own, _ in arrays], missing)
-        each = zip(self.fetcher.positions(fetched), arrays, strict=True)
+        flat = [jax.tree.flatten(own, is_leaf=lambda x: isinstance(x, list | None)) for own in self._split("ids", ids)]
+        fetched = self.fetcher.plan([own for own, _ in flat], missing)
+        each = zip(self.fetcher.positions(fetched), flat, strict=True)
         return Batch(None, self._tree.unflatten([tree.unflatten(at) for at, (_, tree) in each]), fetched)
 
     def read(self, batch: Batch) -> Batch:
@@ -238,17 +235,20 @@ class Tables:
                 f"`finite` of apply must be one bool: got {finite!r}. Pass ej.all_finite(loss, grads, row_grads)."
             )
         given = [jax.tree.leaves(own) for own in self._split("grads", grads)]
-        values = lambda: list(map(np.asarray, self._tree.flatten_up_to(batch.rows)))  # noqa: E731
+        if by_position:  # by name: leaves alone may be in another order
+            pairs = zip(self._split("grads", grads), self._split("batch", batch.positions), strict=True)
+            due = self._tree.unflatten([None if own is None else at for own, at in pairs])
+            self._split("grads", grads, jax.tree.structure(due))
         rates = [lr] * len(given) if lr is None or jax.tree_util.all_leaves([lr]) else self._split("lr", lr)
-        self.fetcher.step(fetched, values, given, bool(flag), by_position, rates, time)
+        self.fetcher.step(fetched, jax.tree.leaves(batch.rows), given, bool(flag), by_position, rates, time)
 
-    def _split(self, argument: str, given: Tree) -> list[Any]:
-        """Return the part of each table of an argument."""
+    def _split(self, argument: str, given: Tree, tree: Any = None) -> list[Any]:
+        """Return the part of each table of an argument, or of each place of `tree`."""
         try:
-            return self._tree.flatten_up_to(given)
+            return (tree or self._tree).flatten_up_to(given)
         except (TypeError, ValueError) as error:
             names = ", ".join(self.by_name) or "one table"
-            raise ArgumentError(f"`{argument}` must have the tree of the tables, {names}: {error}") from error
+            raise ArgumentError(f"`{argument}` must have the tree of the tables, {names}: {error!s:.400}") from error
 
     def stats(self) -> dict[str, float]:
         """Return statistics: bytes moved, the padded size of each table, and compilations of a step by their cause.
