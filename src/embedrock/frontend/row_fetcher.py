@@ -41,7 +41,7 @@ class FetchedRows:
     Attributes:
         layouts: of the tables of each lock.
         shapes: of the arrays of ids.
-        parts: the batch of each lock, and the batch of its rows, each once.
+        parts: the batch of each lock, and the batch of its rows, each once; none once it is read with `missing`.
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
         versions: of the tables when the rows were read: the number of their changes.
@@ -159,6 +159,8 @@ class RowFetcher:
         ids = sum([math.prod(shape) for shapes in fetched.shapes for shape in shapes])
         self._counts["bytes_to_devices"] += sum([rows.nbytes for rows in fetched.rows]) + 4 * ids
         rows, fetched.rows = fetched.rows, []
+        if fetched.missing:  # it is only read: its rows may be forgotten
+            fetched.parts = []
         return rows
 
     def _read(self, fetched: FetchedRows) -> None:
