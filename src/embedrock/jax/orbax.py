@@ -31,7 +31,8 @@ class TablesHandler(ocp.CheckpointHandler):
         (item, step), root = (each.name.partition(TMP)[0] for each in (folder, folder.parent)), folder.parent.parent
         # A new folder in the place of a moved one has another key, and releases none of its commits.
         key = hashlib.sha256(f"{root.resolve()} {root.stat().st_ino} {item}".encode()).hexdigest()[:12]
-        held = {file.stem for each in root.iterdir() if TMP not in each.name for file in (each / item).glob(FILES)}
+        saved = [each / item for each in root.iterdir() if TMP not in each.name]  # also by a manager that still saves:
+        held = {file.stem for each in (*map(Path, tuple(self._begun)), *saved) for file in each.glob(FILES)}
         number = int(found[0]) if (found := re.search(r"\d+$", step)) else None
         self._begun[str(folder)] = save_tables(args.tables.by_name, folder, f"orbax-{key}-", held, number)
 

@@ -190,10 +190,9 @@ class Tables:
 
     def read(self, batch: Batch) -> Batch:
         """Return a planned batch with its rows, as arguments of a step."""
-        fetched, positions = batch.fetched, batch.positions
-        assert fetched is not None
+        fetched: Any = batch.fetched
         # JAX may use the arrays as they are, and refers to them until it has copied them.
-        rows = self._tree.unflatten(self.fetcher.fetch(fetched))
+        rows, positions = self._tree.unflatten(self.fetcher.fetch(fetched)), batch.positions
         if self._shardings is not None or jax.default_backend() != "cpu":  # a CPU takes eight times as long so
             rows, positions = jax.device_put((rows, positions), self._shardings)
         return Batch(rows, positions, fetched)
