@@ -57,6 +57,10 @@ class NonFiniteGradientError(GradientError):
         return type(self), (str(self), self.count, self.ids)
 
 
+class OutdatedBatchError(ArgumentError):
+    """A batch whose rows have changed since it was fetched, so that its gradients are those of older rows."""
+
+
 class ForgottenGradientsError(EmbedrockError, RuntimeError):
     """Gradients of rows that no optimizer of rows applied, or a foreign write to what stands for rows in a model."""
 

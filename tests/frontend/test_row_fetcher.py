@@ -161,7 +161,7 @@ class Program:
             grads.append(padded if due[k] else None)
             if due[k]:
                 twin.update(own, given, lr=lr[k], time=time)
-        self.fetcher.step(fetched, lambda: fetched.rows, grads, by_position=by_position, lr=lr, time=time)
+        self.fetcher.step(fetched, fetched.rows, grads, by_position=by_position, lr=lr, time=time)
 
     def step_later(self, fetched: FetchedRows) -> None:
         """Step both, or fail unless the step is refused, as rows of the batch have changed since it was fetched."""
@@ -171,7 +171,7 @@ class Program:
             self.step(fetched)
         else:
             with pytest.raises(ArgumentError, match="have changed since this batch was fetched"):
-                self.fetcher.step(fetched, lambda: fetched.rows, [np.zeros_like(own) for own in fetched.rows])
+                self.fetcher.step(fetched, fetched.rows, [np.zeros_like(own) for own in fetched.rows])
 
     def outside(self) -> None:
         """Change both by other means than the fetcher's steps."""
@@ -370,7 +370,7 @@ def fetched_now(fetcher: Fetcher, *ids: Any) -> FetchedRows:
 
 
 def step(fetcher: Fetcher, fetched: FetchedRows, grads: Sequence[np.ndarray | None] | None = None) -> None:
-    fetcher.step(fetched, lambda: fetched.rows, grads or [np.ones((size, 2), np.float32) for size in fetched.sizes])
+    fetcher.step(fetched, fetched.rows, grads or [np.ones((size, 2), np.float32) for size in fetched.sizes])
 
 
 def test_a_refused_step_is_no_step():

@@ -185,7 +185,7 @@ def warm_up() -> None:
             fetched = fetcher.plan([[batch(step)[0][name]] for name in tables.by_name])
             fetcher.bring(lambda fetched=fetched: fetched).release()
             rows = fetcher.read(fetched)
-            fetcher.step(fetched, lambda rows=rows: rows, [[own] for own in rows])
+            fetcher.step(fetched, rows, [[own] for own in rows])
             user.commit()
         user.rollback(user.last_commit - 1)
         for table in tables.by_name.values():

@@ -258,6 +258,24 @@ def test_the_commit_of_a_save_that_was_killed_is_released(made: Made, tmp_path: 
     assert set(files_of(steps)) < set(names_of(user))  # step 0 was dropped after the save
 
 
+def test_a_save_keeps_the_commit_of_another_one_that_has_not_ended(made: Made, tmp_path: Path) -> None:
+    """A notebook makes its manager anew while the old one still writes dense weights."""
+    training, steps = made("disk"), tmp_path / "steps"
+    user = training.tables.by_name["user"]
+    for step in (1, 2):
+        training.train(step)
+        unfinished = steps / f"{step}.orbax-checkpoint-tmp" / "rows"
+        unfinished.mkdir(parents=True)
+        ejo.TablesHandler().save(unfinished, ejo.TablesSave(training.tables))
+        user.commit()  # waits for the one before
+    for step in (1, 2):
+        ejo.TablesHandler().finalize(steps / f"{step}.orbax-checkpoint-tmp" / "rows")
+        (steps / f"{step}.orbax-checkpoint-tmp").rename(steps / str(step))
+    assert set(files_of(steps)) <= set(names_of(user))
+    ejo.TablesHandler().restore(steps / "1" / "rows", ejo.TablesRestore(training.tables))
+    assert user.steps == 1
+
+
 def test_a_folder_in_the_place_of_a_moved_one_releases_none_of_its_commits(made: Made, tmp_path: Path) -> None:
     training, steps, moved = made("disk"), tmp_path / "steps", tmp_path / "moved"
     with manager_in(steps) as manager:
@@ -490,3 +508,11 @@ def test_a_killed_training_ends_at_the_bits_of_an_undisturbed_one(
         training.close()
         assert set(held) <= set(names)
         assert len(names) <= len(held) + 1
+
+
+@pytest.mark.parametrize("argument", [ejo.TablesSave, ejo.TablesRestore])
+def test_arguments_take_what_jax_trains(argument: Any):
+    table = er.Table(rows=9, dim=2)
+    with pytest.raises(er.ArgumentError) as error:
+        argument(table)
+    assert str(error.value) == f"`tables` of {argument.__name__} must be an ej.Tables: got {table!r}."

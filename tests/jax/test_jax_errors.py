@@ -22,6 +22,7 @@ from embedrock.errors import (
     GradientError,
     IdError,
     IdTypeError,
+    OutdatedBatchError,
     ReadOnlyTableError,
 )
 
@@ -195,6 +196,27 @@ def test_another_tree(case: Case, wrong: Any, got: str):
     case.tables.apply(batch, ones(batch), True)
 
 
+def test_gradients_of_several_arrays_in_another_tree(case: Case):
+    ids = {"user": {"shown": IDS["user"], "clicked": IDS["user"] + 1}, "item": IDS["item"]}
+    batch = case.tables.fetch(ids)
+    grads = jax.tree.map(lambda own: np.ones((*own.shape, 2), np.float32), ids)
+    one, other = grads["user"].values()
+    for wrong, got in (
+        ((one, other), "Expected dict, got (array(..."),  # leaves alone would be in another order
+        ({"shown": one, "bought": other}, "Dict key mismatch; expected keys: ['clicked', 'shown']; ..."),
+        ({"shown": one}, "Dict key mismatch; ..."),
+    ):
+        given, text = {**grads, "user": wrong}, f"`grads` must have the tree of the tables, item, user: {got}"
+        case.refuses(lambda given=given: case.tables.apply(batch, given, True, by_position=True), ArgumentError, text)
+    case.tables.apply(batch, grads, True, by_position=True)
+
+
+def test_ids_in_another_tree_are_quoted_in_short(case: Case):
+    with pytest.raises(ArgumentError, match=r"Expected dict, got \[\[0, 1, 2, .*") as error:
+        case.tables.fetch([list(range(70_000))])
+    assert len(str(error.value)) < 500
+
+
 # -------------------------------------------------------------------- batches
 
 
@@ -239,8 +261,8 @@ def test_a_batch_that_is_applied_twice(case: Case):
 
 
 REMEDY = (
-    "its gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before it; prefetch "
-    "reads ahead and keeps rows current."
+    "its gradients are those of older rows. Nothing was stepped. Fetch a batch, or take it from prefetch, after the "
+    "step before it."
 )
 
 
@@ -248,7 +270,7 @@ def test_a_batch_of_rows_that_were_stepped_since(case: Case):
     batch = case.tables.fetch(IDS)
     case.step({"user": np.array([5]), "item": np.array([9, 7, 7, 11])})
     text = f"rows of table 'item' have changed since this batch was fetched, 2 of 3: {REMEDY}"
-    case.refuses(lambda: case.tables.apply(batch, ones(batch), True), ArgumentError, text)
+    case.refuses(lambda: case.tables.apply(batch, ones(batch), True), OutdatedBatchError, text)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 18])
@@ -279,7 +301,7 @@ def test_a_batch_of_rows_that_other_code_has_changed(case: Case, how: str):
         other.apply(own, ones(own), True)
     count = 3 if how == "load_state" else 1
     text = f"rows of table 'item' have changed since this batch was fetched, {count} of 3: {REMEDY}"
-    case.refuses(lambda: case.tables.apply(batch, ones(batch), True), ArgumentError, text)
+    case.refuses(lambda: case.tables.apply(batch, ones(batch), True), OutdatedBatchError, text)
     case.step()
 
 
@@ -318,7 +340,7 @@ def test_a_batch_before_another_step_of_tables_that_change_other_rows(options: A
     batch, other = case.tables.fetch(IDS), case.tables.fetch({"user": [5], "item": [11]})
     case.tables.apply(other, ones(other), True)
     text = f"rows of table 'item' have changed since this batch was fetched, {count} of 3: {REMEDY}"
-    case.refuses(lambda: case.tables.apply(batch, ones(batch), True), ArgumentError, text)
+    case.refuses(lambda: case.tables.apply(batch, ones(batch), True), OutdatedBatchError, text)
     case.step()
 
 

@@ -779,3 +779,20 @@ def test_64_bits_give_the_same_rows():
         assert_equal(trained(), usual)
     finally:
         jax.config.update("jax_enable_x64", False)
+
+
+def test_a_batch_that_is_only_read_holds_no_row_that_is_forgotten():
+    """An evaluation may keep its batch while another thread deletes a user."""
+    table = er.Table(rows=None, dim=2, rule=er.SGD(lr=0.1), init=er.Zeros())
+    tables = ej.Tables(table)
+    for _ in range(2):
+        batch = tables.fetch([3, 7])
+        tables.apply(batch, np.ones_like(batch.rows), True)
+    evaluated = tables.fetch([3, 4], missing="zeros")
+    assert table.forget([3]) == 1
+    np.testing.assert_allclose(evaluated.lookup(), [[-0.2, -0.2], [0, 0]])
+    kept = tables.fetch([7])
+    with pytest.raises(er.ArgumentError, match="read and is not stepped yet"):
+        table.forget([7])
+    tables.apply(kept, np.ones_like(kept.rows), True)
+    assert table.forget([7]) == 1

@@ -143,6 +143,18 @@ def test_memory_that_cannot_be_resized_is_copied(monkeypatch: pytest.MonkeyPatch
         assert not any(memory[4096:])
 
 
+def test_memory_with_a_view_is_copied():
+    """The traceback of an interrupted call refers to arrays of its frames."""
+    memory = platform.private_memory(4096)
+    memory[:] = bytes(range(256)) * 16
+    view = np.frombuffer(memory, np.uint8)
+    made = platform.resized(memory, 8192)
+    assert made[:] == bytes(view) + bytes(4096)
+    memory = platform.resized(made, 12288)
+    assert memory is made  # without views, it stays the same object
+    assert memory[:4096] == bytes(view)
+
+
 def test_memory_is_given_back_where_the_system_can(monkeypatch: pytest.MonkeyPatch):
     platform.give_back_memory()
     monkeypatch.setattr(platform, "_from_libc", lambda name: None)

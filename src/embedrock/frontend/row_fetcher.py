@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.batch.ids import check_ids
-from embedrock.errors import ArgumentError, GradientError, NonFiniteGradientError, counted
+from embedrock.errors import ArgumentError, GradientError, NonFiniteGradientError, OutdatedBatchError, counted
 from embedrock.optimizers import Rule
 from embedrock.storage.backend import Pin
 from embedrock.system import forks
@@ -44,7 +44,7 @@ class FetchedRows:
         fetcher: that planned it.
         missing: the value of rows that are not there.
         shapes: of the arrays of ids.
-        parts: the batch of each lock, and the batch of its rows, each once.
+        parts: the batch of each lock, and the batch of its rows, each once; none once it is read with `missing`.
         unique: ids of the rows, int64 (n,).
         sizes: powers of two, of the padded arrays.
         rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
@@ -144,6 +144,8 @@ class RowFetcher:
         ids = sum([math.prod(shape) for shapes in fetched.shapes for shape in shapes])
         self._counts["bytes_to_devices"] += sum([rows.nbytes for rows in fetched.rows]) + 4 * ids
         rows, fetched.rows = fetched.rows, []
+        if fetched.missing:  # it is only read: its rows may be forgotten
+            fetched.parts, fetched.unique = [], []
         return rows
 
     def _read_rows(self, fetched: FetchedRows) -> None:
@@ -180,7 +182,7 @@ class RowFetcher:
     def step(
         self,
         fetched: FetchedRows,
-        values: Callable[[], Sequence[np.ndarray]],
+        values: Sequence[Any],
         grads: Sequence[Sequence[Any]],
         is_finite: bool = True,
         by_position: bool = False,
@@ -191,7 +193,7 @@ class RowFetcher:
 
         Args:
             fetched: the batch.
-            values: returns the rows as they were read, in the padded arrays. It is called if a table has changed since.
+            values: the rows as they were read, in padded arrays of any framework. Used if a table has changed since.
             grads: for each table, floats (size, dim), one gradient for each row of its padded array; no array: the
                 table is not stepped.
             is_finite: no gradient of the caller's step is NaN or Inf, those of dense weights included.
@@ -202,8 +204,8 @@ class RowFetcher:
         Raises:
             NonFiniteGradientError: `is_finite` is False, and a table has ``on_nonfinite="raise"``. Or it is True, and a
                 gradient has NaN or Inf.
-            ArgumentError: the batch is another fetcher's, or was stepped already; or rows have changed since they were
-                read.
+            ArgumentError: the batch is another fetcher's, or was stepped already.
+            OutdatedBatchError: rows have changed since they were read.
             GradientError, MemoryBudgetError: as for `Table.update`.
         """
         self._check(fetched, values)
@@ -228,7 +230,7 @@ class RowFetcher:
         self._counts["bytes_from_devices"] += nbytes
         fetched.is_stepped = True
 
-    def _check(self, fetched: FetchedRows, values: Callable[[], Sequence[np.ndarray]]) -> None:
+    def _check(self, fetched: FetchedRows, values: Sequence[Any]) -> None:
         """Raise `ArgumentError` unless the rows of a batch are those from which its gradients follow."""
         if fetched.fetcher is not self:
             raise ArgumentError(
@@ -246,20 +248,20 @@ class RowFetcher:
                 "its ids again, and compute the gradients from these rows."
             )
         if fetched.versions != list(map(_VERSION, self._rows)):
-            self._check_values(fetched, values())
+            self._check_values(fetched, list(map(np.asarray, values)))
 
     def _check_values(self, fetched: FetchedRows, values: Sequence[np.ndarray]) -> None:
-        """Raise `ArgumentError` unless the rows of a batch have the values that were read."""
+        """Raise `OutdatedBatchError` unless the rows of a batch have the values that were read."""
         present = copy.copy(fetched)
         present.rows = [np.empty(each.shape, np.float32) for each in values]
         self._read_rows(present)
         for rows, own, now, then in zip(self._rows, fetched.unique, present.rows, values, strict=True):
             changed = np.count_nonzero((now.view(np.int32) != then.view(np.int32))[: len(own)].any(axis=1))
             if changed:
-                raise ArgumentError(
+                raise OutdatedBatchError(
                     f"rows of {rows.subject} have changed since this batch was fetched, {changed} of {len(own)}: its "
-                    "gradients are those of older rows. Nothing was stepped. Fetch a batch after the step before it; "
-                    "prefetch reads ahead and keeps rows current."
+                    "gradients are those of older rows. Nothing was stepped. Fetch a batch, or take it from prefetch, "
+                    "after the step before it."
                 )
         fetched.parts = present.parts  # rows may have been frozen since
 

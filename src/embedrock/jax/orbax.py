@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import orbax.checkpoint as ocp
 
+from embedrock.errors import ArgumentError
 from embedrock.frontend.checkpoints import load_tables, save_tables
 from embedrock.frontend.references import ReferenceRemedies
 from embedrock.jax.tables import Tables
@@ -31,7 +32,8 @@ class TablesHandler(ocp.CheckpointHandler):
         (item, step), root = (each.name.partition(TMP)[0] for each in (folder, folder.parent)), folder.parent.parent
         # A new folder in the place of a moved one has another key, and releases none of its commits.
         key = hashlib.sha256(f"{root.resolve()} {root.stat().st_ino} {item}".encode()).hexdigest()[:12]
-        held = {file.stem for each in root.iterdir() if TMP not in each.name for file in (each / item).glob(FILES)}
+        saved = [each / item for each in root.iterdir() if TMP not in each.name]  # also by a manager that still saves:
+        held = {file.stem for each in (*map(Path, tuple(self._begun)), *saved) for file in each.glob(FILES)}
         number = int(found[0]) if (found := re.search(r"\d+$", step)) else None
         self._begun[str(folder)] = save_tables(args.tables.by_name, folder, f"orbax-{key}-", held, number)
 
@@ -61,6 +63,10 @@ class TablesSave(ocp.args.CheckpointArgs):
     """
 
     tables: Tables
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tables, Tables):
+            raise ArgumentError(f"`tables` of {type(self).__name__} must be an ej.Tables: got {self.tables!r}.")
 
 
 @ocp.args.register_with_handler(TablesHandler, for_restore=True)

@@ -160,7 +160,7 @@ class Tables:
         if len(self.by_name) < len(paths):
             keys = [jax.tree_util.keystr(path) for path, _ in paths]
             raise ArgumentError(f"`tables` of ej.Tables must have different names: got {', '.join(keys)}. Rename one.")
-        if not (sharding is None or isinstance(sharding, NamedSharding)):
+        if not isinstance(sharding, NamedSharding | None):
             remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"
             raise ArgumentError(f"`sharding` must be a NamedSharding of a mesh: got {sharding!r}. Pass {remedy}.")
         self._shardings = None if sharding is None else (NamedSharding(sharding.mesh, PartitionSpec()), sharding)
@@ -185,18 +185,16 @@ class Tables:
 
     def plan(self, ids: Tree, missing: Any = None) -> Batch:
         """Return a batch on the host, whose rows are not read yet: see `fetch`."""
-        is_array = lambda own: own is None or isinstance(own, list)  # noqa: E731
-        arrays = [jax.tree.flatten(own, is_leaf=is_array) for own in self._split("ids", ids)]
-        fetched = self.fetcher.plan([own for own, _ in arrays], missing)
-        each = zip(self.fetcher.positions(fetched), arrays, strict=True)
+        flat = [jax.tree.flatten(own, is_leaf=lambda x: isinstance(x, list | None)) for own in self._split("ids", ids)]
+        fetched = self.fetcher.plan([own for own, _ in flat], missing)
+        each = zip(self.fetcher.positions(fetched), flat, strict=True)
         return Batch(None, self._tree.unflatten([tree.unflatten(at) for at, (_, tree) in each]), fetched)
 
     def read(self, batch: Batch) -> Batch:
         """Return a planned batch with its rows, as arguments of a step."""
-        fetched, positions = batch.fetched, batch.positions
-        assert fetched is not None
+        fetched: Any = batch.fetched
         # JAX may use the arrays as they are, and refers to them until it has copied them.
-        rows = self._tree.unflatten(self.fetcher.read(fetched))
+        rows, positions = self._tree.unflatten(self.fetcher.read(fetched)), batch.positions
         if self._shardings is not None or jax.default_backend() != "cpu":  # a CPU takes eight times as long so
             rows, positions = jax.device_put((rows, positions), self._shardings)
         return Batch(rows, positions, fetched)
@@ -218,7 +216,8 @@ class Tables:
 
         Raises:
             NonFiniteGradientError: not `finite`, and a table has ``on_nonfinite="raise"``. With "skip", it is counted.
-            ArgumentError: the batch is not of `fetch`, was applied already, or has rows that were stepped since.
+            ArgumentError: the batch is not of `fetch`, or was applied already.
+            OutdatedBatchError: rows have changed since they were fetched. Fetch them again.
             GradientError: gradients of a wrong shape or dtype.
         """
         if (fetched := getattr(batch, "fetched", None)) is None or batch.rows is None:
@@ -231,17 +230,20 @@ class Tables:
                 f"`finite` of apply must be one bool: got {finite!r}. Pass ej.all_finite(loss, grads, row_grads)."
             )
         given = [jax.tree.leaves(own) for own in self._split("grads", grads)]
-        values = lambda: list(map(np.asarray, self._tree.flatten_up_to(batch.rows)))  # noqa: E731
+        if by_position:  # by name: leaves alone may be in another order
+            pairs = zip(self._split("grads", grads), self._split("batch", batch.positions), strict=True)
+            due = self._tree.unflatten([None if own is None else at for own, at in pairs])
+            self._split("grads", grads, jax.tree.structure(due))
         rates = [lr] * len(given) if lr is None or jax.tree_util.all_leaves([lr]) else self._split("lr", lr)
-        self.fetcher.step(fetched, values, given, bool(flag), by_position, rates, time)
+        self.fetcher.step(fetched, jax.tree.leaves(batch.rows), given, bool(flag), by_position, rates, time)
 
-    def _split(self, argument: str, given: Tree) -> list[Any]:
-        """Return the part of each table of an argument."""
+    def _split(self, argument: str, given: Tree, tree: Any = None) -> list[Any]:
+        """Return the part of each table of an argument, or of each place of `tree`."""
         try:
-            return self._tree.flatten_up_to(given)
+            return (tree or self._tree).flatten_up_to(given)
         except (TypeError, ValueError) as error:
             names = ", ".join(self.by_name) or "one table"
-            raise ArgumentError(f"`{argument}` must have the tree of the tables, {names}: {error}") from error
+            raise ArgumentError(f"`{argument}` must have the tree of the tables, {names}: {error!s:.400}") from error
 
     def stats(self) -> dict[str, float]:
         """Return statistics: bytes moved, the padded size of each table, and compilations of a step by their cause.

@@ -254,11 +254,12 @@ def resized(memory: mmap.mmap, nbytes: int) -> mmap.mmap:
     try:
         memory.resize(nbytes)
         return memory
-    except (SystemError, AttributeError):  # no mremap: macOS
+    except (SystemError, AttributeError, BufferError):  # no mremap: macOS; or the traceback of a Ctrl-C has a view
         pass
     made, kept = private_memory(nbytes), min(nbytes, len(memory))
     made[:kept] = memory[:kept]
-    memory.close()
+    with contextlib.suppress(BufferError):  # the last view frees it
+        memory.close()
     return made
 
 

@@ -369,7 +369,7 @@ class _Window(Generic[T]):
     def join(self, seconds: float | None = None) -> None:
         """Wait until the thread has ended, except while Python itself ends, when threads never do."""
         thread = self.thread
-        if thread is None or sys.is_finalizing() or thread is threading.current_thread():
+        if thread is None or sys.is_finalizing() or thread is threading.current_thread():  # modules end before `sys`
             return
         if thread.is_alive():
             thread.join(seconds)
