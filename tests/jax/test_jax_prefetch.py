@@ -13,7 +13,7 @@ import pytest
 
 import embedrock as er
 import embedrock.jax as ej
-from embedrock.errors import CacheTooSmallError, IdError
+from embedrock.errors import ArgumentError, CacheTooSmallError, IdError
 from same_tables import check_same
 
 ROWS, DIM = 500, 4
@@ -169,3 +169,18 @@ def test_ids_of_an_item_are_found_by_a_function():
     items = [{"ids": ids, "target": number} for ids, number in loader(3)]
     found = [item["target"] for _, item in ej.prefetch(items, tables, ids_of=lambda item: item["ids"])]
     assert found == [0, 1, 2]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_items_that_are_lists(depth: int):
+    """A DataLoader of torch makes lists of ids and labels. Such a list could pass for ids of shape (2, n)."""
+    tables, items = ej.Tables(er.Table(rows=9, dim=2)), [[np.array([3, 1]), np.array([0, 1])]]
+    with pytest.raises(ArgumentError) as error:
+        next(ej.prefetch(items, tables, depth))
+    assert str(error.value) == (
+        "an item of ej.prefetch must be ids, or a tuple that begins with them: got a list. Pass ids_of=lambda item: "
+        "item[0], or another function that returns its ids."
+    )
+    ((batch, item),) = ej.prefetch(items, tables, depth, ids_of=lambda item: item[0])  # the remedy
+    assert batch.positions.shape == (2,)
+    assert item is items[0]

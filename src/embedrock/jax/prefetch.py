@@ -47,6 +47,9 @@ def prefetch(
 
     def planned() -> Iterator[tuple[Callable[[], Batch], T]]:
         for item in loader:
+            if ids_of is None and isinstance(item, list):  # as a DataLoader of torch makes of tuples
+                got = "must be ids, or a tuple that begins with them: got a list. Pass ids_of=lambda item: item[0]"
+                raise ArgumentError(f"an item of ej.prefetch {got}, or another function that returns its ids.")
             ids: Any = ids_of(item) if ids_of is not None else item[0] if isinstance(item, tuple) else item
             yield functools.cache(lambda ids=ids: tables.plan(ids)), item  # another thread is the first to call it
 
