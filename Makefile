@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-keras test test-all lint format bench gpu gpu-emulated clean style
+.PHONY: help demo demo-keras test test-all lint format docs wheel bench gpu gpu-emulated clean style
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,14 @@ format: $(VENV)/.installed-test ## put the code into shape
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
+docs: $(VENV)/.installed-docs ## the pages and the API reference as a site, in build/site
+	@$(BIN)/mkdocs build --strict --quiet --site-dir build/site $(ARGS)
+	@echo "Open build/site/index.html"
+
+wheel: $(VENV)/.created ## a wheel in dist/, for `pip install` elsewhere
+	@$(BIN)/python -m pip wheel --no-deps -qq --disable-pip-version-check -w dist .
+	@ls dist/*.whl
+
 bench: $(VENV)/.installed-bench ## one embedding step, against torch and FBGEMM; ARGS="disk" and others: ARGS=--help
 	@$(BIN)/python -m benchmarks $(ARGS)
 
@@ -64,7 +72,8 @@ clean: ## remove .venv and everything generated
 # One stamp per set of extras; pip runs again only after the packaging files changed.
 $(VENV)/.installed-demo: EXTRAS := torch
 $(VENV)/.installed-demo-keras: EXTRAS := keras
-$(VENV)/.installed-test: EXTRAS := torch,gpu,keras,jax,cli,dev
+$(VENV)/.installed-test: EXTRAS := torch,gpu,keras,jax,cli,dev,docs
+$(VENV)/.installed-docs: EXTRAS := docs
 $(VENV)/.installed-bench: EXTRAS := torch,cli,bench
 $(VENV)/.installed-%: $(PACKAGING) | $(VENV)/.created
 	@echo "Installing embedrock[$(EXTRAS)] into $(VENV) (the first time takes minutes) ..."
