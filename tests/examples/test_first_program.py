@@ -21,9 +21,8 @@ def start(folder: Path) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     source = blocks_of(README.read_text())[0].source
     assert 'memory="1GiB"' in source
-    program = (
-        f"import torch; torch.manual_seed(0)\n{source}"  # else each table and each layer begins with its own values
-    )
+    # Without a seed, each run would begin with values of its own.
+    program = f"import torch; torch.manual_seed(0)\n{source}"
     return subprocess.Popen([sys.executable, "-c", program], cwd=folder, stdout=subprocess.PIPE, text=True)
 
 
