@@ -42,6 +42,12 @@ def shown_names(folder: Path = ROOT / "docs" / "api") -> dict[str, Path]:
     return shown
 
 
+def made_by_others(folder: Path = ROOT / "docs" / "api") -> set[str]:
+    """Return the public classes that users do not construct: their pages show no signature."""
+    shown = (entry for page in folder.glob("*.md") for entry in SHOWN.findall(page.read_text()))
+    return {f"{package}.{name}" for package, name, options in shown if "merge_init_into_class: false" in options}
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that lie in the repository's root."""
     from mkdocs.structure.files import File
@@ -54,6 +60,10 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return a page with links of the site instead of the repository's, and with links at public names."""
     source = next((source for source, name in OUTSIDE.items() if name == page.file.src_uri), None)
+    if source == "README.md":
+        page.meta["hide"] = ["navigation"]
+    if (name := page.file.src_uri).startswith("api/"):  # search shows entries before guides
+        page.meta["search"] = {"boost": 8 if name == "api/tables.md" else 4}
     folder = ROOT if source else (ROOT / "docs" / page.file.src_uri).parent
     text = LINK.sub(lambda link: _link(link, folder, page.file.src_uri), markdown)
     text = re.sub(r'((?:src|srcset)=")docs/', r"\1", text) if source else text
@@ -82,6 +92,8 @@ def _named(name: re.Match[str], shown: dict[str, Path]) -> str:
 def _directive(shown: re.Match[str]) -> str:
     package, name, options = shown.groups()
     options = options or "    options:\n"
+    if "members: [" in options:
+        options += "      inherited_members: true\n"
     return f"::: {PACKAGES[package]}.{name}\n{options}      heading: {package}.{name}\n      toc_label: {name}\n"
 
 

@@ -130,6 +130,9 @@ class Vocabulary(ClosedAtEnd):
 
         So ids depend only on the strings and their order, not on the calls or on `memory`.
 
+        Args:
+            values: strings.
+
         Raises:
             IdTypeError: a value is no string, or is missing. Nothing was added.
             ReadOnlyTableError: the vocabulary was opened with ``mode="r"``, or this is a child of the writer's process.
@@ -347,6 +350,10 @@ class Vocabulary(ClosedAtEnd):
         """Merge files and commit, and return the commit's number. A lookup then takes at most one read per string.
 
         A merge rewrites all strings except the first files. Additions merge files too, as they grow.
+
+        Raises:
+            CommitError: it failed (disk full, I/O error). The last commit is whole.
+            UnsupportedError: the vocabulary is in RAM.
         """
         with self._lock:
             files = self._check_on_disk("compact()")
