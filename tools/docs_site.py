@@ -28,7 +28,8 @@ MEMBERS = re.compile(r"members: \[([^]]*)\]", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[((?:[^][]|\[[^]]*\])*)\]\(([^)#:]+)(#[^)]*)?\)")
 CODE = re.compile(r"(^```.*?^```[ \t]*$|^#[^\n]*$|\[[^]\n]*\]\([^)\n]*\))", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"`((?:er|ert|erk|ej|ejo)\.[\w.]+)(\([^`]*\))?`")
-METHOD = re.compile(r'(<h\d id="embedrock[\w.]*\.(\w+)\.(\w+)"[^>]*>.*?<span class="doc doc-object-name[^>]*>)\3<', re.DOTALL)
+TITLE = r'(<h\d id="embedrock[\w.]*\.(\w+)\.(\w+)"[^>]*>.*?<span class="doc doc-object-name[^>]*>)\3<'
+METHOD = re.compile(TITLE, re.DOTALL)
 
 
 def shown_names(folder: Path = ROOT / "docs" / "api") -> dict[str, Path]:
@@ -133,14 +134,14 @@ def _walk(found: griffe.Object) -> Iterator[griffe.Object]:
             yield from _walk(member)
 
 
-def _resolved(name: Any, within: griffe.Object) -> griffe.Object:
+def _resolved(name: Any, within: griffe.Object) -> Any:
     found = within.modules_collection[name.canonical_path]
     return found.final_target if isinstance(found, griffe.Alias) else found
 
 
 def _show_options(function: griffe.Function) -> None:
     """Replace ``**options`` of a function by the options that `shows` names."""
-    shows = [each.value for each in function.decorators if each.callable_path.endswith(".shows")]
+    shows: list[Any] = [each.value for each in function.decorators if each.callable_path.endswith(".shows")]
     if not shows:
         return
     kind, *left_out = shows[0].arguments
@@ -158,7 +159,7 @@ def _show_options(function: griffe.Function) -> None:
     function.parameters = griffe.Parameters(*named, *own, *more)
 
 
-def _fields(kind: griffe.Class) -> list[griffe.Parameter]:
+def _fields(kind: Any) -> list[griffe.Parameter]:
     return [
         griffe.Parameter(name, annotation=field.annotation, kind=EITHER, default=field.value)
         for name, field in kind.members.items()
