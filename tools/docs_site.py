@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: README as the home page, and pages of the API that show names as users write them.
 
-A line such as `::: er.Table` in a page of `docs/api/` shows a public name. Every `er.Table` in code type on any page
-is then a link to it.
+A line such as `::: er.Table` in a page of `docs/api/` shows a public name. Every `er.Table` in code type, on any page
+and in docstrings, is then a link to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHOWN = re.compile(r"^::: (\w+)\.(\w+)\n((?: {4}.*\n)*)", re.MULTILINE)
 MEMBERS = re.compile(r"members: \[([^]]*)\]", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[((?:[^][]|\[[^]]*\])*)\]\(([^)#:]+)(#[^)]*)?\)")
 CODE = re.compile(r"(^```.*?^```[ \t]*$|^#[^\n]*$|\[[^]\n]*\]\([^)\n]*\))", re.MULTILINE | re.DOTALL)
-NAME = re.compile(r"`((?:er|ert|erk|ej|ejo)\.[\w.]+)(\([^`]*\))?`")
+NAME = re.compile(r"(?<!`)`((?:er|ert|erk|ej|ejo)\.[\w.]+)(\([^`]*\))?`(?!`)")
 TITLE = r'(<h\d id="embedrock[\w.]*\.(\w+)\.(\w+)"[^>]*>.*?<span class="doc doc-object-name[^>]*>)\3<'
 METHOD = re.compile(TITLE, re.DOTALL)
 
@@ -108,9 +108,11 @@ class Parameters(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Change the parameters where `shows`, `rule` or `RowOptimizer` do so at run time."""
+        shown = shown_names()
         for found in list(_walk(pkg)):
             if found.docstring:
                 text = found.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+                text = PAGE.sub(r"[\1](../\1.md)", NAME.sub(lambda name: _named(name, shown), text))
                 found.docstring.value = SEVERAL.sub(_one_each, text)
             if isinstance(found, griffe.Function):
                 _show_options(found)
@@ -118,6 +120,7 @@ class Parameters(griffe.Extension):
                 _show_fields(found)
 
 
+PAGE = re.compile(r"(?:``)?docs/([\w/-]+)\.md(?:``)?")
 SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+)(:.*(?:\n\1 +.*)*)", re.MULTILINE)
 KEYWORD, EITHER = griffe.ParameterKind.keyword_only, griffe.ParameterKind.positional_or_keyword
 

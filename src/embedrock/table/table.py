@@ -364,11 +364,7 @@ class Table(StoredVerbs):
 
     @exclusive
     def read_rows(self, plan: Plan) -> np.ndarray:
-        """Return the weights of a plan's unique rows: float32 (unique, dim).
-
-        Args:
-            plan: made by this table.
-        """
+        """Return the weights of a plan's unique rows: float32 (unique, dim)."""
         return reading.source_of((self._checked_rows(),), plan, is_copy=True)[0].words
 
     # ---------------------------------------------------------------- training
@@ -483,14 +479,6 @@ class Table(StoredVerbs):
         """Raise the errors of `step` for these arguments, except for NaN and Inf. Nothing changes.
 
         The step then finds everything prepared.
-
-        Args:
-            grads: from `sum`.
-            time: of the events, as in `update`.
-
-        Raises:
-            GradientError: gradients of another width than the table's.
-            MemoryBudgetError, ArgumentError: as for `update`.
         """
         rows = self._checked_rows()
         rows.check_commit()

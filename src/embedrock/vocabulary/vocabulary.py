@@ -65,6 +65,9 @@ class Vocabulary(ClosedAtEnd):
     TensorFlow. A string and its UTF-8 bytes are the same. Missing values (None, NaN) raise an error with their
     position.
 
+    Attributes:
+        path: the folder, absolute; None in RAM.
+
     Example:
         >>> import embedrock as er
         >>> words = er.Vocabulary()
