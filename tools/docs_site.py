@@ -6,6 +6,7 @@ and in docstrings, is then a link to it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,10 @@ class Parameters(griffe.Extension):
                 found.docstring.value = SEVERAL.sub(_one_each, text)
             if isinstance(found, griffe.Function):
                 _show_options(found)
+                for each in found.parameters:
+                    if isinstance(each.default, griffe.ExprName) and each.default.name.isupper():  # a constant
+                        with contextlib.suppress(KeyError):  # one inside of a function
+                            each.default = _resolved(each.default, found).value
             elif isinstance(found, griffe.Class):
                 _show_fields(found)
 
