@@ -49,7 +49,7 @@ format: $(VENV)/.installed-test ## put the code into shape
 	@$(BIN)/ruff format .
 
 docs: $(VENV)/.installed-docs ## the pages and the API reference as a site, in build/site
-	@$(BIN)/mkdocs build --strict --quiet --site-dir build/site $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "Open build/site/index.html"
 
 wheel: $(VENV)/.created ## a wheel in dist/, for `pip install` elsewhere

@@ -34,6 +34,7 @@ from embedrock.store.record_store import RecordStore
 from embedrock.table import reading
 from embedrock.table.rows import TableState
 from embedrock.table.table import rows_of
+from pages import keys_of
 from slow import slow
 
 ROWS, DIM, BATCH = 400, 16, 24
@@ -95,6 +96,8 @@ def test_it_trains_to_the_same_bits_and_commits_them(both: Both):
     told = both.mine.table.stats()
     assert min(told["evictions"], told["spilled"]) > 0
     assert (told["cache_slots"], told["device_slots"]) == (SLOTS, min(SLOTS, both.near))
+    assert told.keys() >= keys_of("Every table", "On a GPU")
+    assert told.keys() <= keys_of("Every table", "On disk", "On a GPU")
     both.check()
     both.mine.table.commit()
     with er.open(both.path, mode="r", memory=MEMORY, device_memory="3KiB") as table:

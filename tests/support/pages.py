@@ -48,6 +48,14 @@ def run_blocks(blocks: list[Block], page: str) -> dict[str, Any]:
     return namespace
 
 
+def keys_of(*sections: str) -> set[str]:
+    """Return the keys that sections of the page on `stats()` list."""
+    page = (Path(__file__).parents[2] / "docs" / "api" / "statistics.md").read_text()
+    by_title = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    heads = re.findall(r"^\| (`.*?) \|", "".join(by_title[title] for title in sections), re.MULTILINE)
+    return {key for head in heads for key in re.findall(r"`([^`]+)`", head)}
+
+
 def run_page(page: Path) -> None:
     """Run a page in the current folder."""
     run_blocks(blocks_of(page.read_text()), str(page))

@@ -49,6 +49,14 @@ class RowGradients:
         scaled_to: number to which outside code has scaled `shown`; None: it has not.
         spare: numbers on a device for outside code: none.
         of_default: the gradient of the default row, if rows of other processes train it, too.
+
+    Example:
+        >>> import numpy as np, embedrock as er
+        >>> table = er.Table(rows=10, dim=1, rule=er.SGD(lr=1.0), init=er.Zeros())
+        >>> grads = table.sum(table.plan([7, 3, 7]), np.ones((3, 1), np.float32))
+        >>> grads.plan.ids.tolist(), grads.values.tolist()
+        ([7, 3], [[2.0], [1.0]])
+        >>> table.step(grads)
     """
 
     plan: Plan
@@ -148,11 +156,23 @@ class RowGradients:
         return RowGradients(plan, values, squares.item())
 
     def merge(self, other: RowGradients) -> RowGradients:
-        """Return the sum of both. In a row of both, this one's gradient comes first."""
+        """Return the sum of both. In a row of both, this one's gradient comes first.
+
+        Args:
+            other: gradients of the same table.
+        """
         return RowGradients.sum_of([self, other])
 
     def scaled(self, factor: float, clip_value: float | None = None) -> RowGradients:
-        """Return all values times `factor`, then clamped to ``[-clip_value, clip_value]``."""
+        """Return all values times `factor`, then clamped to ``[-clip_value, clip_value]``.
+
+        Args:
+            factor: factor of every value.
+            clip_value: largest absolute value; None: no limit.
+
+        Raises:
+            ArgumentError: `clip_value` is not above 0.
+        """
         if factor == 1.0 and clip_value is None:
             return self
         if clip_value is not None and not clip_value > 0:

@@ -75,6 +75,12 @@ class Plan:
         rows: int64 (tables + 1,), where the unique rows of each table begin.
         positions: int64 (tables + 1,), where its positions begin.
         whole: ids of the plan of which this is a slice. They live until the batch is done: see `TableState.last_read`.
+
+    Example:
+        >>> import embedrock as er
+        >>> plan = er.Table(rows=10, dim=4).plan([7, 3, 7])
+        >>> plan.ids.tolist(), plan.inverse.tolist()
+        ([7, 3], [0, 1, 0])
     """
 
     shape: tuple[int, ...]

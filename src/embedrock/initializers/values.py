@@ -56,7 +56,10 @@ def check_number(subject: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Initial values that are all `value`.
+    """Initial values that are all the same.
+
+    Args:
+        value: the value, a finite number.
 
     Example:
         >>> Constant(0.5)
@@ -88,6 +91,10 @@ class Zeros(Constant):
 class Normal(Initializer):
     """Normally distributed initial values; ``docs/first-values.md`` has the exact definition.
 
+    Args:
+        mean: mean of the distribution.
+        std: its standard deviation, at least 0.
+
     Example:
         >>> Normal(std=0.01)
         Normal(mean=0.0, std=0.01)
@@ -108,6 +115,10 @@ class Normal(Initializer):
 @dataclass(frozen=True)
 class Uniform(Initializer):
     """Initial values uniformly distributed in ``[low, high]``; ``docs/first-values.md`` has the exact definition.
+
+    Args:
+        low: the least value.
+        high: the largest value.
 
     Example:
         >>> Uniform(-0.05, 0.05)
@@ -134,8 +145,12 @@ LEAST_CUT, MOST_CUT = 0.1, 6.0  # beyond this, float32 cannot represent the kept
 class TruncatedNormal(Initializer):
     """Normally distributed initial values, no further from `mean` than `cut` times `std`.
 
-    `std` is that of the full distribution: with ``cut=2``, the truncated one has 0.87963 of it.
     ``docs/first-values.md`` has the exact definition.
+
+    Args:
+        mean: mean of the distribution.
+        std: standard deviation of the full distribution: with ``cut=2``, the truncated one has 0.87963 of it.
+        cut: largest distance from `mean`, in units of `std`, from 0.1 to 6.
 
     Example:
         >>> TruncatedNormal(std=0.02)

@@ -32,12 +32,29 @@ def set_threads(count: int) -> None:
 
     Without it, the environment variable EMBEDROCK_THREADS decides, or the number of cores, at most 16.
 
+    Args:
+        count: number of threads.
+
     Raises:
         ArgumentError: `count` is not a whole number >= 1.
+
+    Example:
+        >>> import embedrock as er
+        >>> before = er.get_threads()
+        >>> er.set_threads(1)
+        >>> er.get_threads()
+        1
+        >>> er.set_threads(before)
     """
     __getattr__("cpu").threads.set_threads(count)
 
 
 def get_threads() -> int:
-    """Return the number of threads that Embedrock's CPU kernels use."""
+    """Return the number of threads that Embedrock's CPU kernels use.
+
+    Example:
+        >>> import embedrock as er
+        >>> er.get_threads() >= 1
+        True
+    """
     return __getattr__("cpu").threads.get_threads()

@@ -79,7 +79,11 @@ class ServedStep:
         return f"ServedStep({self.number}, training step {self.step}: {', '.join(self)})"
 
     def lookup(self, ids: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the weights of rows of some tables by name. See `Group.lookup`."""
+        """Return the weights of rows of some tables by name. See `Group.lookup`.
+
+        Args:
+            ids: by name of the table.
+        """
         return self._group.lookup(ids)
 
     @property
@@ -115,7 +119,13 @@ class Subscriber(ClosedAtEnd):
         error: the last error of `follow`. None: its last try had none.
 
     Example:
-        See `er.publish`.
+        >>> import tempfile, embedrock as er
+        >>> at = tempfile.mkdtemp()
+        >>> with er.Table(rows=100, dim=2, path=at + "/users.rock", init=er.Constant(0.5)) as table:
+        ...     number = table.commit(step=1), er.publish(table, at + "/served").number
+        >>> with er.Subscriber(at + "/served") as served:
+        ...     served.step_number, served.lookup({"users": [7]})["users"].tolist()
+        (1, [[0.5, 0.5]])
     """
 
     def __init__(
@@ -165,7 +175,14 @@ class Subscriber(ClosedAtEnd):
             self._close_unused()
 
     def lookup(self, ids: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the weights of rows of some tables by name, all of one step: float32 of shape ids.shape + (dim,)."""
+        """Return the weights of rows of some tables by name, all of one step: float32 of shape ids.shape + (dim,).
+
+        Args:
+            ids: by name of the table.
+
+        Raises:
+            TableFileError: no whole step has arrived yet.
+        """
         with self.step() as step:
             return step.lookup(ids)
 
@@ -338,6 +355,9 @@ class Subscriber(ClosedAtEnd):
 
         Args:
             every: seconds between two calls.
+
+        Raises:
+            ArgumentError: `every` is no number above 0.
         """
         self._check_open()
         if not isinstance(every, int | float) or isinstance(every, bool) or not 0 < every <= threading.TIMEOUT_MAX:

@@ -69,6 +69,12 @@ class Spec:
         ArgumentError: an invalid value.
         UnsupportedError: dynamic or frozen rows under a rule that moves rows without a gradient; frozen rows that may
             read as a default row that trains; training of int8 or int4.
+
+    Example:
+        >>> import embedrock as er
+        >>> spec = er.Table(rows=10**9, dim=64, rule=er.Adam()).spec
+        >>> spec.rows, spec.record_bytes  # weights and two moments, float32
+        (1000000000, 768)
     """
 
     rows: int | None

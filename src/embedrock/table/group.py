@@ -319,6 +319,12 @@ class Group(StoredVerbs):
 
         On disk, the next commit leaves it out. Compaction, which begins after that, frees its space. Earlier commits
         keep it.
+
+        Args:
+            name: of the member.
+
+        Raises:
+            UnknownTableError: the group has no such member.
         """
         with self.table_lock.whole():
             if name not in self:
@@ -328,8 +334,13 @@ class Group(StoredVerbs):
     def rename(self, name: str, new: str) -> None:
         """Give a member another name; on disk from the next commit on.
 
+        Args:
+            name: of the member.
+            new: its new name.
+
         Raises:
-            ArgumentError: another table has that name.
+            ArgumentError: another table has that name, or it is empty.
+            UnknownTableError: the group has no such member.
         """
         if not isinstance(new, str) or not new or (new in self and new != name):
             taken = f"{self.subject} has a table {new!r}" if new in self else f"got {new!r}"
@@ -419,15 +430,21 @@ class Group(StoredVerbs):
         return known
 
     def prefetch(self, batches: Iterable[Mapping[str, Any]], depth: int = 2) -> Iterator[Any]:
-        """Iterate over batches, ids by name of the member, while rows of the next `depth` ones are loaded.
+        """Iterate over batches while rows of the next `depth` ones are loaded. It changes no bit of any result.
 
-        It changes no bit of any result: see `Table.prefetch`. Members missing in a batch need no rows.
+        Args:
+            batches: ids by name of the member, for each batch. Members missing in a batch need no rows.
+            depth: number of batches to load ahead.
         """
         ids_of = {self[name]: lambda batch, name=name: batch.get(name, _NO_IDS) for name in self}
         return prefetch(batches, ids_of, depth)
 
     def changes(self, since: int | None) -> dict[str, RowChanges]:
-        """Return the rows of each member that changed since a commit, as of the last one. See `Table.changes`."""
+        """Return the rows of each member that changed since a commit, as of the last one. See `Table.changes`.
+
+        Args:
+            since: number of the commit. None: all rows with a record.
+        """
         self._check_usable()
         return self._on_disk().changes(index(since))
 
@@ -440,7 +457,11 @@ class Group(StoredVerbs):
         return bring(self.table_lock, _by_rows(ids))
 
     def room_for(self, batches: Sequence[Mapping[Table, npt.ArrayLike]]) -> tuple[int, int]:
-        """Return the number of different rows in all batches, and a `memory` of the group that holds them."""
+        """Return the number of different rows in batches, and a `memory` of the group that holds them.
+
+        Args:
+            batches: ids by member, for each batch.
+        """
         return room_for([_by_rows(ids) for ids in batches])
 
     # ---------------------------------------------------------------- what it is
@@ -461,7 +482,7 @@ class Group(StoredVerbs):
     # ---------------------------------------------------------------- the group
 
     def stats(self) -> dict[str, float]:
-        """Return statistics of all members together."""
+        """Return statistics of all members together. ``docs/api/statistics.md`` lists the keys."""
         with self.table_lock.alone():
             tiers = [member.tier for _, member in self.members.items()]
             told: dict[str, float] = {

@@ -58,6 +58,9 @@ def note_writer(writer: OpenWriter, path: str) -> None:
 def opened(path: str | os.PathLike[str]) -> Any:
     """Return the `Table`, `Group` or `Vocabulary` that this process has open for writing at a path; None without one.
 
+    Args:
+        path: folder of a table, group or vocabulary.
+
     Example:
         >>> import tempfile, embedrock as er
         >>> path = tempfile.mkdtemp() + "/users.rock"
@@ -86,6 +89,17 @@ def close(path: str | os.PathLike[str]) -> None:
 
     As by its own `close`, uncommitted changes are lost, with an `UncommittedWarning`. A notebook cell that begins with
     it can be run again.
+
+    Args:
+        path: folder of a table, group or vocabulary.
+
+    Example:
+        >>> import tempfile, embedrock as er
+        >>> path = tempfile.mkdtemp() + "/users.rock"
+        >>> for run in range(2):  # a cell that is run twice
+        ...     er.close(path)
+        ...     table = er.Table(rows=100, dim=4, path=path)
+        >>> er.close(path)
     """
     writer = opened(path)
     if writer is not None:

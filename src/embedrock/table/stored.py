@@ -138,7 +138,11 @@ class StoredVerbs(ClosedAtEnd, ABC):
             return self._on_disk().commit(index(step), name, wait)
 
     def release(self, name: str) -> None:
-        """Allow retention to delete the commits tagged `name`, if there are any."""
+        """Allow retention to delete commits with a tag, if there are any.
+
+        Args:
+            name: the tag, as given to `commit`.
+        """
         storage = self._on_disk()
         storage.check_writable()
         folders.release(storage.table_folder.system, storage.table_folder.folder, name)
@@ -148,6 +152,9 @@ class StoredVerbs(ClosedAtEnd, ABC):
 
         Uncommitted changes are lost, except deletions by `forget`: these rows stay deleted in any case. No earlier
         commit is lost. Tables that the commit does not have are closed.
+
+        Args:
+            commit: number of the commit.
 
         Raises:
             ArgumentError: there is no such commit.

@@ -241,7 +241,11 @@ class Table(StoredVerbs):
         return not self._rows.is_closed and self._rows.is_of_this_process
 
     def memory_for(self, rows: int) -> int:
-        """Return a `memory` in bytes with which a table on disk holds `rows` rows of this kind in its cache."""
+        """Return a `memory` in bytes with which a table on disk holds rows of this kind in its cache.
+
+        Args:
+            rows: number of rows.
+        """
         return memory_for(self.spec, rows)
 
     # ---------------------------------------------------------------- reading
@@ -320,7 +324,14 @@ class Table(StoredVerbs):
         return True  # without rows, too: `er.opened(path) or er.Table(rows, dim, path=path)`
 
     def plan(self, ids: npt.ArrayLike) -> Plan:
-        """Return the plan of a batch: unique rows, the row of each position, and the slots of the records."""
+        """Return the plan of a batch: unique rows, the row of each position, and the slots of the records.
+
+        Args:
+            ids: integers of any shape; repeats are allowed.
+
+        Raises:
+            IdError, IdTypeError: as for `lookup`.
+        """
         with self._rows.table_lock.lock:  # not exclusively: the last step may still run, and moves no record
             return self._planned(ids)
 
@@ -398,12 +409,29 @@ class Table(StoredVerbs):
     def apply(
         self, plan: Plan, grads: npt.ArrayLike, lr: float | None = None, time: Any = None, **changes: Any
     ) -> None:
-        """Make the step of `update` for a planned batch."""
+        """Make the step of `update` for a planned batch.
+
+        Args:
+            plan: made by this table.
+            grads: floats of shape ``plan.shape + (dim,)``.
+            lr, time, changes: as for `update`.
+
+        Raises:
+            GradientError, NonFiniteGradientError, MemoryBudgetError, UnknownArgumentError: as for `update`.
+        """
         self._rows.check()
         self._apply(plan, grads, lr, time, changes)
 
     def sum(self, plan: Plan, grads: npt.ArrayLike) -> RowGradients:
-        """Sum gradients of a batch, floats of shape ``plan.shape + (dim,)``, to one for each row that is not frozen."""
+        """Sum gradients of a batch to one for each row that is not frozen.
+
+        Args:
+            plan: made by this table.
+            grads: floats of shape ``plan.shape + (dim,)``.
+
+        Raises:
+            GradientError: gradients of the wrong shape or dtype.
+        """
         rows = self._rows
         summed = RowGradients.sum(plan, checks.floats("grads", grads, (*plan.shape, rows.spec.dim), rows.subject))
         return summed.kept(rows.spec.are_trained(plan.ids)) if rows.spec.frozen else summed
@@ -479,8 +507,12 @@ class Table(StoredVerbs):
     def set_rule(self, rule: Rule | None, *, reset_state: bool = False) -> None:
         """Give the table a rule. If its record layout differs, weights stay, and state and steps begin anew.
 
-        State from steps is lost only with ``reset_state=True``; otherwise it is an `ArgumentError`. Keras layers keep
-        it.
+        Args:
+            rule: the new rule; None: the table is only read.
+            reset_state: lose state from steps, if the new rule has another layout.
+
+        Raises:
+            ArgumentError: state would be lost, without `reset_state`.
         """
         check_rule(rule)
         give_rule(self._checked_rows(), rule, reset_state)
@@ -552,6 +584,9 @@ class Table(StoredVerbs):
         The table then equals one made and trained with these rows only. On disk, the next commit makes that durable. It
         writes all rows anew. Earlier commits keep their rows, and `rollback` goes back to them.
 
+        Args:
+            rows: new number of rows.
+
         Raises:
             ArgumentError: more rows than the table has, or rows of a published table.
             UnsupportedError, ReadOnlyTableError: as for `grow`.
@@ -582,6 +617,9 @@ class Table(StoredVerbs):
 
         Args:
             batch_rows: most rows in a batch.
+
+        Raises:
+            ArgumentError: `batch_rows` is less than 1.
         """
         if index(batch_rows) < 1:
             raise ArgumentError(f"`batch_rows` must be at least 1: got {batch_rows!r}.")
@@ -620,7 +658,9 @@ class Table(StoredVerbs):
         Either table may be on disk, where the next commit makes it durable. Rows are copied part by part. A table
         without a rule gets that of the state. A table of dtype "int8" or "int4" takes the weights of one of floats.
 
-        With `grow`, the table may have more rows than were saved. These are as after `grow` of the saved table.
+        Args:
+            state: a result of `state`, or a table.
+            grow: allow the table to have more rows than were saved. These are as after `grow` of the saved table.
 
         Raises:
             ArgumentError: the state is that of a table of another shape, dtype, initializer or rule.
@@ -629,7 +669,7 @@ class Table(StoredVerbs):
         saved.load_state(self._rows, state._rows if isinstance(state, Table) else state, grow)
 
     def stats(self) -> dict[str, float]:
-        """Return statistics of the table: rows, bytes, steps and more."""
+        """Return statistics of the table: rows, bytes, steps and more. ``docs/api/statistics.md`` lists the keys."""
         with self._rows.table_lock.lock:  # waits for no step, and moves no rows
             rows = self._checked_rows()
             spec, tier = rows.spec, rows.tier
@@ -668,6 +708,9 @@ class Table(StoredVerbs):
 
         Any thread may call it: the disk is read while other threads use the table.
 
+        Args:
+            ids: integers of any shape; repeats are allowed.
+
         Raises:
             IdError, IdTypeError: as for `lookup`.
             CacheTooSmallError: the rows do not fit the cache together with the rows in use.
@@ -675,13 +718,21 @@ class Table(StoredVerbs):
         return bring(self._rows.table_lock, {self._checked_rows(): check_ids(ids, self.rows, self.subject)})
 
     def room_for(self, batches: Sequence[npt.ArrayLike]) -> tuple[int, int]:
-        """Return the number of different rows in all batches of ids, and a `memory` whose cache holds them."""
+        """Return the number of different rows in batches, and a `memory` whose cache holds them.
+
+        Args:
+            batches: integers of any shape, for each batch.
+        """
         return room_for([{self._rows: np.asarray(ids)} for ids in batches])
 
     def prefetch(self, batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
         """Iterate over batches of ids while the rows of the next `depth` ones are loaded from disk.
 
-        It changes no bit of any result. See `embedrock.table.prefetch`.
+        It changes no bit of any result.
+
+        Args:
+            batches: integers of any shape, for each batch.
+            depth: number of batches to load ahead.
 
         Example:
             >>> import embedrock as er

@@ -65,6 +65,9 @@ class Vocabulary(ClosedAtEnd):
     TensorFlow. A string and its UTF-8 bytes are the same. Missing values (None, NaN) raise an error with their
     position.
 
+    Attributes:
+        path: the folder, absolute; None in RAM.
+
     Example:
         >>> import embedrock as er
         >>> words = er.Vocabulary()
@@ -129,6 +132,9 @@ class Vocabulary(ClosedAtEnd):
         """Return the ids of strings, int64 of their shape. New strings get the next ids, in order of occurrence.
 
         So ids depend only on the strings and their order, not on the calls or on `memory`.
+
+        Args:
+            values: strings.
 
         Raises:
             IdTypeError: a value is no string, or is missing. Nothing was added.
@@ -347,6 +353,10 @@ class Vocabulary(ClosedAtEnd):
         """Merge files and commit, and return the commit's number. A lookup then takes at most one read per string.
 
         A merge rewrites all strings except the first files. Additions merge files too, as they grow.
+
+        Raises:
+            CommitError: it failed (disk full, I/O error). The last commit is whole.
+            UnsupportedError: the vocabulary is in RAM.
         """
         with self._lock:
             files = self._check_on_disk("compact()")

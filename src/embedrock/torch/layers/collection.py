@@ -418,8 +418,8 @@ class EmbeddingBagCollection(Collection):
 
         Raises:
             ArgumentError: the features are others, or their parts do not match.
-            UnsupportedError: features of a `KeyedJaggedTensor` have different numbers of bags.
-            Otherwise as `EmbeddingBag.forward`.
+            UnsupportedError: features of a `KeyedJaggedTensor` have different numbers of bags. Further errors are those
+                of `EmbeddingBag.forward`.
         """
         given, route = self._given(features), self._route()
         if not concatenate:
@@ -484,7 +484,6 @@ class EmbeddingCollection(Collection):
             j, embedding_dim).
 
         Raises:
-            ArgumentError: the features are others.
-            Otherwise as `Embedding.forward`.
+            ArgumentError: the features are others. Further errors are those of `Embedding.forward`.
         """
         return self._each(self._given(features), self._route(), time)
