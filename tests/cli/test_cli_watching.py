@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -24,8 +26,8 @@ import embedrock as er
 from embedrock.cli import watching
 from embedrock.cli.histories import FIELDS as SHOWN
 from embedrock.cli.histories import best_split, changes, now, state
-from embedrock.cli.pages import page
 from embedrock.cli.main import main
+from embedrock.cli.pages import page
 from embedrock.system.spans import span
 from embedrock.table import numbers, opened
 from embedrock.table.numbers import (
@@ -244,6 +246,55 @@ def test_report(kept: er.Table, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "prefers-color-scheme: dark" in read.text
 
 
+def test_a_report_says_what_and_where_and_shows_values_where_the_pointer_is(kept: er.Table):
+    shown = page({"": [StatsFile.read(f"{kept.path}.stats")]})
+    told = StatsFile.read(f"{kept.path}.stats").told
+    assert "<title>u&amp;v.rock</title>" in shown
+    facts = f"5,000 rows · dim 4 · float32 · SGD(lr=0.1) · process {os.getpid()} on {told['host']} · from "
+    assert html.escape(str(kept.path)) in shown
+    assert facts in shown
+    assert " · ended at " in shown
+    assert '<text x="76" y="14">0:01:41 h: 1</text>' in shown  # steps a second, at the second sample
+    assert '<text x="76" y="14">0:01:42 h: 75.0%</text>' in shown
+    assert "disk 50%" in shown
+
+
+def test_runs_lie_over_each_other(kept: er.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, factor in (("a", 1), ("b", 2)):
+        found = StatsFile.read(f"{kept.path}.stats")
+        (tmp_path / name).mkdir()
+        with er.Table(9, 4, path=tmp_path / name / "u&v.rock") as table:
+            ring = StatsRing(table)
+            for k, sample in enumerate(zip(*found.samples.values(), strict=True)):
+                one = dict(zip(found.samples, sample, strict=True))
+                ring.add({**one, "time": 1e9 * factor + k, "steps": one["steps"] * factor}, {"pools": [POOL]})
+            ring.close()
+    out = tmp_path / "r.html"
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 2 tables of 2 runs\n"
+    shown = out.read_text()
+    read = Page()
+    read.feed(shown)
+    assert not read.fetched
+    assert (read.tags.count("h1"), read.tags.count("svg")) == (1, 7)  # shares twice, and a curve of both
+    steps = re.findall(r"<svg.*?</svg>", shown)[0]
+    assert [len(points.split()) for points in re.findall(r'polyline stroke="(?:#\w+)" points="([^"]*)', steps)] == [
+        2,
+        2,
+    ]
+    assert len(set(re.findall(r'polyline stroke="(#\w+)"', steps))) == 2
+    assert re.search(r">0:00:0\d h<tspan[^>]*>a 1</tspan><tspan[^>]*>b 2</tspan>", steps)
+    assert "a 1 at the end, 1 at most; b 2 at the end, 2 at most" in read.text
+    # the only tables of two runs lie over each other whatever their names, and folders with equal names are told apart
+    (tmp_path / "b" / "u&v.rock.stats").rename(tmp_path / "b" / "w.rock.stats")
+    assert main(["report", str(tmp_path / "a/u&v.rock"), str(tmp_path / "b/w.rock"), "--out", str(out)]) == 0
+    assert "<h1>u&amp;v.rock</h1>" in out.read_text()
+    (tmp_path / "c/a").mkdir(parents=True)
+    (tmp_path / "b" / "w.rock.stats").rename(tmp_path / "c/a/u&v.rock.stats")
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "c/a"), "--out", str(out)]) == 0
+    assert f"</b>{html.escape(str(tmp_path / 'c/a'))}</span>" in out.read_text()
+
+
 CURVE = [[1 << 20, 40.0, 1.0], [2 << 20, 20.0, 0.0], [4 << 20, 5.0, 1.0]]
 POOL = {"record_bytes": 48, "budget_bytes": 2 << 20, "curve": CURVE, "rows": 100.0, "new": 2.0, "missed": 20.0}
 
@@ -307,7 +358,9 @@ def test_top_is_as_wide_as_the_terminal_and_folds_what_is_wider(told: Path, widt
     table, details = shown.split("\n\n")[:2]
     assert all(len(line) <= width for line in table.splitlines())
     assert all(len(line) <= max(width, 40) for line in details.splitlines() if "table 'a<b'" not in line)
-    assert {field.head for field in SHOWN if field.cell(lines[0]) and field.head not in " ".join(shown.split())} == set()
+    assert {
+        field.head for field in SHOWN if field.cell(lines[0]) and field.head not in " ".join(shown.split())
+    } == set()
     assert ("reads/s" in table) == (width == 200)
     on_screen = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", watching.screen(lines, width, 12)).split("\n")
     assert len(on_screen) == 12
@@ -316,23 +369,22 @@ def test_top_is_as_wide_as_the_terminal_and_folds_what_is_wider(told: Path, widt
     assert "you are here" in re.sub(r"\s+", " ", watching.screen(lines, width, 99)) or width < 60
 
 
-def in_terminal(words: list[str], keys: bytes, columns: int = 60) -> tuple[int, str]:
-    """Run a command in a terminal, press keys once it shows something; return its exit status and what it wrote."""
-    import pty
-
-    master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (24, columns))
+def in_terminal(words: list[str], keys: bytes) -> tuple[int, str]:
+    """Run a command in a terminal, press keys once it shows something; b"": Ctrl-C. Return its status, and all it shows."""
+    master, slave = os.openpty()
     before = termios.tcgetattr(slave)
-    with subprocess.Popen([sys.executable, "-m", "embedrock", *words], stdin=slave, stdout=slave, stderr=slave) as process:
-        written = b""
-        while b"leaves" not in written:
+    words, written = [sys.executable, "-m", "embedrock", *words], b""
+    with subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave) as process:
+        while b"leaves" not in written and select.select([master], [], [], 60)[0]:
             written += os.read(master, 4096)
         assert termios.tcgetattr(slave)[3] != before[3]  # neither echo nor lines
-        os.write(master, keys)
-        while select.select([master], [], [], 0 if process.poll() is not None else 0.05)[0] or process.poll() is None:
-            written += os.read(master, 4096) if select.select([master], [], [], 0)[0] else b""
+        os.write(master, keys) if keys else process.send_signal(signal.SIGINT)
+        assert process.wait(60) is not None
+    while select.select([master], [], [], 0)[0]:
+        written += os.read(master, 4096)
     assert termios.tcgetattr(slave) == before
-    os.close(slave), os.close(master)
+    os.close(slave)
+    os.close(master)
     return process.returncode, written.decode()
 
 
@@ -346,12 +398,14 @@ def test_q_leaves_top_and_the_terminal_is_as_before(told: Path):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_top_and_the_terminal_is_as_before(told: Path):
-    status, written = in_terminal(["top", str(told.with_suffix("")), "--every", "99"], b"\x03")
+    status, written = in_terminal(["top", str(told.with_suffix("")), "--every", "99"], b"")
     assert status == 130
     assert written.endswith("embedrock: interrupted\r\n")
 
 
-def test_top_without_a_keyboard_only_waits(told: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_top_without_a_keyboard_only_waits(
+    told: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr("sys.stdin", io.StringIO("q"))
     monkeypatch.setattr(time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -517,7 +571,7 @@ def test_prometheus(kept: er.Table, tmp_path: Path):
 
 def test_names_of_tables_for_prometheus(told: Path, tmp_path: Path):
     parser = pytest.importorskip("prometheus_client.parser")
-    assert (line := now(StatsFile.read(told))) is not None
+    line = now(StatsFile.read(told)) or {}
     name = 'a "b"\\c\nd'
     watching.write_metrics([line | {"table": name}], tmp_path / "x.prom")
     family, *_ = parser.text_string_to_metric_families((tmp_path / "x.prom").read_text())

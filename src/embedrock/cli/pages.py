@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,9 +39,9 @@ figcaption span, p { color: var(--soft); font-size: 13px } figcaption span { dis
 svg { width: 100%; display: block }
 svg text { fill: var(--soft); font-size: 13px } svg .frame { stroke: var(--line) } svg .here { fill: var(--ink) }
 polyline { fill: none; stroke-width: 1.7 }
-.spot { fill: none; pointer-events: all } .spot > :not(rect) { display: none } .spot:hover > * { display: inline }
-.spot path { stroke: var(--soft) }
-.spot text { fill: var(--ink); stroke: var(--back); stroke-width: 4; paint-order: stroke }
+svg g { fill: none; pointer-events: all } svg g > :not(rect) { display: none } svg g:hover > * { display: inline }
+svg g rect { y: 22px; height: 150px } svg g path { stroke: var(--soft) } svg g circle { r: 3.5px }
+svg g text { fill: var(--ink); stroke: var(--back); stroke-width: 4px; paint-order: stroke }
 .wide { overflow-x: auto; margin: 1.5em 0 }
 td, th { padding: 0 1em 0 0; text-align: right } th { color: var(--soft); font-size: 13px; font-weight: normal }
 th:first-child, td:first-child { text-align: left }
@@ -200,17 +201,15 @@ class _Box(NamedTuple):
         edges = np.concatenate([[LEFT], (across[1:] + across[:-1]) / 2, [RIGHT]])
         for place, x, low, high in zip(places, across, edges[:-1], edges[1:], strict=True):
             points, texts = look(place)
-            lines = [
-                f'<tspan x="{LEFT}" dy="{15 * (k > 0)}">{html.escape(text)}</tspan>' for k, text in enumerate(texts)
-            ]
-            area = f'<rect x="{low:.1f}" y="{TOP}" width="{high - low:.1f}" height="{BOTTOM - TOP}"/>'
-            bar = f'<path d="M{x} {TOP}V{BOTTOM}"/>{points}<text y="{TOP - 8}">{"".join(lines)}</text>'
-            parts.append(f'<g class="spot">{area}{bar}</g>')
+            below = "".join(f'<tspan x="{LEFT}" dy="15">{html.escape(text)}</tspan>' for text in texts[1:])
+            text = f'<text x="{LEFT}" y="{TOP - 8}">{html.escape(texts[0])}{below}</text>'
+            area = f'<rect x="{low:.1f}" width="{high - low:.1f}"/>'
+            parts.append(f'<g>{area}<path d="M{x} {TOP}V{BOTTOM}"/>{points}{text}</g>')
         return "".join(parts)
 
-    def dot(self, x: float, y: float, color: str, size: float = 3.5) -> str:
+    def dot(self, x: float, y: float, color: str) -> str:
         """Return a dot at a point."""
-        return '<circle cx="{}" cy="{}" r="{}" fill="{}"/>'.format(*self.point(x, y), size, color)
+        return '<circle cx="{}" cy="{}" r="5" fill="{}"/>'.format(*self.point(x, y), color)
 
 
 def _chart(
@@ -239,7 +238,9 @@ def _chart(
                 texts.append(f"{line.label} {form(line.ys[near])}".strip())
         return drawn, texts if lines[0].label else [": ".join(texts)]
 
-    places = lines[0].xs if len(lines) == 1 else np.linspace(box.low, box.high, POINTS)
+    places = np.linspace(box.low, box.high, POINTS)
+    if len(lines) == 1:  # where there are points
+        places = lines[0].xs[:: -(-len(lines[0].xs) // POINTS)]
     frame = box.frame(form, ticks or [(x, at(x)) for x in sorted({box.low, box.high})])
     return _figure(*head, frame + "".join(map(box.line, lines)) + more(box) + box.spots(places, look))
 
@@ -283,7 +284,8 @@ def _shares(run: Run) -> str:
 
     def look(x: float) -> tuple[str, list[str]]:
         near = int(np.abs(times - x).argmin())
-        return "", [_when(x), ", ".join(f"{name} {parts[name][near]:.0%}" for name in shown)]
+        told = ", ".join(f"{name} {parts[name][near]:.0%}" for name in shown if parts[name][near] >= LEAST_SHARE)
+        return "", [_when(x), *textwrap.wrap(told, 80)]
 
     drawn += box.frame("{:.0%}".format, [(x, _when(x)) for x in sorted({box.low, box.high})]) + box.spots(times, look)
     text = "by phase, one on the other; rule, commit and compaction run beside the others"
@@ -292,7 +294,7 @@ def _shares(run: Run) -> str:
 
 def _curve(runs: Sequence[Run], number: int) -> str:
     """Return a plot of the misses of caches by size, which doubles from one line to the next; "" if unknown."""
-    lines, marks, captions, ticks, title = [], [], [], [], ""
+    lines, marks, captions, title = [], [], [], ""
     for run in runs:
         pool = (run.line["pools"][number:] or [{}])[0]
         if points := pool.get("curve"):
@@ -303,15 +305,22 @@ def _curve(runs: Sequence[Run], number: int) -> str:
             place = f"{format_bytes(points[at][0])}, {format_number(points[at][1])} of {rows}; {new} are new"
             captions.append(f"{run.label or 'you are here'}: {place}")
             title = f"Rows missed a step, by memory={which_pool(run.line, number)}"
-            ticks = max(ticks, [(x, format_bytes(one[0])) for x, one in zip(xs, points, strict=True)], key=len)
 
     def more(box: _Box) -> str:
-        (x, y), dots = box.point(*marks[0][:2]), "".join(box.dot(*mark, size=5) for mark in marks)
+        (x, y), dots = box.point(*marks[0][:2]), "".join(box.dot(*mark) for mark in marks)
         anchor, beside = ("end", -10) if x > (LEFT + RIGHT) / 2 else ("start", 10)
         text = f'<text class="here" x="{x + beside}" y="{y - 9:.1f}" text-anchor="{anchor}">you are here</text>'
         return dots + ("" if lines[0].label else text)
 
-    return _chart((title, ". ".join(captions)), lines, format_number, lambda x: format_bytes(round(2**x)), ticks, more)
+    every, ticks = np.unique([x for line in lines for x in line.xs]), []
+    for x in every:  # those with room for a label
+        if not ticks or x - ticks[-1][0] > (every[-1] - every[0]) / 7:
+            ticks.append((x, _size(x)))
+    return _chart((title, ". ".join(captions)), lines, format_number, _size, ticks, more)
+
+
+def _size(x: float) -> str:
+    return format_bytes(round(2**x))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
