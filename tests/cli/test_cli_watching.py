@@ -370,7 +370,7 @@ def test_top_is_as_wide_as_the_terminal_and_folds_what_is_wider(told: Path, widt
 
 
 def in_terminal(words: list[str], keys: bytes) -> tuple[int, str]:
-    """Run a command in a terminal, press keys once it shows something; b"": Ctrl-C. Return its status, and all it shows."""
+    """Run a command in a terminal and press keys, b"": Ctrl-C. Return its status, and all that it showed."""
     master, slave = os.openpty()
     before = termios.tcgetattr(slave)
     words, written = [sys.executable, "-m", "embedrock", *words], b""

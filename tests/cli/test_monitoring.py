@@ -92,6 +92,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
             for k in range(3):
                 for table in (disk, ram):
                     table.update([k], table.lookup([k]) + 1)
+                recorder._timed += 1.0
                 recorder.sample()
             disk.commit()
             disk.close()

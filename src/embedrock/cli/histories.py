@@ -52,7 +52,8 @@ def now(history: StatsFile) -> dict[str, Any] | None:
     line |= {name: info.get(name) for name in ("pid", "host", "spec")}
     line["is_live"] = ended is None and age < max(STALE_S, MISSED * info.get("every", 0.0))
     line["steps"] = max(last["steps"], info.get("steps", 0.0))
-    line["commit_age_s"] = max(0.0, time.time() - last["committed"]) if last["committed"] else None  # None: in RAM
+    at = ended or time.time()
+    line["commit_age_s"] = max(0.0, at - last["committed"]) if last["committed"] else None  # None: in RAM
     for name in ("steps_per_s", "hit_rate", "reads_per_s"):
         values = change[name]
         line[name] = float(values[-1]) if len(values) and np.isfinite(values[-1]) else None

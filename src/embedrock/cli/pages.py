@@ -43,8 +43,9 @@ svg g { fill: none; pointer-events: all } svg g > :not(rect) { display: none } s
 svg g rect { y: 22px; height: 150px } svg g path { stroke: var(--soft) } svg g circle { r: 3.5px }
 svg g text { fill: var(--ink); stroke: var(--back); stroke-width: 4px; paint-order: stroke }
 .wide { overflow-x: auto; margin: 1.5em 0 }
-td, th { padding: 0 1em 0 0; text-align: right } th { color: var(--soft); font-size: 13px; font-weight: normal }
-th:first-child, td:first-child { text-align: left }
+td, th { padding: 0 1em 0 0; text-align: right; white-space: nowrap }
+th { color: var(--soft); font-size: 13px; font-weight: normal } th:first-child, td:first-child { text-align: left }
+td:empty, th:empty { padding: 0 }
 .key { display: inline-block; margin-right: 1em }
 .key b { display: inline-block; width: .8em; height: .8em; margin-right: .35em }
 """
@@ -84,15 +85,15 @@ def page(runs: Mapping[str, Sequence[StatsFile]]) -> str:
 
     Tables with equal names lie over each other. If each run has only one table, these do.
     """
-    are_single = all(len(found) == 1 for found in runs.values())
-    names = {
-        run: [re.sub(r", \d+-", ", ", Path(one.told["table"]).name) for one in found] for run, found in runs.items()
-    }
-    title = ", ".join(dict.fromkeys(name for found in names.values() for name in found))
-    tables: defaultdict[str, list[tuple[str, StatsFile]]] = defaultdict(list)
+    are_one, tables = all(len(found) == 1 for found in runs.values()), defaultdict(list)
     for run, found in runs.items():
-        for name, one in zip(names[run], found, strict=True):
-            tables[title if are_single else name].append((run if len(runs) > 1 else "", one))
+        for one in found:
+            name = Path(one.told["table"]).name
+            name = re.sub(r", \d+-", ", ", name) if len(runs) > 1 else name  # of a table in RAM, without the process
+            tables[name].append((run if len(runs) > 1 else "", one))
+    title = ", ".join(tables)
+    if are_one:
+        tables = {title: [one for found in tables.values() for one in found]}
     parts = [part for name, found in tables.items() for part in _of(name, found)]
     head = html.escape(title + ("" if len(runs) == 1 else f": {', '.join(runs)}"))
     return "\n".join([f"{HEAD}<title>{head}</title><style>{STYLE}</style><body>", *parts, "</body></html>"])
@@ -102,7 +103,7 @@ def _of(table: str, histories: Sequence[tuple[str, StatsFile]]) -> Iterator[str]
     yield f"<h1>{html.escape(table)}</h1>"
     runs = []
     for at, (label, history) in enumerate(histories):
-        color, line = COLORS[at % len(COLORS)] if len(histories) > 1 else "var(--plot)", now(history)
+        color, line = COLORS[at % len(COLORS)] if label else "var(--plot)", now(history)
         yield f"<p>{_key(color, label) if label else ''}{html.escape(_facts(history, line))}</p>"
         if line is not None:
             change, samples = changes(history.samples, POINTS), history.samples
@@ -112,15 +113,10 @@ def _of(table: str, histories: Sequence[tuple[str, StatsFile]]) -> Iterator[str]
             numbers = {key: (of["time"] - start, of[name]) for of, names in drawn for key, name in names.items()}
             runs.append(Run(label, color, line, numbers))
     if runs:
-        head = ["run"] * bool(runs[0].label) + [field.head for field in FIELDS[1:]]
-        yield _table(
-            head, [[one.label] * bool(one.label) + [field.cell(one.line) for field in FIELDS[1:]] for one in runs]
-        )
-        plots = [
-            *(_plot(field, runs) for field in RATES),
-            *map(_shares, runs),
-            *(_plot(field, runs) for field in SIZES),
-        ]
+        head = ["run" if runs[0].label else "", *(field.head for field in FIELDS[1:])]
+        yield _table(head, [[one.label, *(field.cell(one.line) for field in FIELDS[1:])] for one in runs])
+        plots = [_plot(field, runs) for field in RATES] + list(map(_shares, runs))
+        plots += [_plot(field, runs) for field in SIZES]
         plots += [_curve(runs, number) for number in range(max(len(one.line["pools"]) for one in runs))]
         yield f"<div class=plots>{''.join(plots)}</div>"
     for one in runs:

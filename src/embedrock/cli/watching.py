@@ -180,7 +180,7 @@ def _bars(line: dict[str, Any], number: int, pool: dict[str, Any], width: int | 
 
 def _report(arguments: Namespace) -> int:
     folders = arguments.folders or [str(runtime_folder())]
-    names = [Path(folder).name for folder in folders]
+    names = [Path(folder).resolve().name for folder in folders]
     labels = names if len(set(names)) == len(names) else folders
     runs = {label: _histories(folder) for label, folder in zip(labels, folders, strict=True)}
     arguments.out.write_text(page(runs), encoding="utf-8")
