@@ -285,6 +285,9 @@ def test_runs_lie_over_each_other(kept: er.Table, tmp_path: Path, capsys: pytest
     assert len(set(re.findall(r'polyline stroke="(#\w+)"', steps))) == 2
     assert re.search(r">0:00:0\d h<tspan[^>]*>a 1</tspan><tspan[^>]*>b 2</tspan>", steps)
     assert "a 1 at the end, 1 at most; b 2 at the end, 2 at most" in read.text
+    one = StatsFile.read(tmp_path / "a/u&v.rock.stats")
+    short = StatsFile(one.told, {name: values[:1] for name, values in one.samples.items()})
+    assert page({"a": [one], "short": [short], "none": [StatsFile(one.told, {"time": np.zeros(0)})]}).count("<svg") == 6
     # the only tables of two runs lie over each other whatever their names, and folders with equal names are told apart
     (tmp_path / "b" / "u&v.rock.stats").rename(tmp_path / "b" / "w.rock.stats")
     assert main(["report", str(tmp_path / "a/u&v.rock"), str(tmp_path / "b/w.rock"), "--out", str(out)]) == 0

@@ -141,6 +141,11 @@ def _key(color: str, text: str) -> str:
     return f'<span class=key><b style="background:{color}"></b>{html.escape(text)}</span>'
 
 
+def _when(at: float) -> str:
+    """Return a time of a plot: since 1970, or since the start of a run."""
+    return moment(at) if at > LONG_S else f"{at // 3600:.0f}:{at % 3600 // 60:02.0f}:{at % 60 // 1:02.0f} h"
+
+
 class _Box(NamedTuple):
     """The coordinates of a plot.
 
@@ -174,8 +179,9 @@ class _Box(NamedTuple):
             drawn += f'<polyline stroke="{line.color}" points="{points}"/>' if points else ""
         return drawn
 
-    def frame(self, form: Callable[[float], str], ticks: Sequence[tuple[float, str]]) -> str:
-        """Return lines at 0, the middle and the top with their numbers, and labels below."""
+    def frame(self, form: Callable[[float], str], ticks: Sequence[tuple[float, str]] = ()) -> str:
+        """Return lines at 0, the middle and the top with their numbers, and labels below: `ticks`, or the ends."""
+        ticks = ticks or [(x, _when(x)) for x in sorted({self.low, self.high})]
         parts = []
         for share in (0.0, 0.5, 1.0):
             y = BOTTOM - (BOTTOM - TOP) * share
@@ -212,13 +218,13 @@ def _chart(
     head: tuple[str, str],
     lines: Sequence[Line],
     form: Callable[[float], str],
-    at: Callable[[float], str],
-    ticks: Sequence[tuple[float, str]] | None = None,
+    at: Callable[[float], str] = _when,
+    ticks: Sequence[tuple[float, str]] = (),
     more: Callable[[_Box], str] = lambda box: "",
 ) -> str:
     """Return a plot of the lines of runs from 0 on, with a title and a caption; "" without a number above 0.
 
-    `form` formats values, and `at` places across. There are `ticks` below it, of the ends if None. `more` adds to it.
+    `form` formats values, and `at` places across. `more` draws into it.
     """
     xs, ys = (np.concatenate([np.zeros(0), *(getattr(line, name) for line in lines)]) for name in ("xs", "ys"))
     if not (np.nan_to_num(ys) > 0).any():
@@ -237,8 +243,7 @@ def _chart(
     places = np.linspace(box.low, box.high, POINTS)
     if len(lines) == 1:  # where there are points
         places = lines[0].xs[:: -(-len(lines[0].xs) // POINTS)]
-    frame = box.frame(form, ticks or [(x, at(x)) for x in sorted({box.low, box.high})])
-    return _figure(*head, frame + "".join(map(box.line, lines)) + more(box) + box.spots(places, look))
+    return _figure(*head, box.frame(form, ticks) + "".join(map(box.line, lines)) + more(box) + box.spots(places, look))
 
 
 def _figure(title: str, caption: str, drawn: str, legend: str = "") -> str:
@@ -249,18 +254,16 @@ def _figure(title: str, caption: str, drawn: str, legend: str = "") -> str:
     )
 
 
-def _when(at: float) -> str:
-    """Return a time of a plot: since 1970, or since the start of a run."""
-    return moment(at) if at > LONG_S else f"{at // 3600:.0f}:{at % 3600 // 60:02.0f}:{at % 60 // 1:02.0f} h"
-
-
 def _plot(field: Field, runs: Sequence[Run]) -> str:
     """Return a plot of a number over time."""
-    lines = [Line(run.label, run.color, *run.numbers[field.head]) for run in runs]
-    numbers = [(line.label, line.ys[np.isfinite(line.ys)]) for line in lines]
-    ends = [(label, field.form(ys[-1]), field.form(ys.max())) for label, ys in numbers if len(ys)]
-    caption = "; ".join(f"{label} {end} at the end, {most} at most".strip() for label, end, most in ends)
-    return _chart((field.head, caption), lines, field.form, _when)
+    lines, ends = [], []
+    for run in runs:
+        xs, ys = run.numbers[field.head]
+        if len(there := ys[np.isfinite(ys)]):
+            lines.append(Line(run.label, run.color, xs, ys))
+            end, most = field.form(there[-1]), field.form(there.max())
+            ends.append(f"{run.label} {end} at the end, {most} at most".strip())
+    return _chart((field.head, "; ".join(ends)), lines, field.form)
 
 
 def _shares(run: Run) -> str:
@@ -283,7 +286,7 @@ def _shares(run: Run) -> str:
         told = ", ".join(f"{name} {parts[name][near]:.0%}" for name in shown if parts[name][near] >= LEAST_SHARE)
         return "", [_when(x), *textwrap.wrap(told, 80)]
 
-    drawn += box.frame("{:.0%}".format, [(x, _when(x)) for x in sorted({box.low, box.high})]) + box.spots(times, look)
+    drawn += box.frame("{:.0%}".format) + box.spots(times, look)
     text = "by phase, one on the other; rule, commit and compaction run beside the others"
     return _figure(", ".join(filter(None, ["Share of the time", run.label])), text, drawn, f"<p>{keys}</p>")
 
