@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
+import termios
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,8 +25,9 @@ import pytest
 import embedrock as er
 from embedrock.cli import watching
 from embedrock.cli.histories import FIELDS as SHOWN
-from embedrock.cli.histories import best_split, changes, now, page
+from embedrock.cli.histories import best_split, changes, now, state
 from embedrock.cli.main import main
+from embedrock.cli.pages import page
 from embedrock.system.spans import span
 from embedrock.table import numbers, opened
 from embedrock.table.numbers import (
@@ -191,7 +196,7 @@ def test_top(kept: er.Table, capsys: pytest.CaptureFixture[str]):
     assert not told["is_live"]
     assert main(["top", str(Path(kept.path or "").parent), "--once"]) == 0
     shown = capsys.readouterr().out
-    assert "u&v.rock, of the time: disk 50% (no sample for " in shown
+    assert "u&v.rock, of the time: disk 50% (ended at " in shown
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -241,6 +246,58 @@ def test_report(kept: er.Table, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "prefers-color-scheme: dark" in read.text
 
 
+def test_a_report_says_what_and_where_and_shows_values_where_the_pointer_is(kept: er.Table):
+    shown = page({"": [StatsFile.read(f"{kept.path}.stats")]})
+    told = StatsFile.read(f"{kept.path}.stats").told
+    assert "<title>u&amp;v.rock</title>" in shown
+    facts = f"5,000 rows · dim 4 · float32 · SGD(lr=0.1) · process {os.getpid()} on {told['host']} · from "
+    assert html.escape(str(kept.path)) in shown
+    assert facts in shown
+    assert " · ended at " in shown
+    assert '<text x="76" y="14">0:01:41 h: 1</text>' in shown  # steps a second, at the second sample
+    assert '<text x="76" y="14">0:01:42 h: 75.0%</text>' in shown
+    assert "disk 50%" in shown
+
+
+def test_runs_lie_over_each_other(kept: er.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, factor in (("a", 1), ("b", 2)):
+        found = StatsFile.read(f"{kept.path}.stats")
+        (tmp_path / name).mkdir()
+        with er.Table(9, 4, path=tmp_path / name / "u&v.rock") as table:
+            ring = StatsRing(table)
+            for k, sample in enumerate(zip(*found.samples.values(), strict=True)):
+                one = dict(zip(found.samples, sample, strict=True))
+                ring.add({**one, "time": 1e9 * factor + k, "steps": one["steps"] * factor}, {"pools": [POOL]})
+            ring.close()
+    out = tmp_path / "r.html"
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 2 tables of 2 runs\n"
+    shown = out.read_text()
+    read = Page()
+    read.feed(shown)
+    assert not read.fetched
+    assert (read.tags.count("h1"), read.tags.count("svg")) == (1, 7)  # shares twice, and a curve of both
+    steps = re.findall(r"<svg.*?</svg>", shown)[0]
+    assert [len(points.split()) for points in re.findall(r'polyline stroke="(?:#\w+)" points="([^"]*)', steps)] == [
+        2,
+        2,
+    ]
+    assert len(set(re.findall(r'polyline stroke="(#\w+)"', steps))) == 2
+    assert re.search(r">0:00:0\d h<tspan[^>]*>a 1</tspan><tspan[^>]*>b 2</tspan>", steps)
+    assert "a 1 at the end, 1 at most; b 2 at the end, 2 at most" in read.text
+    one = StatsFile.read(tmp_path / "a/u&v.rock.stats")
+    short = StatsFile(one.told, {name: values[:1] for name, values in one.samples.items()})
+    assert page({"a": [one], "short": [short], "none": [StatsFile(one.told, {"time": np.zeros(0)})]}).count("<svg") == 6
+    # the only tables of two runs lie over each other whatever their names, and folders with equal names are told apart
+    (tmp_path / "b" / "u&v.rock.stats").rename(tmp_path / "b" / "w.rock.stats")
+    assert main(["report", str(tmp_path / "a/u&v.rock"), str(tmp_path / "b/w.rock"), "--out", str(out)]) == 0
+    assert "<h1>u&amp;v.rock</h1>" in out.read_text()
+    (tmp_path / "c/a").mkdir(parents=True)
+    (tmp_path / "b" / "w.rock.stats").rename(tmp_path / "c/a/u&v.rock.stats")
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "c/a"), "--out", str(out)]) == 0
+    assert f"</b>{html.escape(str(tmp_path / 'c/a'))}</span>" in out.read_text()
+
+
 CURVE = [[1 << 20, 40.0, 1.0], [2 << 20, 20.0, 0.0], [4 << 20, 5.0, 1.0]]
 POOL = {"record_bytes": 48, "budget_bytes": 2 << 20, "curve": CURVE, "rows": 100.0, "new": 2.0, "missed": 20.0}
 
@@ -271,13 +328,13 @@ def test_a_curve_says_where_one_is(told: Path, tmp_path: Path, capsys: pytest.Ca
     read = Page()
     read.feed((tmp_path / "r.html").read_text())
     assert not read.fetched
-    assert read.tags.count("circle") == 2
+    assert read.tags.count("text") > 2 * len(CURVE)
     assert "you are here: 2.0 MiB, 20 of 100 rows" in read.text
     assert "table 'a<b'1,23453012" in read.text
 
 
 def test_plots_lie_within_their_boxes(told: Path, kept: er.Table):
-    shown = page([StatsFile.read(path) for path in (told, Path(f"{kept.path}.stats"))])
+    shown = page({"": [StatsFile.read(path) for path in (told, Path(f"{kept.path}.stats"))]})
     boxes = re.findall(r'<svg viewBox="0 0 640 200".*?</svg>', shown)
     assert len(boxes) == shown.count("<svg") > 5
     for box in boxes:
@@ -297,23 +354,131 @@ def test_a_group_of_very_many_tables_keeps_their_names_at_least(tmp_path: Path):
     assert members[-1] == {"name": "t599", "curve": []}
 
 
-def test_top_by_rich_shows_what_it_shows_without(told: Path):
-    rich = pytest.importorskip("rich.console")
+@pytest.mark.parametrize("width", [200, 60, 30])
+def test_top_is_as_wide_as_the_terminal_and_folds_what_is_wider(told: Path, width: int):
     lines = [line for line in [now(StatsFile.read(told))] if line]
-    console = rich.Console(width=200, record=True, file=io.StringIO())
-    console.print(watching._pretty(lines))
-    shown = console.export_text()
-    assert "you are here" in shown
-    assert "table 'a<b'" in shown
-    assert all(field.head in shown for field in SHOWN)
+    shown = watching._text(lines, width)
+    table, details = shown.split("\n\n")[:2]
+    assert all(len(line) <= width for line in table.splitlines())
+    assert all(len(line) <= max(width, 40) for line in details.splitlines() if "table 'a<b'" not in line)
+    assert {
+        field.head for field in SHOWN if field.cell(lines[0]) and field.head not in " ".join(shown.split())
+    } == set()
+    assert ("reads/s" in table) == (width == 200)
+    on_screen = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", watching.screen(lines, width, 12)).split("\n")
+    assert len(on_screen) == 12
+    assert all(len(line) <= width for line in on_screen)
+    assert on_screen[-2].startswith("... ")
+    assert "you are here" in re.sub(r"\s+", " ", watching.screen(lines, width, 99)) or width < 60
 
 
-def test_top_without_rich(told: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setitem(sys.modules, "rich.live", None)
+def in_terminal(words: list[str], keys: bytes) -> tuple[int, str]:
+    """Run a command in a terminal and press keys, b"": Ctrl-C. Return its status, and all that it showed."""
+    master, slave = os.openpty()
+    before = termios.tcgetattr(slave)
+    words, written = [sys.executable, "-m", "embedrock", *words], b""
+    with subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave) as process:
+        while b"leaves" not in written and select.select([master], [], [], 60)[0]:
+            written += os.read(master, 4096)
+        assert termios.tcgetattr(slave)[3] != before[3]  # neither echo nor lines
+        os.write(master, keys) if keys else process.send_signal(signal.SIGINT)
+        assert process.wait(60) is not None
+    while select.select([master], [], [], 0)[0]:
+        written += os.read(master, 4096)
+    assert termios.tcgetattr(slave) == before
+    os.close(slave)
+    os.close(master)
+    return process.returncode, written.decode()
+
+
+def test_q_leaves_top_and_the_terminal_is_as_before(told: Path):
+    status, written = in_terminal(["top", str(told.with_suffix("")), "--every", "99"], b"xq")
+    assert status == 0
+    assert written.startswith(watching.ENTER)
+    assert written.endswith(watching.LEAVE)
+    assert "of the time" in written
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_top_and_the_terminal_is_as_before(told: Path):
+    status, written = in_terminal(["top", str(told.with_suffix("")), "--every", "99"], b"")
+    assert status == 130
+    assert written.endswith("embedrock: interrupted\r\n")
+
+
+def test_top_without_a_keyboard_only_waits(
+    told: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("q"))
     monkeypatch.setattr(time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         watching.watch(lambda: [line for line in [now(StatsFile.read(told))] if line], 1.0)
-    assert capsys.readouterr().out.startswith(watching.CLEAR + "table")
+    shown = capsys.readouterr().out
+    assert "table" in shown
+    assert shown.endswith(watching.LEAVE)
+
+
+def test_a_run_says_when_it_ended(tmp_path: Path, manager: numbers._Recorder, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "t.rock"
+    table = er.Table(100, 4, rule=er.SGD(), path=path, memory="1MiB")
+    manager.sample()
+    assert (line := now(StatsFile.read(f"{path}.stats"))) is not None
+    assert (line["is_live"], line["ended"], state(line)) == (True, None, "")
+    for _ in range(3):
+        table.update([1], np.ones((1, 4)))
+    table.commit()
+    table.close()
+    manager.sample()
+    assert (line := now(StatsFile.read(f"{path}.stats"))) is not None
+    assert (line["is_live"], line["steps"]) == (False, 3)
+    assert re.fullmatch(r"ended at \d\d:\d\d:\d\d, after step 3", state(line))
+    assert main(["top", str(path), "--once"]) == 0
+    assert f"({state(line)})" in capsys.readouterr().out
+    with er.Table(100, 4, rule=er.SGD(), path=path, memory="1MiB") as table:
+        table.update([1], np.ones((1, 4)))
+        manager.sample()
+        table.commit()
+    assert (line := now(StatsFile.read(f"{path}.stats"))) is not None
+    assert line["ended"] is None  # the next one trains
+
+
+def test_the_end_of_keep_stats_takes_the_last_steps(tmp_path: Path):
+    er.keep_stats(1e6)
+    with er.Table(100, 4, rule=er.SGD(), path=tmp_path / "t.rock", memory="1MiB") as table:
+        table.update([1], np.ones((1, 4)))
+        er.keep_stats(None)
+        table.commit()
+    assert (line := now(StatsFile.read(tmp_path / "t.rock.stats"))) is not None
+    assert state(line).endswith("after step 1")
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "said"),
+    [
+        ("", os.getpid(), rf"no sample for \d+ s, though process {os.getpid()} is there"),
+        ("", 2**22 + 1, r"process 4194305 is gone: killed after 20\d\d-.*, step 5"),
+        ("elsewhere", 7, r"no sample for \d+ s: does process 7 run on elsewhere\?"),
+    ],
+)
+def test_a_run_without_an_end(told: Path, host: str, pid: int, said: str):
+    found = StatsFile.read(told)
+    found.samples["time"] = np.array([1.7e9])
+    assert (line := now(found)) is not None
+    assert re.fullmatch(said, state(line | {"ended": None, "pid": pid, "host": host or line["host"]}))
+
+
+def test_samples_far_apart_are_those_of_a_run_that_lives(told: Path):
+    found = StatsFile.read(told)
+    found.samples["time"] = np.array([time.time() - 100])
+    lives = [now(StatsFile({**found.told, "ended": None, "every": every}, found.samples)) for every in (1.0, 60.0)]
+    assert [line and line["is_live"] for line in lives] == [False, True]
+
+
+def test_a_forked_child_ends_no_run(kept: er.Table):
+    ring = StatsRing(kept)
+    ring._told["pid"] += 1
+    ring.close()
+    assert "ended" not in StatsFile.read(ring.path).told
 
 
 def test_the_best_split_takes_from_who_gains_less():
@@ -395,34 +560,37 @@ def test_the_runtime_directory_is_of_one_user(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_prometheus(kept: er.Table, tmp_path: Path):
-    pytest.importorskip("prometheus_client")
+    parser = pytest.importorskip("prometheus_client.parser")
     out = tmp_path / "embedrock.prom"
     assert main(["top", kept.path or "", "--once", "--prometheus", str(out)]) == 0
-    lines = out.read_text().splitlines()
-    pid = StatsFile.read(f"{kept.path}.stats").told["pid"]
-    assert f'embedrock_steps{{pid="{pid}",table="u&v.rock"}} 2.0' in lines
-    assert f'embedrock_share_disk{{pid="{pid}",table="u&v.rock"}} 0.5' in lines
+    found = {family.name: family for family in parser.text_string_to_metric_families(out.read_text())}
+    (sample,) = found["embedrock_steps"].samples
+    pid = str(StatsFile.read(f"{kept.path}.stats").told["pid"])
+    assert (sample.labels, sample.value) == ({"pid": pid, "table": "u&v.rock"}, 2.0)
+    assert found["embedrock_share_disk"].samples[0].value == 0.5
+    assert found["embedrock_steps"].type == "gauge"
+    assert list(tmp_path.glob("embedrock.prom*")) == [out]
 
 
-def test_without_prometheus(
-    kept: er.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert main(["top", kept.path or "", "--once", "--prometheus", str(tmp_path / "x")]) == 1
-    assert "needs prometheus_client, which does not import: " in (told := capsys.readouterr().err)
-    assert 'pip install "embedrock[metrics]"' in told
+def test_names_of_tables_for_prometheus(told: Path, tmp_path: Path):
+    parser = pytest.importorskip("prometheus_client.parser")
+    line = now(StatsFile.read(told)) or {}
+    name = 'a "b"\\c\nd'
+    watching.write_metrics([line | {"table": name}], tmp_path / "x.prom")
+    family, *_ = parser.text_string_to_metric_families((tmp_path / "x.prom").read_text())
+    assert family.samples[0].labels["table"] == name
 
 
 def test_a_report_without_samples(table: er.Table):
     ring = StatsRing(table)
     ring.close()
-    assert "No samples yet." in page([StatsFile.read(ring.path)])
+    assert "No samples yet." in page({"": [StatsFile.read(ring.path)]})
 
 
 @pytest.mark.parametrize("command", ["top", "report"])
 def test_a_folder_that_is_not_there(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([command, str(tmp_path / "none")]) == 1
-    assert f"there is no folder '{tmp_path / 'none'}'. Name that of a table or group" in capsys.readouterr().err
+    assert f"there is no folder '{tmp_path / 'none'}'. Call er.keep_stats() in the program" in capsys.readouterr().err
 
 
 def test_no_table_in_ram_was_ever_kept(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
@@ -433,7 +601,7 @@ def test_no_table_in_ram_was_ever_kept(tmp_path: Path, monkeypatch, capsys: pyte
 
 def test_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["top", str(tmp_path)]) == 1
-    assert "Call er.keep_stats() in the program that trains them." in capsys.readouterr().err
+    assert "Call er.keep_stats() in the program that trains them, and" in capsys.readouterr().err
     (tmp_path / "x.stats").write_text("1 something else")
     assert main(["top", str(tmp_path)]) == 1
     assert "has no numbers of a table, as er.keep_stats writes them" in capsys.readouterr().err

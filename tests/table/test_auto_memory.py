@@ -218,7 +218,7 @@ def test_others_get_their_memory_in_a_cgroup(tmp_path: Path):
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the lines of advice, which are given early."""
     found: list[str] = []
-    monkeypatch.setattr(advice.LOGGER, "warning", lambda form, text: found.append(text))
+    monkeypatch.setattr(advice, "tell", lambda text, level, name: found.append(text))
     for name, value in {"LOOKS": 20, "FIRST": 20, "SETTLED": 1.0, "_lines": 0}.items():
         monkeypatch.setattr(advice, name, value)
     monkeypatch.setattr(watch, "AT_ONCE", 8)
@@ -237,7 +237,7 @@ def train_in_little(path: Path, mode: str = "w") -> None:
         if mode == "w":
             table.commit()
     for thread in threading.enumerate():
-        if thread.name == "embedrock-advice":
+        if thread.name == advice.NAME:
             thread.join()
 
 
@@ -271,7 +271,7 @@ def test_half_of_the_memory_is_told(lines: list[str], tmp_path: Path, monkeypatc
             table.update(np.arange(number % 3, 24, 3), np.ones((8, 4), np.float32))
         table.commit()
     for thread in threading.enumerate():
-        if thread.name == "embedrock-advice":
+        if thread.name == advice.NAME:
             thread.join()
     assert len(lines) == 1
     assert "less memory= would read as little from disk, 0.0 rows a step more. Set memory=" in lines[0]

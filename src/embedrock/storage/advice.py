@@ -1,7 +1,7 @@
 """Advice on `memory=`: one log line when a table on disk would gain from more, or lose nothing by less.
 
-The logger is ``embedrock.advice``, which prints the line if logging is not set up. It is not a warning, because nothing
-is wrong: programs that turn warnings into errors go on. ``EMBEDROCK_ADVICE=0`` disables it.
+The logger is ``embedrock.advice``. The line is not a Python warning, because nothing is wrong: programs that turn
+warnings into errors go on. ``EMBEDROCK_ADVICE=0`` disables it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from embedrock.storage.online_curve import AT_ONCE, RECENT
 from embedrock.storage.ram_layout import memory_for
 from embedrock.store.folder import Folder
 from embedrock.store.table_folder import TableFolder
+from embedrock.system.log import tell
 from embedrock.system.ram import available_bytes
 from embedrock.system.sizes import format_bytes
 
 QUIET = "EMBEDROCK_ADVICE"  # environment variable; 0 disables advice
-LOGGER = logging.getLogger("embedrock.advice")
+NAME = "embedrock.advice"  # of the logger, and of the thread that logs
 MATTERS = 0.05  # least share of a step's rows that is read from disk
 PAYS = 0.25  # least share of the reads that more memory saves
 SPARED = 0.005  # share of a step's rows that less memory may read in addition
@@ -56,7 +57,7 @@ def consider(tier: Any) -> None:
     if _lines == MOST_LINES:
         text += " (Of other tables nothing is said: see `embedrock top`.)"
     with suppress(RuntimeError):  # the system allows no more threads
-        threading.Thread(target=LOGGER.warning, args=("%s", text), name="embedrock-advice", daemon=True).start()
+        threading.Thread(target=tell, args=(text, logging.WARNING, NAME), name=NAME, daemon=True).start()
 
 
 def of_more(tier: Any) -> str | None:

@@ -1,8 +1,7 @@
 """`tell`: logs a line to the logger ``embedrock``, by default at level INFO.
 
-Python shows INFO only after logging was set up. So if neither the root logger nor ours has a handler, ours gets one
-that writes to stderr. That handler checks for each line whether logging has been set up since. So no line appears
-twice.
+It adds no handler and sets no level, so that logging is as the program sets it up. Until then, Python would show
+warnings only, on stderr. `tell` shows INFO there as well.
 """
 
 from __future__ import annotations
@@ -13,25 +12,29 @@ import sys
 LOGGER = logging.getLogger("embedrock")
 
 
-class _StderrHandler(logging.Handler):
-    """Handler that writes lines to the current stderr until logging is set up."""
+class _LastResort(logging.Handler):
+    """Handler of programs that set up no logging, as `logging.lastResort` is. It writes to the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers and sys.stderr is not None:
+        if sys.stderr is not None:
             sys.stderr.write(f"embedrock: {self.format(record)}\n")
 
 
-def tell(text: str, level: int = logging.INFO) -> None:
-    """Log a line.
+_LAST_RESORT = _LastResort()
+
+
+def tell(text: str, level: int = logging.INFO, name: str = LOGGER.name) -> None:
+    """Log a line to a logger. If no logger has a handler or a level, INFO is shown on stderr.
 
     Example:
         >>> tell("users.rock resumed at step 3 (commit 3)")
     """
-    if not LOGGER.hasHandlers():
-        LOGGER.addHandler(_StderrHandler())
-        if LOGGER.level == logging.NOTSET:
-            LOGGER.setLevel(logging.INFO)
-    LOGGER.log(level, "%s", text)
+    logger = logging.getLogger(name)
+    has_level = logger.level or LOGGER.level or logging.root.level != logging.WARNING
+    if logger.hasHandlers():
+        logger.log(level, "%s", text, stacklevel=2)
+    elif logger.isEnabledFor(level) or not (has_level or logger.disabled or logging.root.manager.disable >= level):
+        _LAST_RESORT.handle(logging.LogRecord(name, level, "", 0, text, None, None))
 
 
 OURS = ("embedrock", "torch", "keras", "tensorflow", "functools", "contextlib", "weakref")  # packages of frames to skip

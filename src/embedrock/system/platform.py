@@ -11,9 +11,11 @@ import errno
 import functools
 import mmap
 import os
+import select
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,11 +26,15 @@ from embedrock.errors import UnsupportedError
 
 fcntl: ModuleType | Any
 resource: ModuleType | Any
+termios: ModuleType | Any
+tty: ModuleType | Any
 try:
     import fcntl
     import resource
+    import termios
+    import tty
 except ImportError:  # Windows
-    fcntl = resource = None
+    fcntl = resource = termios = tty = None
 
 NAME = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -132,6 +138,19 @@ def watch_process(process: int) -> int:
     if not hasattr(os, "pidfd_open"):
         raise OSError(f"{NAME} has no descriptors of processes")
     return os.pidfd_open(process)
+
+
+def is_running(process: int) -> bool | None:
+    """Return whether a process of this machine exists; None if Python cannot find out, on Windows."""
+    if not hasattr(os, "getpgid"):
+        return None
+    try:
+        os.getpgid(process)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user, on some systems
+        pass
+    return True
 
 
 def read_into(fd: int, memory: memoryview, offset: int) -> int:
@@ -355,3 +374,26 @@ def _from_libc(name: str) -> Any:
         return getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError, TypeError):  # TypeError: on Windows, `CDLL(None)` does not work
         return None
+
+
+# ---------------------------------------------------------------- the terminal
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """Read keys of the terminal as they are pressed, without Enter. Ctrl-C raises `KeyboardInterrupt` as ever.
+
+    Yields:
+        A function that waits at most some seconds and returns a key, or "". Without a terminal as standard input, and
+        on Windows, it only waits.
+    """
+    if termios is None or sys.stdin is None or not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield lambda seconds: os.read(fd, 1).decode(errors="replace") if select.select([fd], [], [], seconds)[0] else ""
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import tempfile
 import threading
 import time
@@ -139,8 +140,12 @@ class StatsRing:
             "fields": FIELDS,
             "samples": samples or SAMPLES,
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "uuid": uuid,
         }
+        if isinstance(table, Table):
+            spec = table.spec
+            self._told["spec"] = {"rows": spec.rows, "dim": spec.dim, "dtype": spec.dtype, "rule": str(spec.rule)}
         self.path = path or f"{table.path}{SUFFIX}"
         kind = "table" if isinstance(table, Table) else "group"
         self._told["table"] = table.path or f"{getattr(table, 'name', None) or kind} in RAM, {Path(self.path).stem}"
@@ -150,7 +155,7 @@ class StatsRing:
             if found.told["uuid"] == uuid and len(found.samples["number"]):
                 self.number = int(found.samples["number"][-1])
         self._file: IO[bytes] = open(self.path, "r+b" if self.number else "w+b", buffering=0)  # noqa: SIM115
-        weakref.finalize(table, self._file.close).atexit = False  # at exit, the recorder closes it first
+        weakref.finalize(table, self.close).atexit = False  # at exit, the recorder closes it first
         if not self.number:
             self._file.truncate(HEADER)
         self._tell({})
@@ -165,15 +170,23 @@ class StatsRing:
             self._tell(told)
 
     def _tell(self, told: Mapping[str, Any]) -> None:
-        members = told.get("members", [])
+        self._told |= told
+        members = self._told.get("members", [])
         for kept in (members, [{**one, "curve": []} for one in members], []):  # a group may have very many tables
-            text = json.dumps({**self._told, **told, "members": kept}).encode()
+            text = json.dumps({**self._told, "members": kept}).encode()
             if len(text) <= HEADER - 16:
                 break
         self._file.seek(0)
         self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
 
-    def close(self) -> None:
+    def close(self, steps: int = 0) -> None:
+        """Close the file. Note that the run ended, now and after `steps`, or after the steps of the last sample.
+
+        A forked child notes nothing.
+        """
+        if self._told["pid"] == os.getpid() and not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._tell({"ended": time.time(), "steps": steps})
         self._file.close()
 
 
@@ -235,6 +248,7 @@ class _Recorder:
         self._stops.set()
         if self.pid == os.getpid():
             self._thread.join()
+            self.sample()  # the last steps
         forget(self._clock)
         for ring in self._rings.values():
             ring.close()
@@ -249,7 +263,12 @@ class _Recorder:
             self.sample()
 
     def sample(self) -> None:
-        for thing in opened.all_open():
+        there = opened.all_open()
+        for thing, ring in list(self._rings.items()):
+            if thing not in there:
+                ring.close(thing.steps if isinstance(thing, Table) else 0)
+                del self._rings[thing]
+        for thing in there:
             assert isinstance(thing, Table | Group)  # nothing else is registered
             if thing in self._lost:
                 continue
@@ -257,7 +276,7 @@ class _Recorder:
                 ring = self._rings.get(thing)
                 if ring is None:
                     ring = self._rings[thing] = self._ring(thing)
-                ring.add(self._numbers(thing), facts(thing))
+                ring.add(self._numbers(thing), {**facts(thing), "every": self.every})
             except EmbedrockError:  # closed meanwhile
                 continue
             except OSError as error:
@@ -354,7 +373,7 @@ def keep_stats(every: float | None = 1.0) -> None:
     It is ``<folder>.stats`` beside the folder of a table on disk. For a table in RAM it is in the user's runtime
     directory. ``embedrock top`` and ``embedrock report`` show them, while the process runs and afterwards. A thread
     writes them, for existing tables and for later ones; no step waits for it. A file keeps the last 4096 samples, 1.1
-    MB; in the runtime directory 512.
+    MB; in the runtime directory 512. It notes when the table closes or the program ends.
 
     Args:
         every: seconds between samples; None: stop.
