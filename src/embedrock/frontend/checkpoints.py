@@ -24,12 +24,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from embedrock.errors import ArgumentError, CommitError
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, reference_at
 from embedrock.frontend.row_files import check_rows, read_rows, write_rows
 from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
 from embedrock.storage.commit import StorageCommit
 from embedrock.system import platform
+from embedrock.table.group import Group
 from embedrock.table.table import Table, rows_of
 
 FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
@@ -234,7 +237,7 @@ COME_AND_GONE = ("admitted", "evicted", "gradients_dropped", "gradients_shared")
 
 
 class TableNumbers:
-    """Numbers about tables for logs, by key ``"<name>/<what>"``.
+    """Numbers about tables for logs, by key ``"<name>/<what>"``, or ``"tables/<what>"`` for all tables together.
 
     - ``rows``: rows that were ever stepped, and so are stored;
     - ``ram_bytes``: RAM that the rows take now (for a table on disk, its cache and its index);
@@ -249,40 +252,45 @@ class TableNumbers:
 
     - ``disk_bytes``: bytes of its files;
     - ``hit_rate``: fraction of row requests since the last call that were in the cache, absent without requests;
-    - ``commit_age_s``: seconds since its last commit.
+    - ``commit_age_s``: seconds since its last commit; of several tables, since the oldest of these commits.
     """
 
     def __init__(self) -> None:
-        # Cache hits and misses since a table was opened.
-        self._counted: weakref.WeakKeyDictionary[Table, tuple[float, float]] = weakref.WeakKeyDictionary()
+        # Cache hits and misses since a table or group was opened.
+        self._counted: weakref.WeakKeyDictionary[Table | Group, tuple[float, float]] = weakref.WeakKeyDictionary()
 
     def begin(self, tables: Iterable[Table]) -> None:
         """Count row requests from now on."""
-        for table in tables:
-            self._counted[table] = _counts(table.stats())
+        for each in {each for table in tables for each in (table, table.group) if each is not None}:
+            self._counted[each] = _counts(each.stats())
 
-    def of(self, tables: Mapping[str, Table]) -> dict[str, float]:
-        """Return the numbers of tables, by their names."""
-        return {
-            f"{name}/{what}": float(value)
-            for name, table in tables.items()
-            for what, value in self._of_one(table).items()
-        }
+    def of(self, tables: Mapping[str, Table], per_table: bool) -> dict[str, float]:
+        """Return the numbers of each table by its name, or those of all tables together."""
+        parts = {name: [table] for name, table in tables.items()} if per_table else {"tables": [*tables.values()]}
+        named = {name: self._of_all(part) for name, part in parts.items() if part}
+        return {f"{name}/{what}": float(value) for name, numbers in named.items() for what, value in numbers.items()}
 
-    def _of_one(self, table: Table) -> dict[str, float]:
-        stats = table.stats()
-        numbers = {"rows": stats["rows_touched"], "ram_bytes": stats["bytes_used"]}
-        numbers |= {what: stats[what] for what in COME_AND_GONE if what in stats}
-        if not table.is_on_disk:
+    def _of_all(self, tables: Sequence[Table]) -> dict[str, float]:
+        all_stats = [table.stats() for table in tables]
+        numbers = {"rows": _total(all_stats, "rows_touched"), "ram_bytes": _total(all_stats, "bytes_used")}
+        numbers |= {what: _total(all_stats, what) for what in COME_AND_GONE if any(what in own for own in all_stats)}
+        # Members of a group share their files and their cache.
+        owners = {table if len(tables) == 1 else table.group or table for table in tables if table.is_on_disk}
+        if not owners:
             return numbers
-        before, now = self._counted.get(table, (0, 0)), _counts(stats)
-        self._counted[table] = now
-        hits, misses = now[0] - before[0], now[1] - before[1]
+        all_stats = [owner.stats() for owner in owners]
+        counts = [_counts(stats) for stats in all_stats]
+        hits, misses = np.sum(counts, 0) - np.sum([self._counted.get(owner, (0, 0)) for owner in owners], 0)
+        self._counted.update(zip(owners, counts, strict=True))
         if hits + misses:
             numbers["hit_rate"] = hits / (hits + misses)
-        committed = datetime.fromisoformat(table.commits()[-1]["time"])
+        committed = min(datetime.fromisoformat(owner.commits()[-1]["time"]) for owner in owners)
         age_s = max(0.0, (datetime.now(UTC) - committed).total_seconds())
-        return {**numbers, "disk_bytes": stats["disk_bytes"], "commit_age_s": age_s}
+        return {**numbers, "disk_bytes": _total(all_stats, "disk_bytes"), "commit_age_s": age_s}
+
+
+def _total(all_stats: Sequence[Mapping[str, float]], what: str) -> float:
+    return sum(stats.get(what, 0) for stats in all_stats)
 
 
 def _counts(stats: dict[str, float]) -> tuple[float, float]:
