@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
 
@@ -26,46 +27,45 @@ import tensorflow as tf
 import embedrock as er
 import embedrock.keras as erk
 
-USERS, ITEMS, LONGEST, DIM = 200_000, 20_000, 8, 16  # id 0 of an item is padding of a history
+USERS, ITEMS, LONGEST = 50_000, 5_000, 8  # a history has up to 8 items; the item 0 is its padding
 Inputs = dict[str, np.ndarray]
 
 
 def make_clicks(count: int, seed: int) -> tuple[Inputs, np.ndarray, np.ndarray]:
     """Return inputs, labels (n, 1), and the logits (n,) by which the labels were drawn: no model ranks better."""
-    planted, rng = np.random.default_rng(0), np.random.default_rng((1, seed))
-    activity, appeal = planted.normal(size=USERS), planted.normal(size=ITEMS)
-    taste = planted.normal(size=(ITEMS, 3)) * (np.arange(ITEMS) > 0)[:, None]
-    lengths = planted.integers(1, LONGEST + 1, USERS)
-    histories = np.where(np.arange(LONGEST) < lengths[:, None], popular(planted, (USERS, LONGEST)), 0)
+    world, rng = np.random.default_rng(0), np.random.default_rng((1, seed))
+    activity, appeal, genre = world.normal(size=USERS), world.normal(size=ITEMS), world.integers(0, 6, ITEMS)
+    lengths = world.integers(1, LONGEST + 1, USERS)
+    histories = np.where(np.arange(LONGEST) < lengths[:, None], popular(world, (USERS, LONGEST)), 0)
     user, item = rng.integers(0, USERS, count), popular(rng, count)
     history = histories[user]
-    match = (taste[history].sum(1) / lengths[user][:, None] * taste[item]).sum(-1)
-    logits = 0.5 * activity[user] + appeal[item] + 1.5 * match - 1
+    alike = ((genre[history] == genre[item][:, None]) & (history > 0)).sum(1) / lengths[user]
+    logits = 0.5 * activity[user] + appeal[item] + 4 * alike - 1.5
     labels = (rng.random(count) < 1 / (1 + np.exp(-logits))).astype("float32")
     return {"user": user, "history": history, "item": item}, labels[:, None], logits
 
 
 def popular(rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
     """Draw items. A few of them are shown often."""
-    return 1 + ((ITEMS - 1) * rng.random(shape) ** 4).astype("int64")
+    return 1 + ((ITEMS - 1) * rng.random(shape) ** 3).astype("int64")
 
 
-def make_model(folder: Path) -> keras.Model:
+def make_model(folder: Path) -> Any:
     """Return a compiled model. Its two tables lie on disk, in one group with 8 MiB of RAM."""
     keras.utils.set_random_seed(0)
     group = er.Group(path=folder / "model.rock", memory="8MiB")
     user = keras.Input((), dtype="int64", name="user")
     item = keras.Input((), dtype="int64", name="item")
     history = keras.Input((LONGEST,), dtype="int64", name="history")
-    items = erk.Embedding(ITEMS, DIM, group=group, name="items")
+    items = erk.Embedding(ITEMS, 16, group=group, name="items")
     liked = erk.EmbeddingBag(items.table, mode="mean", mask_zero=True, name="liked")(history)  # the same rows
-    shown, person = items(item), erk.Embedding(USERS, DIM, group=group, name="users")(user)
+    shown, person = items(item), erk.Embedding(USERS, 4, group=group, name="users")(user)
     features = keras.layers.Concatenate()([person, shown, liked, keras.layers.Multiply()([shown, liked])])
     hidden = keras.layers.Dense(32, activation="relu")(features)
     logit = keras.layers.Dense(1)(hidden)
     model = erk.fuse(keras.Model({"user": user, "history": history, "item": item}, logit))  # one lookup for all three
     model.compile(
-        optimizer=erk.optimizer(keras.optimizers.Adam(0.003)),  # a name works, too: erk.optimizer("adam")
+        optimizer=erk.optimizer(keras.optimizers.Adam(0.01)),  # a name works, too: erk.optimizer("adam")
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
         metrics=[keras.metrics.AUC(from_logits=True, name="auc")],
     )
@@ -93,7 +93,7 @@ def train(folder: Path, options: argparse.Namespace) -> None:
     ]
     valid = make_clicks(20_000, seed=2)[:2]
     how = {"validation_data": valid, "callbacks": callbacks, "verbose": 2, "shuffle": False}
-    model.fit(clicks, labels, batch_size=512, epochs=options.epochs, **how)
+    model.fit(clicks, labels, batch_size=2048, epochs=options.epochs, **how)
 
     scores = model.predict(tested, batch_size=4096, verbose=0)[:, 0]
     print(f"AUC {auc(test_labels, scores):.4f}, best possible {auc(test_labels, planted):.4f}, chance 0.5")
@@ -101,8 +101,8 @@ def train(folder: Path, options: argparse.Namespace) -> None:
     shutil.rmtree(served, ignore_errors=True)  # of an earlier run
     erk.export(model, served)
     some = {name: column[:1000] for name, column in tested.items()}
-    alone = tf.saved_model.load(str(served)).serve(some)  # this line needs no Embedrock
-    difference = np.abs(alone - model.predict(some, batch_size=1000, verbose=0)).max()
+    alone = tf.saved_model.load(str(served))  # here, or where there is no Embedrock
+    difference = np.abs(alone.serve(some) - model.predict(some, batch_size=1000, verbose=0)).max()
     print(f"SavedModel in {served}: largest difference of 1000 predictions {difference}")
 
 
@@ -110,8 +110,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, help="folder that keeps tables, checkpoints and the SavedModel")
     parser.add_argument("--logs", help="folder for TensorBoard; needs the package tensorboard")
-    parser.add_argument("--clicks", type=int, default=400_000, help="training clicks; default: 400000")
-    parser.add_argument("--epochs", type=int, default=4, help="most epochs; default: 4")
+    parser.add_argument("--clicks", type=int, default=1_000_000, help="training clicks; default: 1000000")
+    parser.add_argument("--epochs", type=int, default=3, help="most epochs; default: 3")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        train(options.path or Path(temporary), options)
+        folder = options.path or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        train(folder, options)

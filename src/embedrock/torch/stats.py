@@ -61,9 +61,8 @@ def log_stats(model: nn.Module, writer: Any, step: int | None = None, *, per_tab
         )
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
     names = {layer.table: name for name, layer in reversed(layers.items())}  # of the first layer on each
-    numbers = _numbers.of(
-        {name.replace(COMPILED, "") or type(model).__name__: table for table, name in reversed(names.items())}, per_table
-    )
+    named = {name.replace(COMPILED, "") or type(model).__name__: table for table, name in reversed(names.items())}
+    numbers = _numbers.of(named, per_table)
     if callable(write_one):
         for name, number in numbers.items():
             write_one(name, number, step)
