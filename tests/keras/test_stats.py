@@ -80,7 +80,7 @@ def test_the_numbers_of_all_tables_are_the_default(table: er.Table, tmp_path: Pa
     first, second = history["tables/hit_rate"]
     assert first == pytest.approx(np.mean([history[f"t{k}/hit_rate"][0] for k in (0, 2, 3)]), abs=0.05)
     assert 0 < first < second == 1
-    names: Any = {"one": table, "two": members[0], "three": members[1]}
+    names = [("one", table), ("two", members[0]), ("three", members[1])]
     table.commit()
     oldest = datetime.now(UTC) - datetime.fromisoformat(others.commits()[-1]["time"])
     assert TableNumbers().of(names, per_table=False)["tables/commit_age_s"] >= oldest.total_seconds()

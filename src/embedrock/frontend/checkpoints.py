@@ -40,15 +40,10 @@ _NONE_BEFORE = "There is no checkpoint before it."
 
 
 class CheckpointSuffixes(NamedTuple):
-    """The suffixes of a front end's checkpoint files.
+    """The suffixes of a front end's checkpoint files."""
 
-    Attributes:
-        file: suffix of a checkpoint, such as ".weights.h5".
-        draft: suffix of a checkpoint that is unfinished or dropped.
-    """
-
-    file: str
-    draft: str
+    file: str  # such as ".weights.h5"
+    draft: str  # of a checkpoint that is unfinished or dropped
 
 
 class Checkpoint(NamedTuple):
@@ -141,13 +136,7 @@ def _listed(folder: Path, endings: CheckpointSuffixes, ending: str) -> list[Chec
 
 
 def older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None) -> list[Checkpoint]:
-    """Return the checkpoints that a new one replaces: others of its step, and old ones beyond `keep`.
-
-    Args:
-        before: checkpoints that existed before the new one, oldest first.
-        made: the new checkpoint, which counts.
-        keep: number of checkpoints to keep; None: all.
-    """
+    """Return the checkpoints that a new one replaces: others of its step, and the oldest beyond `keep` (None: none)."""
     others = [each for each in before if each.step != made.step]
     kept = others if keep is None else others[max(len(others) - keep + 1, 0) :]
     return [each for each in before if each not in kept]
@@ -237,23 +226,7 @@ COME_AND_GONE = ("admitted", "evicted", "gradients_dropped", "gradients_shared")
 
 
 class TableNumbers:
-    """Numbers about tables for logs, by key ``"<name>/<what>"``, or ``"tables/<what>"`` for all tables together.
-
-    - ``rows``: rows that were ever stepped, and so are stored;
-    - ``ram_bytes``: RAM that the rows take now (for a table on disk, its cache and its index);
-
-    for a table with admission or eviction,
-
-    - ``admitted``, ``evicted``: total rows that got a record, and that lost it;
-    - ``gradients_dropped``: gradients of rows without a record;
-    - ``gradients_shared``: gradients of such rows, if they train a default row;
-
-    and for a table on disk,
-
-    - ``disk_bytes``: bytes of its files;
-    - ``hit_rate``: fraction of row requests since the last call that were in the cache, absent without requests;
-    - ``commit_age_s``: seconds since its last commit; of several tables, since the oldest of these commits.
-    """
+    """Numbers about tables for logs. `erk.TableStats` and `ert.log_stats` explain each."""
 
     def __init__(self) -> None:
         # Cache hits and misses since a table or group was opened.
@@ -264,9 +237,10 @@ class TableNumbers:
         for each in {each for table in tables for each in (table, table.group) if each is not None}:
             self._counted[each] = _counts(each.stats())
 
-    def of(self, tables: Mapping[str, Table], per_table: bool) -> dict[str, float]:
-        """Return the numbers of each table by its name, or those of all tables together."""
-        parts = {name: [table] for name, table in tables.items()} if per_table else {"tables": [*tables.values()]}
+    def of(self, layers: Iterable[tuple[str, Table]], per_table: bool) -> dict[str, float]:
+        """Return ``{"tables/<what>": number}`` of the tables of layers together, or of each, by its first layer."""
+        names = {table: name for name, table in reversed([*layers])}
+        parts = {name: [table] for table, name in reversed(names.items())} if per_table else {"tables": [*names]}
         named = {name: self._of_all(part) for name, part in parts.items() if part}
         return {f"{name}/{what}": float(value) for name, numbers in named.items() for what, value in numbers.items()}
 

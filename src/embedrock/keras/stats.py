@@ -12,7 +12,6 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError
 from embedrock.frontend.checkpoints import TableNumbers
 from embedrock.keras.layers.row_layer import KerasRowLayer
-from embedrock.table.table import Table
 
 # The marker of scalars for TensorBoard. (`tf.summary.scalar` needs TensorBoard itself, which TensorFlow does not
 # install.)
@@ -78,7 +77,7 @@ class TableStats(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._batches = 0
         for numbers in self._numbers.values():
-            numbers.begin(self._tables().values())
+            numbers.begin(layer.table for layer in self._layers)
         if self._log_dir is not None:
             self._writer = tf.summary.create_file_writer(self._log_dir)
 
@@ -95,13 +94,8 @@ class TableStats(keras.callbacks.Callback):
             self._writer.close()
             self._writer = None
 
-    def _tables(self) -> dict[str, Table]:
-        """Return the model's tables, by the name of the first layer on each."""
-        names = {layer.table: layer.name for layer in reversed(self._layers)}
-        return {name: table for table, name in reversed(names.items())}
-
     def _log(self, logs: Any, period: str, step: int) -> None:
-        numbers = self._numbers[period].of(self._tables(), self._per_table)
+        numbers = self._numbers[period].of([(layer.name, layer.table) for layer in self._layers], self._per_table)
         if logs is not None:
             logs.update(numbers)
         if self._writer is not None:

@@ -59,10 +59,9 @@ def log_stats(model: nn.Module, writer: Any, step: int | None = None, *, per_tab
             "`writer` of ert.log_stats must have add_scalar (TensorBoard's SummaryWriter), log_metrics or log (a run), "
             f"or be a function of a dict: got {type(writer).__name__}."
         )
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
-    names = {layer.table: name for name, layer in reversed(layers.items())}  # of the first layer on each
-    named = {name.replace(COMPILED, "") or type(model).__name__: table for table, name in reversed(names.items())}
-    numbers = _numbers.of(named, per_table)
+    layers = [(name, layer.table) for name, layer in model.named_modules() if isinstance(layer, RowLayer)]
+    own = type(model).__name__
+    numbers = _numbers.of([(name.replace(COMPILED, "") or own, table) for name, table in layers], per_table)
     if callable(write_one):
         for name, number in numbers.items():
             write_one(name, number, step)
