@@ -103,12 +103,12 @@ def train(folder: Path, options: argparse.Namespace) -> None:
     some = {name: column[:1000] for name, column in tested.items()}
     alone = tf.saved_model.load(str(served))  # here, or where there is no Embedrock
     difference = np.abs(alone.serve(some) - model.predict(some, batch_size=1000, verbose=0)).max()
-    print(f"SavedModel in {served}: largest difference of 1000 predictions {difference}")
+    print(f"SavedModel: largest difference of 1000 predictions {difference}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, help="folder that keeps tables, checkpoints and the SavedModel")
+    parser.add_argument("--path", type=Path, help="folder that keeps tables, checkpoints and served, the SavedModel")
     parser.add_argument("--logs", help="folder for TensorBoard; needs the package tensorboard")
     parser.add_argument("--clicks", type=int, default=1_000_000, help="training clicks; default: 1000000")
     parser.add_argument("--epochs", type=int, default=3, help="most epochs; default: 3")
