@@ -32,7 +32,11 @@ class Example(NamedTuple):
     least: tuple[float, float]
 
 
-TESTED: dict[str, Example] = {}
+AUC = r"^AUC (\S+),"
+TESTED: dict[str, Example] = {
+    "jax_training.py": Example(("jax", "optax", "orbax"), "--steps 200", AUC, (0.61, 0.80)),
+    "keras_ranking.py": Example(("keras", "tensorflow"), "--clicks 60000 --epochs 1", AUC, (0.63, 0.73)),
+}
 
 
 def check(name: str, options: str, least: float, folder: Path) -> None:
@@ -45,7 +49,7 @@ def check(name: str, options: str, least: float, folder: Path) -> None:
     command = [sys.executable, str(EXAMPLES / name), *options.split()]
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = re.findall(example.number, ran.stdout)
+    found = re.findall(example.number, ran.stdout, re.MULTILINE)
     assert found, ran.stdout
     assert float(found[-1]) >= least, ran.stdout
 

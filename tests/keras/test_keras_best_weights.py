@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 
 import embedrock as er
 import embedrock.keras as erk
+from embedrock.keras.saving.state import _release
 
 ROWS, DIM, EPOCHS, BEST = 48, 4, 4, 1
 IDS = np.random.default_rng(0).permutation(ROWS)[:32].reshape(16, 2)
@@ -141,6 +145,19 @@ def test_the_first_epoch_stays_while_other_callbacks_commit(tmp_path: Path):
     fit(model, number, stops, seen, saved)
     check_same(contents(model), seen.kept[0])
     model.layers[0].table.close()
+
+
+def test_a_kept_epoch_is_released_in_silence_when_its_folder_is_gone(tmp_path: Path):
+    model = make_model(tmp_path / "t.rock")
+    fit(model, callback := stopping())
+    table = model.layers[0].table
+    table.commit()
+    shutil.rmtree(tmp_path / "t.rock")  # as a temporary folder at exit, before the callback goes
+    with warnings.catch_warnings(action="error"):
+        _release(weakref.ref(table), "best")
+        del callback
+        gc.collect()
+    table.close()
 
 
 def test_tables_of_a_group_share_a_commit_of_the_best_epoch(tmp_path: Path):

@@ -24,7 +24,7 @@ def test_a_file_of_a_model_has_who_has_a_record(tmp_path: Path):
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 200, (160, 3)), rng.random((160, 1))
     history = model.fit(x, y, batch_size=16, verbose=0, callbacks=[erk.TableStats()])
-    assert history.history[f"{rows.name}/evicted"][-1] == rows.table.stats()["evicted"] > 0
+    assert history.history["tables/evicted"][-1] == rows.table.stats()["evicted"] > 0
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras").layers[0]
     assert again.table.spec.admission == POLICIES["admission"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 import embedrock as er
 import embedrock.keras as erk
+from embedrock.frontend.checkpoints import TableNumbers
 from embedrock.keras.prefetch import prefetch
 from embedrock.keras.stats import TableStats
 
@@ -56,7 +58,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 def test_the_numbers_are_those_of_the_tables(table: er.Table):
     in_ram, (ids, y) = er.Table(1000, DIM), data(2)
     model = model_of(table, in_ram)
-    history = model.fit(ids, y, batch_size=BATCH, epochs=2, callbacks=[TableStats()], verbose=0).history
+    history = model.fit(ids, y, batch_size=BATCH, epochs=2, callbacks=[TableStats(per_table=True)], verbose=0).history
     assert set(history) == {"loss", "t0/rows", "t0/ram_bytes", "t1/rows", "t1/ram_bytes"} | {f"t0/{k}" for k in OF_DISK}
     for k, each in enumerate((table, in_ram)):
         assert history[f"t{k}/rows"] == [len(np.unique(ids[:, k]))] * 2
@@ -67,6 +69,27 @@ def test_the_numbers_are_those_of_the_tables(table: er.Table):
     assert 0 <= history["t0/commit_age_s"][0] < history["t0/commit_age_s"][1] < 600
 
 
+def test_the_numbers_of_all_tables_are_the_default(table: er.Table, tmp_path: Path):
+    others, (ids, y) = er.Group(path=tmp_path / "g.rock"), data(4)
+    members = [others.table(f"m{dim}", 1000, dim) for dim in (DIM, 2 * DIM)]  # two pools, with one commit
+    model, stats = model_of(table, er.Table(1000, DIM), *members), [TableStats(), TableStats(per_table=True)]
+    history = model.fit(ids, y, batch_size=BATCH, epochs=2, callbacks=stats, verbose=0).history
+    assert {name for name in history if "tables/" in name} == {f"tables/{k}" for k in ("rows", "ram_bytes", *OF_DISK)}
+    for name in ("rows", "ram_bytes"):
+        assert history[f"tables/{name}"] == np.sum([history[f"t{k}/{name}"] for k in range(4)], 0).tolist()
+    first, second = history["tables/hit_rate"]
+    assert first == pytest.approx(np.mean([history[f"t{k}/hit_rate"][0] for k in (0, 2, 3)]), abs=0.05)
+    assert 0 < first < second == 1
+    names = [("one", table), ("two", members[0]), ("three", members[1])]
+    table.commit()
+    oldest = datetime.now(UTC) - datetime.fromisoformat(others.commits()[-1]["time"])
+    assert TableNumbers().of(names, per_table=False)["tables/commit_age_s"] >= oldest.total_seconds()
+    others.commit()
+    numbers = TableNumbers().of(names, per_table=False)
+    assert numbers["tables/disk_bytes"] == table.stats()["disk_bytes"] + others.stats()["disk_bytes"] > 0
+    others.close()
+
+
 def test_the_age_is_that_of_the_last_commit(table: er.Table):
     class Commits(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -74,14 +97,16 @@ def test_the_age_is_that_of_the_last_commit(table: er.Table):
                 table.commit()
 
     history = model_of(table).fit(*data(), epochs=2, callbacks=[Commits(), TableStats()], verbose=0).history
-    ages = history["t0/commit_age_s"]
+    ages = history["tables/commit_age_s"]
     assert ages[1] < ages[0]
-    assert history["t0/disk_bytes"][1] == table.stats()["disk_bytes"] > 0
+    assert history["tables/disk_bytes"][1] == table.stats()["disk_bytes"] > 0
 
 
 def test_layers_on_one_table_count_once(table: er.Table):
-    history = model_of(table, table).fit(*data(2), callbacks=[TableStats()], verbose=0).history
-    assert {name.split("/")[0] for name in history if "/" in name} == {"t0"}
+    both = [TableStats(), TableStats(per_table=True)]
+    history = model_of(table, table).fit(*data(2), callbacks=both, verbose=0).history
+    assert {name.split("/")[0] for name in history if "/" in name} == {"tables", "t0"}
+    assert history["tables/rows"] == history["t0/rows"]
 
 
 def test_between_epochs(table: er.Table):
@@ -89,7 +114,7 @@ def test_between_epochs(table: er.Table):
 
     class Sees(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            seen.append("t0/rows" in (logs or {}))
+            seen.append("tables/rows" in (logs or {}))
 
     model_of(table).fit(*data(), batch_size=BATCH, callbacks=[TableStats(every=3), Sees()], verbose=0)
     assert seen == [k % 3 == 2 for k in range(STEPS)]
@@ -100,17 +125,17 @@ def test_scalars_without_tensorboard(table: er.Table, tmp_path: Path):
     history = model_of(table).fit(*data(), batch_size=BATCH, epochs=2, callbacks=[stats], verbose=0).history
     found = scalars(tmp_path / "log")
     names = {"rows", "ram_bytes", *OF_DISK}
-    assert set(found) == {f"{period}_t0/{name}" for period in ("batch", "epoch") for name in names}
-    assert list(found["epoch_t0/rows"].values()) == history["t0/rows"]
-    assert sorted(found["batch_t0/rows"]) == [4, 8, 12, 16]
+    assert set(found) == {f"{period}_tables/{name}" for period in ("batch", "epoch") for name in names}
+    assert list(found["epoch_tables/rows"].values()) == history["tables/rows"]
+    assert sorted(found["batch_tables/rows"]) == [4, 8, 12, 16]
 
 
 def test_scalars_of_keras_own_callback(table: er.Table, tmp_path: Path):
     callbacks = [TableStats(every=1), keras.callbacks.TensorBoard(str(tmp_path / "log"), update_freq="batch")]
     model_of(table).fit(*data(), batch_size=BATCH, callbacks=callbacks, verbose=0)
     found = scalars(tmp_path / "log" / "train")
-    assert len(found["batch_t0/rows"]) == STEPS
-    assert "epoch_t0/hit_rate" in found
+    assert len(found["batch_tables/rows"]) == STEPS
+    assert "epoch_tables/hit_rate" in found
 
 
 def test_a_model_without_tables():

@@ -80,6 +80,10 @@ def test_runs_and_functions(method: str, model: Model):
     ert.log_stats(model, taken.append)
     assert [step for _, step in run.taken] == [7, None]
     assert [numbers["user/rows"] for numbers in (*(numbers for numbers, _ in run.taken), *taken)] == [10, 10, 10]
+    together = ert.log_stats(model, taken.append, per_table=False)
+    assert taken[-1] == together
+    assert together["tables/rows"] == 20
+    assert together.keys() == {f"tables/{what}" for what in ("rows", "ram_bytes", "disk_bytes", "commit_age_s")}
 
 
 def test_names():

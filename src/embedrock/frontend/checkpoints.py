@@ -24,12 +24,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from embedrock.errors import ArgumentError, CommitError
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, reference_at
 from embedrock.frontend.row_files import check_rows, read_rows, write_rows
 from embedrock.io.vfs import OS_SYSTEM, explained_if_full, full_disk
 from embedrock.storage.commit import StorageCommit
 from embedrock.system import platform
+from embedrock.table.group import Group
 from embedrock.table.table import Table, rows_of
 
 FILE_NAME = re.compile(r"step-(\d{1,18})-([0-9a-f]{8})(\..+)")
@@ -37,15 +40,10 @@ _NONE_BEFORE = "There is no checkpoint before it."
 
 
 class CheckpointSuffixes(NamedTuple):
-    """The suffixes of a front end's checkpoint files.
+    """The suffixes of a front end's checkpoint files."""
 
-    Attributes:
-        file: suffix of a checkpoint, such as ".weights.h5".
-        draft: suffix of a checkpoint that is unfinished or dropped.
-    """
-
-    file: str
-    draft: str
+    file: str  # such as ".weights.h5"
+    draft: str  # of a checkpoint that is unfinished or dropped
 
 
 class Checkpoint(NamedTuple):
@@ -138,13 +136,7 @@ def _listed(folder: Path, endings: CheckpointSuffixes, ending: str) -> list[Chec
 
 
 def older(before: Sequence[Checkpoint], made: Checkpoint, keep: int | None) -> list[Checkpoint]:
-    """Return the checkpoints that a new one replaces: others of its step, and old ones beyond `keep`.
-
-    Args:
-        before: checkpoints that existed before the new one, oldest first.
-        made: the new checkpoint, which counts.
-        keep: number of checkpoints to keep; None: all.
-    """
+    """Return the checkpoints that a new one replaces: others of its step, and the oldest beyond `keep` (None: none)."""
     others = [each for each in before if each.step != made.step]
     kept = others if keep is None else others[max(len(others) - keep + 1, 0) :]
     return [each for each in before if each not in kept]
@@ -234,55 +226,45 @@ COME_AND_GONE = ("admitted", "evicted", "gradients_dropped", "gradients_shared")
 
 
 class TableNumbers:
-    """Numbers about tables for logs, by key ``"<name>/<what>"``.
-
-    - ``rows``: rows that were ever stepped, and so are stored;
-    - ``ram_bytes``: RAM that the rows take now (for a table on disk, its cache and its index);
-
-    for a table with admission or eviction,
-
-    - ``admitted``, ``evicted``: total rows that got a record, and that lost it;
-    - ``gradients_dropped``: gradients of rows without a record;
-    - ``gradients_shared``: gradients of such rows, if they train a default row;
-
-    and for a table on disk,
-
-    - ``disk_bytes``: bytes of its files;
-    - ``hit_rate``: fraction of row requests since the last call that were in the cache, absent without requests;
-    - ``commit_age_s``: seconds since its last commit.
-    """
+    """Numbers about tables for logs. `erk.TableStats` and `ert.log_stats` explain each."""
 
     def __init__(self) -> None:
-        # Cache hits and misses since a table was opened.
-        self._counted: weakref.WeakKeyDictionary[Table, tuple[float, float]] = weakref.WeakKeyDictionary()
+        # Cache hits and misses since a table or group was opened.
+        self._counted: weakref.WeakKeyDictionary[Table | Group, tuple[float, float]] = weakref.WeakKeyDictionary()
 
     def begin(self, tables: Iterable[Table]) -> None:
         """Count row requests from now on."""
-        for table in tables:
-            self._counted[table] = _counts(table.stats())
+        for each in {each for table in tables for each in (table, table.group) if each is not None}:
+            self._counted[each] = _counts(each.stats())
 
-    def of(self, tables: Mapping[str, Table]) -> dict[str, float]:
-        """Return the numbers of tables, by their names."""
-        return {
-            f"{name}/{what}": float(value)
-            for name, table in tables.items()
-            for what, value in self._of_one(table).items()
-        }
+    def of(self, layers: Iterable[tuple[str, Table]], per_table: bool) -> dict[str, float]:
+        """Return ``{"tables/<what>": number}`` of the tables of layers together, or of each, by its first layer."""
+        names = {table: name for name, table in reversed([*layers])}
+        parts = {name: [table] for table, name in reversed(names.items())} if per_table else {"tables": [*names]}
+        named = {name: self._of_all(part) for name, part in parts.items() if part}
+        return {f"{name}/{what}": float(value) for name, numbers in named.items() for what, value in numbers.items()}
 
-    def _of_one(self, table: Table) -> dict[str, float]:
-        stats = table.stats()
-        numbers = {"rows": stats["rows_touched"], "ram_bytes": stats["bytes_used"]}
-        numbers |= {what: stats[what] for what in COME_AND_GONE if what in stats}
-        if not table.is_on_disk:
+    def _of_all(self, tables: Sequence[Table]) -> dict[str, float]:
+        all_stats = [table.stats() for table in tables]
+        numbers = {"rows": _total(all_stats, "rows_touched"), "ram_bytes": _total(all_stats, "bytes_used")}
+        numbers |= {what: _total(all_stats, what) for what in COME_AND_GONE if any(what in own for own in all_stats)}
+        # Members of a group share their files and their cache.
+        owners = {table if len(tables) == 1 else table.group or table for table in tables if table.is_on_disk}
+        if not owners:
             return numbers
-        before, now = self._counted.get(table, (0, 0)), _counts(stats)
-        self._counted[table] = now
-        hits, misses = now[0] - before[0], now[1] - before[1]
+        all_stats = [owner.stats() for owner in owners]
+        counts = [_counts(stats) for stats in all_stats]
+        hits, misses = np.sum(counts, 0) - np.sum([self._counted.get(owner, (0, 0)) for owner in owners], 0)
+        self._counted.update(zip(owners, counts, strict=True))
         if hits + misses:
             numbers["hit_rate"] = hits / (hits + misses)
-        committed = datetime.fromisoformat(table.commits()[-1]["time"])
+        committed = min(datetime.fromisoformat(owner.commits()[-1]["time"]) for owner in owners)
         age_s = max(0.0, (datetime.now(UTC) - committed).total_seconds())
-        return {**numbers, "disk_bytes": stats["disk_bytes"], "commit_age_s": age_s}
+        return {**numbers, "disk_bytes": _total(all_stats, "disk_bytes"), "commit_age_s": age_s}
+
+
+def _total(all_stats: Sequence[Mapping[str, float]], what: str) -> float:
+    return sum(stats.get(what, 0) for stats in all_stats)
 
 
 def _counts(stats: dict[str, float]) -> tuple[float, float]:

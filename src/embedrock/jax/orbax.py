@@ -55,11 +55,16 @@ class TablesSave(ocp.args.CheckpointArgs):
 
     Save before the first step, too: a run that is killed in its first save leaves its rows in tables on disk.
 
+    Args:
+        tables: to be saved.
+
+    Raises:
+        ArgumentError: `tables` is no `ej.Tables`.
+
     Example:
         >>> import os, orbax.checkpoint as ocp, embedrock as er, embedrock.jax as ej, embedrock.jax.orbax as ejo
         >>> manager, tables = ocp.CheckpointManager(os.path.abspath("steps")), ej.Tables(er.Table(rows=9, dim=4))
         >>> saved = manager.save(0, args=ocp.args.Composite(rows=ejo.TablesSave(tables)))
-        >>> restored = manager.restore(0, args=ocp.args.Composite(rows=ejo.TablesRestore(tables)))
     """
 
     tables: Tables
@@ -71,4 +76,14 @@ class TablesSave(ocp.args.CheckpointArgs):
 
 @ocp.args.register_with_handler(TablesHandler, for_restore=True)
 class TablesRestore(TablesSave):
-    """Argument to take tables back to a step, all or none. Each keeps its rule's learning rate."""
+    """Argument to take tables back to a step, all or none. Each keeps its rule's learning rate.
+
+    Args:
+        tables: those that were saved, by the same names.
+
+    Example:
+        >>> import os, orbax.checkpoint as ocp, embedrock as er, embedrock.jax as ej, embedrock.jax.orbax as ejo
+        >>> manager, tables = ocp.CheckpointManager(os.path.abspath("steps")), ej.Tables(er.Table(rows=9, dim=4))
+        >>> saved = manager.save(0, args=ocp.args.Composite(rows=ejo.TablesSave(tables)))
+        >>> restored = manager.restore(0, args=ocp.args.Composite(rows=ejo.TablesRestore(tables)))
+    """

@@ -52,7 +52,11 @@ class Batch:
         return jax.tree.map(lambda own, at: jax.tree.map(lambda each: _taken(own, each), at), rows, positions)
 
     def with_rows(self, rows: Tree) -> Batch:
-        """Return the batch with other values of `rows`: those by which a loss is differentiated."""
+        """Return the batch with other values of its rows: those by which a loss is differentiated.
+
+        Args:
+            rows: values in the tree and shapes of `rows`.
+        """
         return Batch(rows, self.positions)
 
     def __repr__(self) -> str:
@@ -100,6 +104,9 @@ class Embed:
 def all_finite(*trees: Tree) -> jax.Array:
     """Return whether no number of any tree is NaN or Inf, as a scalar bool.
 
+    Args:
+        trees: pytrees, such as the loss, gradients of dense weights and gradients of rows.
+
     Example:
         >>> bool(all_finite({"w": jnp.ones(3)}, jnp.array([1.0, jnp.nan])))
         False
@@ -109,7 +116,11 @@ def all_finite(*trees: Tree) -> jax.Array:
 
 
 def where(finite: Any, new: Tree, old: Tree) -> Tree:
-    """Return one of two trees of equal structure: `new` if `finite`, else `old`. Leaves that are no arrays stay.
+    """Return one of two trees of equal structure. Leaves that are no arrays stay.
+
+    Args:
+        finite: a scalar bool, such as `all_finite` returns.
+        new, old: the trees: `new` if `finite`, else `old`.
 
     Example:
         >>> where(False, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
@@ -184,14 +195,22 @@ class Tables:
         return self.read(self.plan(ids, missing))
 
     def plan(self, ids: Tree, missing: Any = None) -> Batch:
-        """Return a batch on the host, whose rows are not read yet: see `fetch`."""
+        """Return a batch on the host, whose rows are not read yet.
+
+        Args:
+            ids, missing: as for `fetch`.
+        """
         flat = [jax.tree.flatten(own, is_leaf=lambda x: isinstance(x, list | None)) for own in self._split("ids", ids)]
         fetched = self.fetcher.plan([own for own, _ in flat], missing)
         each = zip(self.fetcher.positions(fetched), flat, strict=True)
         return Batch(None, self._tree.unflatten([tree.unflatten(at) for at, (_, tree) in each]), fetched)
 
     def read(self, batch: Batch) -> Batch:
-        """Return a planned batch with its rows, as arguments of a step."""
+        """Return a planned batch with its rows, as arguments of a step.
+
+        Args:
+            batch: of `plan`.
+        """
         fetched: Any = batch.fetched
         # JAX may use the arrays as they are, and refers to them until it has copied them.
         rows, positions = self._tree.unflatten(self.fetcher.read(fetched)), batch.positions

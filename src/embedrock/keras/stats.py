@@ -12,7 +12,6 @@ import tensorflow as tf
 from embedrock.errors import ArgumentError
 from embedrock.frontend.checkpoints import TableNumbers
 from embedrock.keras.layers.row_layer import KerasRowLayer
-from embedrock.table.table import Table
 
 # The marker of scalars for TensorBoard. (`tf.summary.scalar` needs TensorBoard itself, which TensorFlow does not
 # install.)
@@ -21,26 +20,30 @@ SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=_PLUGIN, data_class=1)  # DATA
 
 
 class TableStats(keras.callbacks.Callback):
-    """A callback that adds numbers about each table to the logs of `fit`, during and after epochs.
+    """A callback that adds numbers about a model's tables to the logs of `fit`, during and after epochs.
 
-    Their keys are ``"<name of the layer>/<what>"``:
+    Their keys are ``"tables/<what>"``, for all tables together:
 
     - ``rows``: rows that were ever stepped, and so are stored;
     - ``ram_bytes``: RAM that the rows take now (for a table on disk, its cache and its index);
 
-    and for a table on disk,
+    if a table is on disk,
 
     - ``disk_bytes``: bytes of its files;
     - ``hit_rate``: fraction of the row requests of this epoch (or these batches) that were in the cache. A prefetched
       row counts as a miss, and then as a hit;
-    - ``commit_age_s``: seconds since its last commit.
+    - ``commit_age_s``: seconds since the last commit; of several tables, since the oldest of these commits;
+
+    and with admission or eviction, ``admitted``, ``evicted``, ``gradients_dropped`` and ``gradients_shared``.
 
     All later callbacks in the list see them, and so do the progress bar and ``history``. Put it before
-    `keras.callbacks.TensorBoard`, which then writes them as scalars, as ``epoch_<name>/<what>``.
+    `keras.callbacks.TensorBoard`, which then writes them as scalars, as ``epoch_tables/<what>``.
 
     Args:
         every: log also at the end of each n-th batch; None: at the end of epochs only.
         log_dir: a folder to write scalars to for TensorBoard, without its callback.
+        per_table: log the numbers of each table instead, by the name of the first layer on it:
+            ``"<name of the layer>/<what>"``.
 
     Raises:
         ArgumentError: `every` is not a number of batches.
@@ -51,18 +54,20 @@ class TableStats(keras.callbacks.Callback):
         >>> model = keras.Sequential([keras.Input((1,), dtype="int64"), *layers])
         >>> model.compile(optimizer=erk.optimizer("sgd"), loss="mse")
         >>> history = model.fit(np.array([[3], [14]]), np.zeros((2, 4)), callbacks=[erk.TableStats()], verbose=0)
-        >>> history.history["user/rows"]
+        >>> history.history["tables/rows"]
         [2.0]
     """
 
-    def __init__(self, every: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, every: int | None = None, log_dir: str | os.PathLike[str] | None = None, *, per_table: bool = False
+    ) -> None:
         super().__init__()
         if every is not None and (not hasattr(every, "__index__") or isinstance(every, bool) or every < 1):
             raise ArgumentError(f"`every` of erk.TableStats must be a number of batches, or None: got {every!r}.")
         self._every = None if every is None else operator.index(every)
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._writer: Any = None
-        self._batches = 0
+        self._batches, self._per_table = 0, per_table
         self._numbers = {"batch": TableNumbers(), "epoch": TableNumbers()}
 
     def set_model(self, model: Any) -> None:
@@ -72,7 +77,7 @@ class TableStats(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._batches = 0
         for numbers in self._numbers.values():
-            numbers.begin(self._tables().values())
+            numbers.begin(layer.table for layer in self._layers)
         if self._log_dir is not None:
             self._writer = tf.summary.create_file_writer(self._log_dir)
 
@@ -89,13 +94,8 @@ class TableStats(keras.callbacks.Callback):
             self._writer.close()
             self._writer = None
 
-    def _tables(self) -> dict[str, Table]:
-        """Return the model's tables, by the name of the first layer on each."""
-        names = {layer.table: layer.name for layer in reversed(self._layers)}
-        return {name: table for table, name in reversed(names.items())}
-
     def _log(self, logs: Any, period: str, step: int) -> None:
-        numbers = self._numbers[period].of(self._tables())
+        numbers = self._numbers[period].of([(layer.name, layer.table) for layer in self._layers], self._per_table)
         if logs is not None:
             logs.update(numbers)
         if self._writer is not None:

@@ -16,8 +16,8 @@ TAKES_ALL = ("log_metrics", "log")  # methods of loggers that take a dict: Light
 _numbers = TableNumbers()
 
 
-def log_stats(model: nn.Module, writer: Any, step: int | None = None) -> dict[str, float]:
-    """Log numbers about each table of a model, and return them.
+def log_stats(model: nn.Module, writer: Any, step: int | None = None, *, per_table: bool = True) -> dict[str, float]:
+    """Log numbers about each table of a model, or about all of them together, and return them.
 
     Keys are ``"<name of the layer in the model>/<number>"``, by the first layer on a table:
 
@@ -37,6 +37,8 @@ def log_stats(model: nn.Module, writer: Any, step: int | None = None) -> dict[st
             with `log_metrics` or `log`, such as Lightning's loggers or a run of W&B. Or a function. The last three take
             a dict, and ``step=`` unless `step` is None.
         step: step of the training loop.
+        per_table: False: log all tables together, by keys ``"tables/<number>"``. The `commit_age_s` is then that of
+            the oldest last commit.
 
     Raises:
         ArgumentError: `writer` is none of these.
@@ -57,11 +59,9 @@ def log_stats(model: nn.Module, writer: Any, step: int | None = None) -> dict[st
             "`writer` of ert.log_stats must have add_scalar (TensorBoard's SummaryWriter), log_metrics or log (a run), "
             f"or be a function of a dict: got {type(writer).__name__}."
         )
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, RowLayer)}
-    names = {layer.table: name for name, layer in reversed(layers.items())}  # of the first layer on each
-    numbers = _numbers.of(
-        {name.replace(COMPILED, "") or type(model).__name__: table for table, name in reversed(names.items())}
-    )
+    layers = [(name, layer.table) for name, layer in model.named_modules() if isinstance(layer, RowLayer)]
+    own = type(model).__name__
+    numbers = _numbers.of([(name.replace(COMPILED, "") or own, table) for name, table in layers], per_table)
     if callable(write_one):
         for name, number in numbers.items():
             write_one(name, number, step)

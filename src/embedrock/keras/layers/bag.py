@@ -38,7 +38,7 @@ class EmbeddingBag(KerasRowLayer):
         mode: "sum" adds a bag's rows, multiplied by the weights if given. "mean" is that sum over the sum of the
             weights. "sqrtn" is that sum over the square root of the sum of their squares. "max" is the largest value of
             each column; the first of equal values gets the gradient.
-        group, sharded, wire, missing, options: as in `Embedding`.
+        rule, path, group, options: these and all other options are as in `Embedding`.
 
     Input: int32 or int64 of shape S + (n,), dense or ragged, or a list or dict of such. `weights` are floats of the
     same shape, for all inputs or for none. Gradients reach them.

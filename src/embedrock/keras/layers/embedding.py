@@ -35,28 +35,22 @@ class Embedding(KerasRowLayer, keras.layers.Embedding):  # pyright: ignore[repor
         path: folder of a table on disk, created if it is missing. An existing table is resumed, and the logger
             "embedrock" says so. None: rows in RAM.
         memory: the most RAM that the rows may take, in bytes or as "2GiB"; None: the machine's.
-        seed: seed of the initial values. (An initializer with a seed brings its own.) None: Keras draws one, as for any
-            initializer, so `keras.utils.set_random_seed` decides it. The seed is kept with the rows, in a ``.keras``
-            too. An existing table at `path` keeps its own.
-        policy, keep, directory, on_nonfinite: as in `er.Table`.
+        seed: seed of the initial values, which is kept with the rows. None: the initializer's, or else one that Keras
+            draws, so `keras.utils.set_random_seed` decides it. An existing table at `path` keeps its own.
+        policy, keep, directory, on_nonfinite, admission, eviction, frozen: as in `er.Table`.
         commit_every: as in `er.Table`: it commits rows, and no dense weights. `erk.TableCheckpoint` saves both.
-        device_memory: bytes of the GPU's memory, or "2GiB", or "25%" of it, for rows that TensorFlow's GPU uses. It
-            needs PyTorch and Triton, and has not met a GPU yet (docs/keras.md). None: the CPU uses the rows. 0: the
-            same, without a warning if TensorFlow has a GPU.
-        group: an `er.Group` that has the table as a member, by the layer's name. The member is created if it is
-            missing. Layers of a group that are looked up together are read, and their gradients summed, in one pass.
-            That needs an `EmbeddingCollection` or a `fuse`d model. A file of the model has the group; a copy of the
-            layer is alone.
-        sharded: under a `tf.distribute.MultiWorkerMirroredStrategy`, each worker keeps its shard of the rows. A shard
-            is in RAM, or in ``shard-<rank>-of-<workers>`` inside `path`. All workers look up rows at once;
-            `layer.table` is the worker's shard. In one process it changes nothing.
-        wire: dtype of float32 rows of shards, and of their gradients, on the wire between workers. "float32" is exact.
-            "bfloat16" rounds to 16 bits, which is no longer exact.
+        device_memory: GPU memory of rows that TensorFlow's GPU uses, in bytes, as "2GiB" or as "25%". It has not met a
+            GPU yet (docs/keras.md). None: the CPU uses the rows. 0: the same, without a warning if there is a GPU.
+        group: an `er.Group` that has, or gets, the table as a member, by the layer's name. Layers that are looked up
+            together are then read and summed in one pass, in an `EmbeddingCollection` or a `fuse`d model.
+        sharded: under a `tf.distribute.MultiWorkerMirroredStrategy`, each worker keeps its shard of the rows, in RAM or
+            in ``shard-<rank>-of-<workers>`` inside `path`. In one process it changes nothing.
+        wire: dtype of float32 rows of shards, and of gradients, between workers: "float32", or inexact "bfloat16".
         missing: values of rows that are not there, where the layer is frozen or not training: "first", their initial
             values; "zeros"; "shared", the default row of the admission; "raise", an `IdError`; or a row (output_dim,).
             None: that of the table. With `mask_zero`, row 0 is always there. It can be set at any time.
-        name, dtype, trainable: as for all layers of Keras. Rows are kept in the dtype of variables: float32, or half of
-            it with "bfloat16" or "float16".
+        options: name, dtype, trainable, autocast and activity_regularizer, as for all layers of Keras. Rows are kept in
+            the dtype of variables: float32, or half of it with "bfloat16" or "float16".
 
     Input: int32 or int64 of any shape S, dense, ragged or sparse. A list or dict of such is looked up at once. A sparse
     tensor's missing elements are id 0.

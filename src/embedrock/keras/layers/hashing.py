@@ -49,7 +49,7 @@ class Hashing(keras.layers.Layer):
     Args:
         buckets: number of ids; None: 2**63 - 1, for a layer of open ids. For ``erk.Embedding(n, dim)`` pass n.
         salt: a number below 2**64, used twice, or a pair of such.
-        name, dtype, trainable: as for all layers of Keras; ids are int64 whatever `dtype` is.
+        options: name, dtype and trainable, as for all layers of Keras; ids are int64 whatever `dtype` is.
 
     Input: strings of any shape, dense, ragged or sparse.
     Output: int64 of that shape.

@@ -239,6 +239,9 @@ class KerasRowLayer(keras.layers.Layer):
 
         Of a `sharded` layer, all workers must call it.
 
+        Args:
+            input_dim, init: as for `Table.grow`.
+
         Example:
             >>> import embedrock.keras as erk
             >>> layer = erk.Embedding(10, 4)
@@ -252,6 +255,9 @@ class KerasRowLayer(keras.layers.Layer):
 
     def shrink(self, input_dim: int) -> int:
         """Delete rows from the end, with their state. Return the number that had records: see `Table.shrink`.
+
+        Args:
+            input_dim: number of rows that stay.
 
         Example:
             >>> import embedrock.keras as erk
@@ -268,6 +274,9 @@ class KerasRowLayer(keras.layers.Layer):
 
         Rows on a GPU are written back first, and are copied there again at the next call. A later step by gradients
         that wait on the GPU is an error.
+
+        Args:
+            ids: integers of any shape.
 
         Example:
             >>> import embedrock.keras as erk

@@ -82,6 +82,14 @@ def load_model(
     Raises:
         ArgumentError: `relocate` has a path that the file does not refer to, or a commit is gone.
         TableLockedError: a table is open for writing elsewhere, and the mode is "w".
+
+    Example:
+        >>> import keras, numpy as np, embedrock.keras as erk
+        >>> model = keras.Sequential([keras.Input((2,), dtype="int64"), erk.Embedding(10**9, 4, path="users.rock")])
+        >>> model.save("model.keras")
+        >>> served = erk.load_model("model.keras", mode="r")
+        >>> bool((served(np.array([[3, 14]])) == model(np.array([[3, 14]]))).numpy().all())
+        True
     """
     if mode not in ("w", "r"):
         raise ArgumentError(f'`mode` of erk.load_model must be "w" or "r": got {mode!r}.')

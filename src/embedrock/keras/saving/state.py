@@ -6,6 +6,7 @@ Formats without assets (``.weights.h5``, `BackupAndRestore`, `tf.train.Checkpoin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -225,7 +226,8 @@ class KeptRows:
 def _release(known: weakref.ref[Table], name: str) -> None:
     table = known()
     if table is not None and table.is_open_here:
-        table.release(name)
+        with contextlib.suppress(FileNotFoundError):  # at exit: a temporary folder may be gone, with all commits
+            table.release(name)
 
 
 def rows_in_weights(known: weakref.ref[Any], *args: Any, **kwargs: Any) -> KeptRows:

@@ -28,7 +28,7 @@ _check_finite_in_keras: Callable[..., Any] = keras.optimizers.LossScaleOptimizer
 
 
 def distribute(model: Any) -> Any:
-    """Make `fit`, `evaluate` and `predict` work under the strategy that a model was made under.
+    """Make `fit`, `evaluate` and `predict` work under the strategy of a model, and return the same model.
 
     Under `tf.distribute.MultiWorkerMirroredStrategy` Keras fails in all of them. The repairs are:
 
@@ -42,13 +42,17 @@ def distribute(model: Any) -> Any:
     Args:
         model: made under the scope of a strategy; it may be compiled or built already.
 
-    Returns:
-        The same model.
-
     Raises:
         ArgumentError: the model was made outside of a strategy's scope.
         UnsupportedError: a strategy or a version of Keras without a repair. `fit` raises it later, too, if the model
             was compiled with ``steps_per_execution > 1``.
+
+    Example:
+        >>> import keras, tensorflow as tf, embedrock.keras as erk
+        >>> with tf.distribute.MirroredStrategy(["CPU:0"]).scope():  # a MultiWorkerMirroredStrategy in a cluster
+        ...     model = keras.Sequential([keras.Input((2,)), erk.Embedding(10**9, 4)])
+        >>> erk.distribute(model).predict(tf.constant([[3, 14]]), verbose=0).shape
+        (1, 2, 4)
     """
     strategy = _strategy_of(model)
     if getattr(model._maybe_symbolic_build, "__func__", None) is _build_symbolically:
@@ -71,12 +75,17 @@ def worker_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
     An error of one worker, raised inside, ends the collective operations of all, so the others do not wait.
     TensorFlow's error about a lost worker is raised as `WorkerLostError`.
 
+    Args:
+        strategy: of the training loop.
+
+    Raises:
+        WorkerLostError: another worker failed, is gone, or did not answer in time.
+
     Example:
-        ```python no-run: needs a cluster
-        with erk.worker_errors(strategy):
-            for batch in batches:
-                strategy.run(step, args=(batch,))
-        ```
+        >>> import tensorflow as tf, embedrock.keras as erk
+        >>> strategy = tf.distribute.get_strategy()  # a MultiWorkerMirroredStrategy in a cluster
+        >>> with erk.worker_errors(strategy):
+        ...     total = strategy.run(tf.add, (1, 2))
     """
     try:
         yield
