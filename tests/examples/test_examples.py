@@ -32,7 +32,12 @@ class Example(NamedTuple):
     least: tuple[float, float]
 
 
-TESTED: dict[str, Example] = {}
+TESTED: dict[str, Example] = {
+    "language_model.py": Example(("torch",), "--steps 20", r"with the memory: (\S+) less", (0.05, 0.5)),
+    "stream.py": Example(
+        ("torch",), "--days 3 --steps-a-day 20 --batch-size 1024 --alive 1000", r"come and go +(0\.\d+)", (0.66, 0.69)
+    ),
+}
 
 
 def check(name: str, options: str, least: float, folder: Path) -> None:
