@@ -102,7 +102,7 @@ def main(options: argparse.Namespace, folder: Path, pool: Pool) -> None:
             numbers, quality = items.table.stats(), f"{scores[name]:.4f}  {scores['best']:.4f}"
             size = f"{numbers['rows_touched']:9,}  {numbers['disk_bytes'] / 1e6:5.1f} MB"
             print(f"{day + 1:3}  {name:14}  {quality}  {size}", flush=True)
-    print(f"service  {service.get(timeout=60)}")
+    print(f"service  {service.get(timeout=300)}")
 
 
 if __name__ == "__main__":
