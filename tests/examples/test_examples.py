@@ -36,6 +36,10 @@ AUC = r"^AUC (\S+),"
 TESTED: dict[str, Example] = {
     "jax_training.py": Example(("jax", "optax", "orbax"), "--steps 200", AUC, (0.61, 0.80)),
     "keras_ranking.py": Example(("keras", "tensorflow"), "--clicks 60000 --epochs 1", AUC, (0.63, 0.73)),
+    "language_model.py": Example(("torch",), "--steps 20", r"with the memory: (\S+) less", (0.05, 0.5)),
+    "stream.py": Example(
+        ("torch",), "--days 3 --steps-a-day 20 --batch-size 1024 --alive 1000", r"come and go +(0\.\d+)", (0.66, 0.69)
+    ),
 }
 
 
@@ -45,7 +49,7 @@ def check(name: str, options: str, least: float, folder: Path) -> None:
     for package in example.needs:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{name} needs {package}")
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "PYTHONWARNINGS": "default"}
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
     command = [sys.executable, str(EXAMPLES / name), *options.split()]
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr

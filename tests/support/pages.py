@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 FENCE = re.compile(r"^```python([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
-FRAMEWORKS = "torch|keras|jax|optax|flax|equinox|orbax|lightning|accelerate|transformers|huggingface_hub|safetensors"
+FRAMEWORKS = (
+    "torch|keras|jax|optax|flax|equinox|orbax|lightning|accelerate|transformers|huggingface_hub|safetensors"
+    "|faiss|usearch"
+)
 USES = re.compile(rf"^\s*(?:import|from) (?:embedrock\.)?({FRAMEWORKS})\b", re.MULTILINE)
 
 

@@ -468,6 +468,16 @@ def test_uncommitted_rows_are_not_in_it(tmp_path: Path) -> None:
     table.close()
 
 
+def test_evicted_rows_are_gone(tmp_path: Path) -> None:
+    policies: Any = {"eviction": er.Eviction(max_rows=2, by="recency")}
+    with er.Table(rows=None, dim=DIM, rule=er.SGD(lr=1.0), path=tmp_path / "t", **policies) as table:
+        table.update([7, 8], np.ones((2, DIM)))
+        table.commit()
+        table.update([9], np.ones((1, DIM)))
+        table.commit()
+        assert told(table.changes(1)) == ({9: contents(table)[9]}, {7})
+
+
 # ---------------------------------------------------------------- bytes
 
 
