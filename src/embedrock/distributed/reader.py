@@ -385,7 +385,7 @@ def open_table(
             read as one table, and only its ranks can write it.
         at: number of the commit, for a reader; None: the last one. For a sharded table, the number in its first shard.
         memory: as in `Table`. "map", for readers: map the files into memory. Processes share one copy of the rows.
-        on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
+        on_nonfinite, name, policy, keep, commit_every, lock, device_memory: as in `Table`.
         missing: of a reader, values of rows that are not there: "first", "zeros", "shared", "raise" or a row. See
             `Table.lookup`.
         init: for a table whose initial values come from an array: that `er.FromArray`.

@@ -26,7 +26,6 @@ from embedrock.errors import (
     with_article,
 )
 from embedrock.initializers import Initializer
-from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.optimizers import Rule
 from embedrock.spec.admission import Admission
 from embedrock.spec.description import POLICIES, describe_spec, rule_of, without_place
@@ -89,7 +88,7 @@ class Group(StoredVerbs):
             share that half.
         on_nonfinite: default of members for a step with NaN or Inf in its gradients, "raise" or "skip".
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
-        policy, keep, lock, mode, system: of a group on disk: see `Table`.
+        policy, keep, lock, mode: of a group on disk: see `Table`.
         commit_every: automatic commits of a group on disk, all members as one: see `Table`. Steps count for the member
             that has made most, and the commit's `step` is of that member.
         name: for error messages.
@@ -128,11 +127,10 @@ class Group(StoredVerbs):
         lock: bool = True,
         mode: str = "w",
         name: str | None = None,
-        system: System = OS_SYSTEM,
         device_memory: Size | None = None,
     ) -> None:
         options = {"path": path, "memory": memory, "policy": policy, "keep": keep, "lock": lock, "mode": mode}
-        options |= {"commit_every": commit_every, "name": name, "system": system}
+        options |= {"commit_every": commit_every, "name": name}
         check_on_nonfinite(on_nonfinite)
         if path is None:
             refuse_options_of_files({**defaults(TableOptions), **options}, "the group")

@@ -100,7 +100,6 @@ class Table(StoredVerbs):
         lock: of a table on disk: refuse to open if the file system has no locks.
         mode: "w", or "r" for a snapshot of a table on disk, which moves only when `refresh` is called.
         missing: of a snapshot, the default of the same argument of `lookup`.
-        system: system calls for I/O of a table on disk (for tests).
         device_memory: the most GPU memory for rows of a table in a model on a GPU, in bytes, "2GiB" or "25%". It holds
             all rows if they fit, otherwise a cache of the rows in use. 0: rows are used in RAM. None: half of the free
             memory; of a table on disk 0.

@@ -25,7 +25,7 @@ from embedrock.errors import (
     UnsupportedError,
     check_choice,
 )
-from embedrock.io.vfs import OS_SYSTEM, System
+from embedrock.io.vfs import SYSTEM
 from embedrock.system import forks
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller_level
@@ -83,7 +83,6 @@ class Vocabulary(ClosedAtEnd):
         mode: str = "w",
         *,
         step: int | None = None,
-        system: System = OS_SYSTEM,
     ) -> None:
         self._files: StringFiles | None = None
         self._memtable, self._closed, self._process = MemTable(), False, os.getpid()
@@ -101,7 +100,7 @@ class Vocabulary(ClosedAtEnd):
             self._salt = (0, 0)
             return
         self._memory = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
-        system.check_usable(self.subject)
+        (system := SYSTEM.get()).check_usable(self.subject)
         open_it = functools.partial(StringFiles.open_or_make if self._writes else StringFiles.open, system, self.path)
         self._files = open_alone(self.path, open_it) if self._writes else open_it()
         self._salt = self._files.manifest.salt
