@@ -155,3 +155,7 @@ __all__ = [
     "publish",
     "set_threads",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

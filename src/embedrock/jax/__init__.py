@@ -10,3 +10,7 @@ from embedrock.jax.prefetch import prefetch
 from embedrock.jax.tables import Batch, Embed, Tables, all_finite, where
 
 __all__ = ["Batch", "Embed", "Tables", "all_finite", "prefetch", "where"]
+
+
+def __dir__() -> list[str]:
+    return __all__

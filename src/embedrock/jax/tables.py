@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from embedrock.errors import ArgumentError
 from embedrock.frontend.row_fetcher import FetchedRows, RowFetcher
+from embedrock.system.notebook import PublicNames
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 
@@ -118,7 +119,7 @@ def where(finite: Any, new: Tree, old: Tree) -> Tree:
     return jax.tree.map(lambda one, other: one if one is other else jnp.where(finite, one, other), new, old)
 
 
-class Tables:
+class Tables(PublicNames):
     """Tables whose rows are arguments of jitted steps.
 
     `fetch` reads the rows of a batch. The step returns their gradients, and `apply` steps the rows by them.
@@ -141,6 +142,8 @@ class Tables:
         >>> tables.fetch(np.array([3, 7])).lookup().tolist()
         [[-0.5, -0.5], [-1.0, -1.0]]
     """
+
+    _unlisted = "fetcher plan read"
 
     def __init__(self, tables: Tree, sharding: NamedSharding | None = None) -> None:
         tree = jax.tree.map(lambda own: {name: own[name] for name in own} if isinstance(own, Group) else own, tables)

@@ -38,6 +38,7 @@ from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
+from embedrock.system.notebook import html_table
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, opened
@@ -73,6 +74,7 @@ _OPEN: dict[str, Any] = {"subject": "er.open", "first": ("path", "mode", "at"), 
 NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
 _NO_IDS = np.empty(0, np.int64)
 MOST_LAYOUTS = 64  # of batches of different members
+MOST_SHOWN = 30  # members in a notebook
 
 
 class Group(StoredVerbs):
@@ -114,6 +116,8 @@ class Group(StoredVerbs):
         >>> group.lookup({"users": [7], "items": [7]})
         {'users': array([[-0.5, -0.5]], dtype=float32), 'items': array([[-1., -1.]], dtype=float32)}
     """
+
+    _unlisted = "made members open_tables pools"
 
     def __init__(
         self,
@@ -504,9 +508,20 @@ class Group(StoredVerbs):
         return pools
 
     def __repr__(self) -> str:
+        return f"Group({_names(self.members.names)}{self._place})"
+
+    @property
+    def _place(self) -> str:
         used, budget = format_bytes(self.pools.bytes_used), format_bytes(self.pools.budget_bytes)
-        where = "" if self.path is None else f" on disk at {self.path!r}"
-        return f"Group({_names(self.members.names)}{where}: {used} of {budget})"
+        return f"{'' if self.path is None else f' on disk at {self.path!r}'}: {used} of {budget}"
+
+    def _html(self) -> str:
+        head = "name", "rows", "rows_touched", "dim", "dtype", "rule", "steps"
+        told = [each | {"rule": rule_of(each["rule"])} for each in self.describe()]
+        lines = [[each[key] for key in head] for each in told[:MOST_SHOWN]]
+        lines += [[f"and {len(told) - MOST_SHOWN:,} more"]] * (len(told) > MOST_SHOWN)
+        commit = f", last commit {self._commit_facts}" if self.is_on_disk else ""
+        return html_table(f"Group{self._place}{commit}", lines, [key.replace("_", " ") for key in head])
 
     def __reduce__(self) -> Any:
         remedy = "Copy its tables, which gives tables alone, or save what state() of each returns"

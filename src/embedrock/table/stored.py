@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 from embedrock.errors import UnsupportedError
 from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store.verify import Verification, verify
+from embedrock.system.notebook import PublicNames
 from embedrock.system.scopes import ClosedAtEnd
 from embedrock.table import opened
 from embedrock.table.changed_rows import RowChanges
@@ -18,7 +20,7 @@ from embedrock.table.rows import ChangeCounter
 from embedrock.table.storage import StorageManager
 
 
-class StoredVerbs(ClosedAtEnd, ABC):
+class StoredVerbs(PublicNames, ClosedAtEnd, ABC):
     """A table alone, a member of a group, or a group. On disk, commits make its changes durable.
 
     Attributes:
@@ -28,6 +30,7 @@ class StoredVerbs(ClosedAtEnd, ABC):
 
     storage: StorageManager | None
     table_lock: TableLock
+    _unlisted = "_[!_]* is_open_here storage subject table_lock"
 
     @property
     @abstractmethod
@@ -44,6 +47,19 @@ class StoredVerbs(ClosedAtEnd, ABC):
     @abstractmethod
     def is_open_here(self) -> bool:
         """Return whether it is open, and this process opened it, not a parent process."""
+
+    @abstractmethod
+    def _html(self) -> str: ...
+
+    def _repr_html_(self) -> str:
+        """Return a table of facts, for notebooks."""
+        return self._html() if self.is_open_here else escape(repr(self))
+
+    @property
+    def _commit_facts(self) -> str:
+        """The last commit, for people: its number and step."""
+        step = self.last_step
+        return f"{self.last_commit:,}" if step is None else f"{self.last_commit:,} (step {step:,})"
 
     def _note(self) -> None:
         if self.mode == "w":

@@ -90,3 +90,7 @@ __all__ = [
     "save",
     "uneven",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -29,6 +29,7 @@ from embedrock.io.vfs import SYSTEM
 from embedrock.system import forks
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller_level
+from embedrock.system.notebook import PublicNames
 from embedrock.system.paths import local_path
 from embedrock.system.ram import memory_limit
 from embedrock.system.scopes import ClosedAtEnd, on_failure
@@ -46,7 +47,7 @@ PART = 1 << 20  # strings looked up or added at once
 RAISE = "raise"
 
 
-class Vocabulary(ClosedAtEnd):
+class Vocabulary(PublicNames, ClosedAtEnd):
     """Exact map from strings to dense ids 0, 1, 2, ... in order of first occurrence, and back.
 
     On disk it is append-only: an id never changes, and `commit` makes all strings so far durable. It may be larger than
@@ -75,6 +76,8 @@ class Vocabulary(ClosedAtEnd):
         >>> words.strings([1, 0])
         array(['green', 'red'], dtype=object)
     """
+
+    _unlisted = "_[!_]* is_open_here subject"
 
     def __init__(
         self,
