@@ -11,7 +11,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Unpack
+from typing import Any, NamedTuple, NoReturn, Unpack, overload
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from embedrock.system.paths import local_path
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, parse_bytes
 from embedrock.table.changed_rows import ChangedRows, RowChanges
-from embedrock.table.group import asked
+from embedrock.table.group import Group, asked
 from embedrock.table.group import open_table as open_alone
 from embedrock.table.options import OpenArguments, OpenOptions, shows
 from embedrock.table.rows import TableState
@@ -373,10 +373,37 @@ def _tell_of_others(storage: StorageManager) -> None:
         )
 
 
+@overload
+def open_table(
+    path: str | os.PathLike[str],
+    mode: str = "w",
+    at: int | None = None,
+    *,
+    kind: type[Table] | None = None,
+    **options: Unpack[OpenArguments],
+) -> Table: ...
+
+
+@overload
+def open_table(
+    path: str | os.PathLike[str],
+    mode: str = "w",
+    at: int | None = None,
+    *,
+    kind: type[Group],
+    **options: Unpack[OpenArguments],
+) -> Group: ...
+
+
 @shows(OpenArguments)
 def open_table(
-    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
-) -> Any:
+    path: str | os.PathLike[str],
+    mode: str = "w",
+    at: int | None = None,
+    *,
+    kind: type[Table | Group] | None = None,
+    **options: Unpack[OpenArguments],
+) -> Table | Group:
     """Open a table on disk, a group, or a sharded table (see ``sharded=`` of layers), as of a commit.
 
     Args:
@@ -384,6 +411,8 @@ def open_table(
         mode: "w" for its one writer, or "r" for a snapshot, which stays the same until `refresh`. A sharded table is
             read as one table, and only its ranks can write it.
         at: number of the commit, for a reader; None: the last one. For a sharded table, the number in its first shard.
+        kind: `er.Table` or `er.Group`: an error if the folder has the other one. Type checkers take a folder without
+            `kind` for a table's.
         memory: as in `Table`. "map", for readers: map the files into memory. Processes share one copy of the rows.
         on_nonfinite, name, policy, keep, commit_every, lock, device_memory: as in `Table`.
         missing: of a reader, values of rows that are not there: "first", "zeros", "shared", "raise" or a row. See
@@ -394,7 +423,8 @@ def open_table(
         A `Table`, or a `Group` if the folder holds one.
 
     Raises:
-        TableFileError: there is no table, or `init` is missing or differs, or a writer opens a sharded table.
+        TableFileError: there is no table, or another `kind`; `init` is missing or differs; or a writer opens a sharded
+            table.
         TableLockedError: another writer has it open.
         CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
         ArgumentError: there is no commit `at`, or none that all shards have.
@@ -410,6 +440,21 @@ def open_table(
         ...     table.lookup([7])
         array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
     """
+    if kind not in (None, Table, Group):
+        raise ArgumentError(f"`kind` of er.open must be er.Table, er.Group or None: got {kind!r}.")
+    opened = _opened(path, mode, at, options)
+    if kind not in (None, type(opened)):
+        with opened:
+            raise TableFileError(
+                errno.EINVAL,
+                f"`kind` must be what the folder holds, er.{type(opened).__name__}: got er.{kind.__name__}. Pass the "
+                "other one, or leave it out",
+                opened.path,
+            )
+    return opened
+
+
+def _opened(path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]) -> Table | Group:
     layout = layout_of(os.path.abspath(local_path(path)))
     if layout is None:
         opened = open_alone(path, mode, at, **options)

@@ -70,7 +70,7 @@ from embedrock.table.table import Table, rows_of
 # Arguments of `Group.table`, by name.
 GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory", *POLICIES)
 
-_OPEN: dict[str, Any] = {"subject": "er.open", "first": ("path", "mode", "at"), "kind": OpenArguments}
+_OPEN: dict[str, Any] = {"subject": "er.open", "first": ("path", "mode", "at", "kind"), "kind": OpenArguments}
 NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
 _NO_IDS = np.empty(0, np.int64)
 MOST_LAYOUTS = 64  # of batches of different members

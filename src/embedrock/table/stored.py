@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal, overload
 
 from embedrock.errors import UnsupportedError
 from embedrock.storage.table_lock import TableLock
@@ -171,6 +171,12 @@ class StoredVerbs(PublicNames, ClosedAtEnd, ABC):
         with self.table_lock.whole():
             self._check_usable()
             return self._on_disk().rollback(index(commit))
+
+    @overload
+    def refresh(self, changes: Literal[False] = False) -> bool: ...
+
+    @overload
+    def refresh(self, changes: bool) -> Any: ...
 
     def refresh(self, changes: bool = False) -> Any:
         """Move a snapshot (``mode="r"``) to the newest commit; return whether there was a newer one.
