@@ -220,7 +220,7 @@ def test_a_group_is_copied(tmp_path: Path) -> None:
         group.update(dict.fromkeys(group, IDS), {name: np.ones((len(IDS), DIM)) for name in group})
         group.commit()
         copy_table(source, target)
-    with er.open(target, mode="r") as copied:
+    with er.open(target, mode="r", kind=er.Group) as copied:
         assert np.all(copied["items"].lookup(IDS) == -1)
 
 

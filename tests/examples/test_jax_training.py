@@ -36,7 +36,7 @@ def train(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[tuple[f
 
 def rows_in(folder: Path) -> np.ndarray:
     """Return all rows of the last commit."""
-    with er.open(folder / "model.rock", mode="r") as group:
+    with er.open(folder / "model.rock", mode="r", kind=er.Group) as group:
         rows = group.lookup({"users": np.arange(20000), "items": np.arange(2000)})
     return np.concatenate([rows["users"], rows["items"]])
 

@@ -138,7 +138,7 @@ def test_members_of_a_group_are_mapped(tmp_path: Path) -> None:
             group.table(name, 100, DIM, rule=er.SGD(lr=1.0), init=er.Normal())
         group.update({"users": ids, "items": ids[::2]}, {"users": np.ones((30, DIM)), "items": np.ones((15, DIM))})
         group.commit()
-        with er.open(path, mode="r") as expected, mapped(path) as found:
+        with er.open(path, mode="r", kind=er.Group) as expected, mapped(path) as found:
             asked = {"users": np.arange(100), "items": np.arange(100)}
             for name, rows in found.lookup(asked).items():
                 np.testing.assert_array_equal(rows, expected[name].lookup(asked[name]))

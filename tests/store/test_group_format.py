@@ -43,7 +43,7 @@ def test_the_golden_group_is_the_same_bytes_as_in_ram(back: int) -> None:
 def test_the_golden_group_opens_and_goes_on(tmp_path: Path) -> None:
     shutil.copytree(GROUP, tmp_path / "g")
     expected = in_memory(3)
-    with er.open(tmp_path / "g") as group:
+    with er.open(tmp_path / "g", kind=er.Group) as group:
         assert not group.verify().problems
         for tables in ({name: group[name] for name in group}, expected):
             step(tables, 3)

@@ -393,10 +393,10 @@ def test_arguments_that_only_tables_on_disk_have(tmp_path: Path):
         with pytest.raises(er.ArgumentError, match="has no commit 7: it has 0, 1"):
             table.rollback(7)
         with pytest.raises(er.ArgumentError, match=r"`step` of a commit must be a whole number.*got 'x'"):
-            table.commit(step="x")
+            table.commit(step="x")  # pyright: ignore[reportArgumentType]
         for name in ("", "x" * 101, "a\nb", 5):
             with pytest.raises(er.ArgumentError, match="`name` of a commit must be"):
-                table.commit(name=name)
+                table.commit(name=name)  # pyright: ignore[reportArgumentType]
         assert table.last_commit == 1
 
 

@@ -134,7 +134,7 @@ def fill(group: er.Group, name: str) -> None:
 def held(path: Path, commit: int) -> dict[str, list[int]]:
     """Return the ids of a commit, as it is read and by the description of the format alone."""
     told = {name: sorted(rows) for name, (_, rows) in read_group(path / "t", commit).items()}
-    with er.open(path / "t", mode="r", at=commit) as group:
+    with er.open(path / "t", mode="r", at=commit, kind=er.Group) as group:
         assert {name: group[name].export()[0].tolist() for name in group} == told
     return told
 

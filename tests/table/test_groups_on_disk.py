@@ -73,14 +73,14 @@ def test_the_same_code_goes_on(tmp_path: Path) -> None:
         assert group["a"].commit() == 2  # which is a commit of all
         assert not group.uncommitted
         assert group["b"].last_commit == group.last_commit == 2
-    with er.open(path, mode="r", at=1) as snapshot:
+    with er.open(path, mode="r", at=1, kind=er.Group) as snapshot:
         assert list(snapshot) == list(KINDS)
         assert content_of(snapshot) == before
         with pytest.raises(er.ReadOnlyTableError, match="opened with mode"):
             step(snapshot, 2)
         with pytest.raises(er.ReadOnlyTableError, match="opened with mode"):
             snapshot.table("new", 10, 4)
-    with er.open(path) as group:
+    with er.open(path, kind=er.Group) as group:
         assert group["b"].rule == er.Adam(lr=0.2)
         assert group["c"].steps == 2
 
@@ -110,7 +110,7 @@ def test_first_values_from_an_array_are_given_again(tmp_path: Path) -> None:
         group.table("fixed", 4, 2, init=init)
         group.table("other", 4, 2)
         group.commit()
-    with er.open(tmp_path / "m") as group:
+    with er.open(tmp_path / "m", kind=er.Group) as group:
         with pytest.raises(TableFileError, match=r"m#fixed come from an array.*Pass it again"):
             group["fixed"]
         assert group["other"].rows == 4
@@ -241,7 +241,7 @@ def test_names_in_a_closed_group(tmp_path: Path) -> None:
         assert group.uncommitted
         group.rename("a", "A")
         group.commit()
-    with er.open(tmp_path / "m") as group:
+    with er.open(tmp_path / "m", kind=er.Group) as group:
         assert list(group) == ["A", "b", "c", "going"]
         assert content_of(group) == {"A" if name == "a" else name: each for name, each in before.items()}
 
@@ -272,13 +272,13 @@ def test_a_commit_has_what_a_table_remembers_besides_its_rows(tmp_path: Path, ki
             group["one"].close()
         group.commit()
         expected = content_of(group)
-    with er.open(tmp_path / "m") as group:
+    with er.open(tmp_path / "m", kind=er.Group) as group:
         assert content_of(group) == expected
         step(group, 9, ["one", "two"])
         group.commit()
         expected = content_of(group)
         assert group.verify().problems == []
-    with er.open(tmp_path / "m", mode="r") as group:
+    with er.open(tmp_path / "m", mode="r", kind=er.Group) as group:
         assert content_of(group) == expected
 
 
@@ -297,7 +297,7 @@ def test_a_batch_that_is_too_large_says_what_each_table_needs(tmp_path: Path) ->
         assert group["wide"].steps == group["narrow"].steps == 0
         enough = int(str(caught.value).rpartition("memory=")[2].split()[0])
         assert group.lookup(ids)["wide"].shape == (1000, 64)  # what is only read may have any size
-    with er.open(tmp_path / "m", memory=enough) as group:
+    with er.open(tmp_path / "m", memory=enough, kind=er.Group) as group:
         for name, dim in (("wide", 64), ("narrow", 4)):
             group.table(name, 10**6, dim, rule=er.SGD(lr=0.1))
         group.update(ids, grads)
@@ -342,7 +342,7 @@ def test_small_members_leave_the_cache_what_they_need_not_of_the_overlay(tmp_pat
         assert rest * 3 / 32 > 20_000 * 24
         assert three.overlay_bytes == (2000 + 20_000) * 24 + rest * 3 // 32
         group.commit()
-    with er.open(tmp_path / "m", memory="8MiB") as group:
+    with er.open(tmp_path / "m", memory="8MiB", kind=er.Group) as group:
         assert tier_of(group).placement == three
 
 

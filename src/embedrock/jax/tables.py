@@ -143,12 +143,15 @@ class Tables(PublicNames):
         [[-0.5, -0.5], [-1.0, -1.0]]
     """
 
+    by_name: dict[str, Table]
     _unlisted = "fetcher plan read"
 
     def __init__(self, tables: Tree, sharding: NamedSharding | None = None) -> None:
         tree = jax.tree.map(lambda own: {name: own[name] for name in own} if isinstance(own, Group) else own, tables)
         paths, self._tree = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda own: own is None)
-        self.by_name = {jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths}
+        self.by_name: dict[str, Table] = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths
+        }
         for name, table in self.by_name.items():
             if not isinstance(table, Table):
                 raise ArgumentError(

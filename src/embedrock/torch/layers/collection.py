@@ -470,6 +470,7 @@ class EmbeddingCollection(Collection):
         {'user': (2, 8), 'item': (2, 3, 4)}
     """
 
+    __call__: Callable[..., dict[str, Tensor]]
     kind, container = "ert.EmbeddingCollection", "embeddings"
     layer_type, config_type = Embedding, EmbeddingConfig
 

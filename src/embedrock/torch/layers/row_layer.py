@@ -72,6 +72,7 @@ class RowLayer(PublicNames, nn.Module):
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     rows: ClassVar[row_state.RowKeys] = row_state.RowKeys()
     handle: Handle
+    __call__: Callable[..., Tensor]
     _unlisted = (
         "called check_rows enter_graph *_input in_graph joined_by label looked_up name_in_* outside rows shaped shown "
         "take_over write_rows"
