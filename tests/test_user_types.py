@@ -49,7 +49,7 @@ def test_pytorch(tmp_path: Path):
     import embedrock.torch as ert
 
     layer = ert.Embedding(10**9, 4, path=tmp_path / "items.rock", memory="1MiB")
-    bag = ert.EmbeddingBag(100, 4, mode="mean", rule=er.Adagrad(lr=0.1))
+    bag = ert.EmbeddingBag(100, 4, mode="mean", rule=er.Adam())
     model = nn.ModuleDict({"item": layer, "tags": bag, "head": nn.Linear(4, 1)})
     optimizer = ert.optimizer(model, rows=ert.Adam(model, lr=1e-3), dense=torch.optim.Adam)
     loader = [{"item": torch.tensor([3, 14])}]
@@ -59,6 +59,8 @@ def test_pytorch(tmp_path: Path):
         model["head"](vectors + bags).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    together = ert.EmbeddingCollection({"item": layer})
+    assert_type(together(loader[0]), dict[str, torch.Tensor])
     assert_type(layer.table, er.Table)
     assert_type(ert.dense_parameters(model), list[nn.Parameter])
     ert.save(model, tmp_path / "checkpoint", step=1)
