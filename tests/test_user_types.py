@@ -11,6 +11,9 @@ import pytest
 
 import embedrock as er
 
+# Names that `dir` leaves out: they are for other parts of the library.
+INTERNAL = {"in_graph", "looked_up", "label", "layer_type", "shares_open_table", "fetcher"}
+
 
 def test_tables_and_groups(tmp_path: Path):
     with er.Table(rows=10**9, dim=4, path=tmp_path / "users.rock", rule=er.SGD(lr=0.5), memory="1MiB") as table:
@@ -66,6 +69,9 @@ def test_pytorch(tmp_path: Path):
     ert.save(model, tmp_path / "checkpoint", step=1)
     frozen = ert.Embedding.from_pretrained(np.zeros((5, 4), np.float32))
     assert_type(frozen, ert.Embedding)
+    assert {*dir(ert)} == {*ert.__all__}
+    assert INTERNAL.isdisjoint(dir(layer) + dir(bag) + dir(together))
+    assert {"table", "grow", "forward", "padding_idx"} <= {*dir(layer)}
     layer.table.close()
 
 
@@ -77,6 +83,8 @@ def test_jax():
     batch = assert_type(tables.fetch({"user": np.array([3, 14])}), ej.Batch)
     tables.apply(batch, batch.rows, ej.all_finite(batch.rows))
     assert_type(tables.by_name, dict[str, er.Table])
+    assert {*dir(ej)} == {*ej.__all__}
+    assert INTERNAL.isdisjoint(dir(tables))
     for fetched, _ in ej.prefetch([({"user": np.array([3])}, 1.0)], tables):
         assert_type(fetched, ej.Batch)
 
@@ -90,3 +98,5 @@ def test_keras():
     assert_type(layer, erk.Embedding)
     assert_type(layer.table, er.Table)
     assert_type(layer.grow(200), None)
+    assert {*dir(erk)} == {*erk.__all__}
+    assert INTERNAL.isdisjoint(dir(layer))

@@ -149,7 +149,9 @@ def test_of_workers_each_misses_its_part_of_what_all_ask_for():
     assert found.sent_bytes == pytest.approx(asked * (8 + 64 + 8 + 64))
     assert alone.sent_bytes == 0
     assert 't = ert.Embedding(200000, 16, sharded=True, path="t.rock", memory="' in found.code
-    with pytest.raises(er.ArgumentError, match=r"table 'a' of er\.plan is in group 'g', and workers share tables"):
+    with pytest.raises(
+        er.ArgumentError, match=r"table 'a' of er\.plan_tables is in group 'g', and workers share tables"
+    ):
         er.plan_tables({"a": {"rows": 100, "group": "g"}}, 8, workers=2, **PLAIN)
 
 
@@ -208,7 +210,9 @@ def test_what_cannot_be(tables: Any, told: str):
 def test_numbers_that_cannot_be(wrong: dict[str, Any]):
     with pytest.raises(er.ArgumentError, match="must be a whole number above 0"):
         er.plan_tables(TABLES, **wrong, **PLAIN)
-    with pytest.raises(er.ArgumentError, match=r"`folder` of er\.plan must be a folder that exists: got '/no/such'"):
+    with pytest.raises(
+        er.ArgumentError, match=r"`folder` of er\.plan_tables must be a folder that exists: got '/no/such'"
+    ):
         er.plan_tables(TABLES, 1, folder="/no/such", **PLAIN)
 
 
@@ -506,7 +510,7 @@ def test_groups_that_cannot_be(own: dict[str, Any], told: str):
 
 def test_smaller_records_read_less():
     plain: dict[str, Any] = {"memory": "230MiB", "machine": EXAMPLE, "batch_size": 4096}
-    found = er.plan_tables(TABLES, **plain)
+    found = er.plan(TABLES, **plain)  # its old name
     half, lean = found.smaller
     assert (half.change, half.record_bytes) == ('dtype="bfloat16"', (320, 384))
     assert (lean.change, lean.record_bytes) == ("rule=er.RowwiseAdagrad()", (160, 384))
