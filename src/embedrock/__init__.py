@@ -158,6 +158,4 @@ __all__ = [
     "set_threads",
 ]
 
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+__dir__ = [*__all__, "__version__"].copy  # what dir() lists

@@ -193,7 +193,7 @@ def test_nothing_fits():
     ("tables", "told"),
     [
         ({}, r"must be a dict of tables by name: got \{\}"),
-        ({"t": 3}, "table 't' of er.plan_tables must be a dict, an er.Spec or a table: got 3"),
+        ({"t": 3}, "table 't' of er.plan_tables must be a dict, er.Spec or table: got 3"),
         ({"t": {"row": 3}}, "table 't' has no 'row': .* Did you mean 'rows'"),
         ({"t": {"rows": 0}}, "`rows` must be a whole number from 1"),
         ({"t": {"rows": 9, "rule": "adan"}}, "rule"),

@@ -38,7 +38,7 @@ from embedrock.store.verify import Verification, verify_commits
 from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import tell
-from embedrock.system.paths import local_path
+from embedrock.system.paths import AnyPath, local_path
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, parse_bytes
 from embedrock.table.changed_rows import ChangedRows, RowChanges
@@ -375,24 +375,14 @@ def _tell_of_others(storage: StorageManager) -> None:
 
 @overload
 def open_table(
-    path: str | os.PathLike[str],
-    mode: str = "w",
-    at: int | None = None,
-    *,
-    kind: type[Table] | None = None,
-    **options: Unpack[OpenArguments],
-) -> Table: ...
+    path: AnyPath, mode: str = "w", at: int | None = None, *, kind: type[Group], **options: Unpack[OpenArguments]
+) -> Group: ...
 
 
 @overload
 def open_table(
-    path: str | os.PathLike[str],
-    mode: str = "w",
-    at: int | None = None,
-    *,
-    kind: type[Group],
-    **options: Unpack[OpenArguments],
-) -> Group: ...
+    path: AnyPath, mode: str = "w", at: int | None = None, *, kind: type[Table] = ..., **options: Unpack[OpenArguments]
+) -> Table: ...
 
 
 @shows(OpenArguments)
@@ -411,8 +401,7 @@ def open_table(
         mode: "w" for its one writer, or "r" for a snapshot, which stays the same until `refresh`. A sharded table is
             read as one table, and only its ranks can write it.
         at: number of the commit, for a reader; None: the last one. For a sharded table, the number in its first shard.
-        kind: `er.Table` or `er.Group`: an error if the folder has the other one. Type checkers take a folder without
-            `kind` for a table's.
+        kind: `er.Group` says to type checkers that the folder holds a group. It is an error if it holds a table.
         memory: as in `Table`. "map", for readers: map the files into memory. Processes share one copy of the rows.
         on_nonfinite, name, policy, keep, commit_every, lock, device_memory: as in `Table`.
         missing: of a reader, values of rows that are not there: "first", "zeros", "shared", "raise" or a row. See
@@ -423,8 +412,7 @@ def open_table(
         A `Table`, or a `Group` if the folder holds one.
 
     Raises:
-        TableFileError: there is no table, or another `kind`; `init` is missing or differs; or a writer opens a sharded
-            table.
+        TableFileError: no table is there, or another `kind`; `init` is missing or differs; a writer opens shards.
         TableLockedError: another writer has it open.
         CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
         ArgumentError: there is no commit `at`, or none that all shards have.
@@ -440,21 +428,16 @@ def open_table(
         ...     table.lookup([7])
         array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
     """
-    if kind not in (None, Table, Group):
-        raise ArgumentError(f"`kind` of er.open must be er.Table, er.Group or None: got {kind!r}.")
     opened = _opened(path, mode, at, options)
     if kind not in (None, type(opened)):
         with opened:
-            raise TableFileError(
-                errno.EINVAL,
-                f"`kind` must be what the folder holds, er.{type(opened).__name__}: got er.{kind.__name__}. Pass the "
-                "other one, or leave it out",
-                opened.path,
-            )
+            got, name = getattr(kind, "__name__", kind), type(opened).__name__
+            needed = f"`kind` must be er.{name}, as the folder holds one, or None: got {got!r}. Pass kind=er.{name}"
+            raise TableFileError(errno.EINVAL, needed, opened.path)
     return opened
 
 
-def _opened(path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]) -> Table | Group:
+def _opened(path: AnyPath, mode: str, at: int | None, options: Mapping[str, Any]) -> Table | Group:
     layout = layout_of(os.path.abspath(local_path(path)))
     if layout is None:
         opened = open_alone(path, mode, at, **options)

@@ -11,6 +11,4 @@ from embedrock.jax.tables import Batch, Embed, Tables, all_finite, where
 
 __all__ = ["Batch", "Embed", "Tables", "all_finite", "prefetch", "where"]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # what dir() lists

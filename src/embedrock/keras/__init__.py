@@ -52,6 +52,4 @@ __all__ = [
 for _old, _kind in {"embedding": Embedding, "bag": EmbeddingBag, "group": EmbeddingCollection}.items():
     sys.modules[f"{__name__}.{_old}"] = sys.modules[_kind.__module__]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # what dir() lists

@@ -372,9 +372,7 @@ def _demand(name: str, given: Any, batch_size: int, zipf: float | None, log: Any
     if not isinstance(given, Mapping):
         spec = given if isinstance(given, Spec) else getattr(given, "spec", None)
         if not isinstance(spec, Spec):
-            raise ArgumentError(
-                f"table {name!r} of er.plan_tables must be a dict, an er.Spec or a table: got {given!r}."
-            )
+            raise ArgumentError(f"table {name!r} of er.plan_tables must be a dict, er.Spec or table: got {given!r}.")
         return Demand(name, spec, batch_size, ZIPF if zipf is None else zipf, log)
     for field in given:
         if field not in FIELDS:

@@ -39,6 +39,7 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
 from embedrock.system.notebook import html_table
+from embedrock.system.paths import AnyPath
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, opened
@@ -58,7 +59,6 @@ from embedrock.table.options import (
     index,
     refuse_options_of_files,
     refuse_unknown,
-    shows,
 )
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
@@ -518,10 +518,9 @@ class Group(StoredVerbs):
     def _html(self) -> str:
         head = "name", "rows", "rows_touched", "dim", "dtype", "rule", "steps"
         told = [each | {"rule": rule_of(each["rule"])} for each in self.describe()]
-        lines = [[each[key] for key in head] for each in told[:MOST_SHOWN]]
-        lines += [[f"and {len(told) - MOST_SHOWN:,} more"]] * (len(told) > MOST_SHOWN)
-        commit = f", last commit {self._commit_facts}" if self.is_on_disk else ""
-        return html_table(f"Group{self._place}{commit}", lines, [key.replace("_", " ") for key in head])
+        lines = [[key.replace("_", " ") for key in head], *([each[key] for key in head] for each in told[:MOST_SHOWN])]
+        more = [[f"and {len(told) - MOST_SHOWN:,} more"]] * (len(told) > MOST_SHOWN)
+        return html_table(f"Group{self._place}{self._committed}", lines + more)
 
     def __reduce__(self) -> Any:
         remedy = "Copy its tables, which gives tables alone, or save what state() of each returns"
@@ -530,10 +529,7 @@ class Group(StoredVerbs):
         raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
 
 
-@shows(OpenArguments)
-def open_table(
-    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
-) -> Any:
+def open_table(path: AnyPath, mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]) -> Any:
     """Open a table alone on disk, or a group, as of a commit: `er.open`, except for sharded tables."""
     given, opening = asked(path, mode, at, options)
     with held_back():  # or Ctrl-C may leave files open without a table
@@ -557,9 +553,7 @@ def group_of(table_folder: TableFolder, opening: OpenOptions, given: Mapping[str
     return group
 
 
-def asked(
-    path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], OpenOptions]:
+def asked(path: AnyPath, mode: str, at: int | None, options: Mapping[str, Any]) -> tuple[dict[str, Any], OpenOptions]:
     """Return all options of `er.open`, checked, and how to open the files."""
     given = filled(OpenArguments, options, functools.partial(refuse_unknown, **_OPEN))
     given |= {"path": path, "mode": mode, "directory": "auto"}

@@ -13,6 +13,7 @@ from embedrock.store import folder as folders
 from embedrock.store.verify import Verification, verify
 from embedrock.system.notebook import PublicNames
 from embedrock.system.scopes import ClosedAtEnd
+from embedrock.system.sizes import format_bytes
 from embedrock.table import opened
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.options import index
@@ -56,10 +57,12 @@ class StoredVerbs(PublicNames, ClosedAtEnd, ABC):
         return self._html() if self.is_open_here else escape(repr(self))
 
     @property
-    def _commit_facts(self) -> str:
-        """The last commit, for people: its number and step."""
-        step = self.last_step
-        return f"{self.last_commit:,}" if step is None else f"{self.last_commit:,} (step {step:,})"
+    def _committed(self) -> str:
+        """What is on disk, for people."""
+        if self.storage is None:
+            return ""
+        step = "" if self.last_step is None else f" (step {self.last_step:,})"
+        return f", {format_bytes(self.stats().get('disk_bytes', 0))} of files, last commit {self.last_commit:,}{step}"
 
     def _note(self) -> None:
         if self.mode == "w":

@@ -24,7 +24,6 @@ from embedrock.storage.ram_layout import memory_for
 from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
 from embedrock.system.notebook import html_table
-from embedrock.system.sizes import format_bytes
 from embedrock.table import changes, checks, opened, reading, saved
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.changes import first_scale, give_rule
@@ -138,7 +137,7 @@ class Table(StoredVerbs):
     group: Any
     _rows: TableState
     _placing: dict[str, Any]  # options of tables in RAM and on disk
-    _unlisted = "check_step executor over read_parts read_rows side"
+    _unlisted = "check_step executor over read_parts read_rows"
 
     @shows(TableOptions)
     def __init__(self, rows: int | None, dim: int, **options: Unpack[TableOptions]) -> None:
@@ -225,8 +224,6 @@ class Table(StoredVerbs):
     def executor(self) -> StaleExecutor | None:
         """The executor of rows in another memory, such as a GPU's."""
         return self._rows.executor
-
-    side = executor  # its name in earlier checkouts
 
     def _check_usable(self) -> None:
         self._checked_rows().check_open()
@@ -699,20 +696,13 @@ class Table(StoredVerbs):
         return f"Table({of}, {self._rows})"
 
     def _html(self) -> str:
-        spec, numbers = self.spec, self.stats()
-        used, budget = (format_bytes(numbers[key]) for key in ("bytes_used", "budget_bytes"))
-        facts: dict[str, object] = {
-            "rows": "open ids, any int64" if spec.rows is None else f"{spec.rows:,}",
-            "rows touched": f"{numbers['rows_touched']:,}",
-            "dim, dtype": f"{spec.dim}, {spec.dtype}",
-            "rule": spec.rule,
+        spec = self.spec
+        facts = {
+            "rows": "open ids" if spec.rows is None else f"{spec.rows:,}",
+            "dim, dtype, rule": f"{spec.dim}, {spec.dtype}, {spec.rule}",
             "steps": f"{self.steps:,}",
-            "rows are": self._rows.location.where,
-            "RAM": f"{used} of {budget}",
+            "now": f"{self._rows}{self._committed}",
         }
-        if self.is_on_disk:
-            facts |= {"on disk": format_bytes(numbers["disk_bytes"])} if "disk_bytes" in numbers else {}
-            facts["last commit"] = self._commit_facts
         return html_table(f"Table {self.name or ''}".strip(), facts.items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:

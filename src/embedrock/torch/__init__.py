@@ -91,6 +91,4 @@ __all__ = [
     "uneven",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # what dir() lists

@@ -73,10 +73,7 @@ class RowLayer(PublicNames, nn.Module):
     rows: ClassVar[row_state.RowKeys] = row_state.RowKeys()
     handle: Handle
     __call__: Callable[..., Tensor]
-    _unlisted = (
-        "called check_rows enter_graph *_input in_graph joined_by label looked_up name_in_* outside rows shaped shown "
-        "take_over write_rows"
-    )
+    _unlisted = "*_graph *_input *_over *_rows called joined_by label looked_up name_in_* outside rows shaped shown"
     _known_layout: LayerLayout | None = None
     _missing: Missing | None = None
     _number: Tensor  # graphs identify the layer by it
