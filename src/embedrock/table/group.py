@@ -520,7 +520,7 @@ class Group(StoredVerbs):
         told = [each | {"rule": rule_of(each["rule"])} for each in self.describe()]
         lines = [[key.replace("_", " ") for key in head], *([each[key] for key in head] for each in told[:MOST_SHOWN])]
         more = [[f"and {len(told) - MOST_SHOWN:,} more"]] * (len(told) > MOST_SHOWN)
-        return html_table(f"Group{self._place}{self._committed}", lines + more)
+        return html_table(f"Group{self._place}{self._committed(self.stats())}", lines + more)
 
     def __reduce__(self) -> Any:
         remedy = "Copy its tables, which gives tables alone, or save what state() of each returns"

@@ -56,13 +56,12 @@ class StoredVerbs(PublicNames, ClosedAtEnd, ABC):
         """Return a table of facts, for notebooks."""
         return self._html() if self.is_open_here else escape(repr(self))
 
-    @property
-    def _committed(self) -> str:
+    def _committed(self, numbers: dict[str, float]) -> str:
         """What is on disk, for people."""
         if self.storage is None:
             return ""
         step = "" if self.last_step is None else f" (step {self.last_step:,})"
-        return f", {format_bytes(self.stats().get('disk_bytes', 0))} of files, last commit {self.last_commit:,}{step}"
+        return f", {format_bytes(numbers.get('disk_bytes', 0))} of files, last commit {self.last_commit:,}{step}"
 
     def _note(self) -> None:
         if self.mode == "w":

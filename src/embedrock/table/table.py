@@ -701,7 +701,7 @@ class Table(StoredVerbs):
             "rows": "open ids" if spec.rows is None else f"{spec.rows:,}",
             "dim, dtype, rule": f"{spec.dim}, {spec.dtype}, {spec.rule}",
             "steps": f"{self.steps:,}",
-            "now": f"{self._rows}{self._committed}",
+            "now": f"{self._rows}{self._committed(self.stats())}",
         }
         return html_table(f"Table {self.name or ''}".strip(), facts.items())
 
