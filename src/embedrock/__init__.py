@@ -67,7 +67,7 @@ from embedrock.optimizers import (
     RowwiseRMSprop,
     Rule,
 )
-from embedrock.planner.proposal import NoPlanError, plan
+from embedrock.planner.proposal import NoPlanError, plan_tables
 from embedrock.serving.dense import Bfloat16
 from embedrock.serving.publisher import Published, publish
 from embedrock.serving.subscriber import ServedStep, Subscriber, Waiting
@@ -83,6 +83,8 @@ from embedrock.table.table import Table
 from embedrock.vocabulary.vocabulary import Vocabulary
 
 __version__ = "0.1.0"
+
+plan = plan_tables  # its name until 0.1.0, for a release: Table.plan plans a batch
 
 __all__ = [
     "SGD",
@@ -151,7 +153,9 @@ __all__ = [
     "keep_stats",
     "open",
     "opened",
-    "plan",
+    "plan_tables",
     "publish",
     "set_threads",
 ]
+
+__dir__ = [*__all__, "__version__"].copy  # what dir() lists

@@ -17,6 +17,7 @@ from embedrock.batch.gradients import RowGradients
 from embedrock.store.table_folder import TableFolder
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
+from on_system import on
 from suites.faultfs import FaultFS
 from table_files import files_of
 
@@ -240,7 +241,9 @@ def test_what_cannot_be_is_refused():
 def both(system: FaultFS | None) -> er.Table:
     admission, eviction = er.Admission(2, within=500, sketch="64KiB"), er.Eviction(max_rows=3000, idle=900)
     arguments: dict[str, Any] = {"rule": er.SGD(), "seed": 0, "admission": admission, "eviction": eviction}
-    return er.Table(None, DIM, **arguments, **({} if system is None else {"path": "/t", "keep": 1, "system": system}))
+    if system is None:
+        return er.Table(None, DIM, **arguments)
+    return on(system).Table(None, DIM, **arguments, path="/t", keep=1)
 
 
 def check_equal_residents(table: er.Table, other: er.Table) -> None:
@@ -281,7 +284,7 @@ def test_a_commit_writes_what_has_changed_of_who_has_a_record():
     assert history_bytes()[0] > 90_000
     assert max(history_bytes()[-3:]) < 10_000  # all of it was written again when rows were forgotten
     table.close()
-    with er.open("/t", mode="r", system=system) as again:
+    with on(system).open("/t", mode="r") as again:
         check_equal_residents(again, ram)
 
 
@@ -313,7 +316,7 @@ def test_a_commit_has_who_had_a_record_when_it_began(monkeypatch: pytest.MonkeyP
         stepped.set()
         if number:
             files_of(table).end_commit()
-            with er.open("/t", mode="r", system=system) as again:
+            with on(system).open("/t", mode="r") as again:
                 check_state(again, kept[-1])
     check_equal_residents(table, ram)
     table.commit()
@@ -322,7 +325,7 @@ def test_a_commit_has_who_had_a_record_when_it_began(monkeypatch: pytest.MonkeyP
 
 def test_a_commit_that_failed_leaves_nothing_out():
     system = FaultFS()
-    table = er.Table(None, DIM, rule=er.SGD(), seed=0, path="/t", system=system, admission=er.Admission(3))
+    table = on(system).Table(None, DIM, rule=er.SGD(), seed=0, path="/t", admission=er.Admission(3))
     ram = er.Table(None, DIM, rule=er.SGD(), seed=0, admission=er.Admission(3))
     for number in range(4):
         for each in (table, ram):
@@ -335,7 +338,7 @@ def test_a_commit_that_failed_leaves_nothing_out():
         else:
             table.commit()
     table.close()
-    with er.open("/t", mode="r", system=system) as again:
+    with on(system).open("/t", mode="r") as again:
         check_equal_residents(again, ram)
 
 

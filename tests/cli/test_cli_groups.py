@@ -51,13 +51,13 @@ def test_one_table_is_exported_and_imported(group: str, tmp_path: Path, capsys: 
     for name in ("users", "new"):
         assert main(["import", file, f"{group}#{name}"]) == 1  # which made a folder of that name, in the table's way
         assert f"got a table of the group {group}. Pass --into" in capsys.readouterr().err
-    with er.open(group, mode="r") as found:
+    with er.open(group, mode="r", kind=er.Group) as found:
         np.testing.assert_allclose(found["users"].lookup(IDS), -0.3, rtol=1e-6)
         assert found["items"].steps == 3
     ids = tmp_path / "ids.txt"
     ids.write_text("1\n2\n")
     assert main(["forget", f"{group}#items", str(ids)]) == 0
-    with er.open(group, mode="r") as found:
+    with er.open(group, mode="r", kind=er.Group) as found:
         assert found["items"].stats()["rows_touched"] == 48
         assert found["users"].stats()["rows_touched"] == 50
 
@@ -97,7 +97,7 @@ def test_a_damaged_group_is_rescued(group: str) -> None:
     last.write_bytes(last.read_bytes()[:-5])
     assert main(["verify", group]) == 3
     assert main(["rollback", group, "2"]) == 0
-    with er.open(group, mode="r") as found:
+    with er.open(group, mode="r", kind=er.Group) as found:
         assert found["users"].steps == found["items"].steps == 2
 
 
@@ -114,5 +114,5 @@ def test_a_group_is_copied_as_a_whole(group: str, tmp_path: Path, capsys: pytest
     assert main(["copy", group, target, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["commit"], again["linked"], again["written"], again["bytes"]) == (3, 0, 0, 0)
-    with er.open(target, mode="r") as copied:
+    with er.open(target, mode="r", kind=er.Group) as copied:
         np.testing.assert_allclose(copied["items"].lookup(IDS), -0.3, rtol=1e-6)

@@ -77,7 +77,7 @@ def train(path: str = "delta.rock", dtype: str = "bfloat16", folder: str = "mode
 
 def lookup(path: str) -> np.ndarray:
     with er.open(path, mode="r") as table:
-        return table.lookup(np.arange(table.rows))
+        return table.lookup(np.arange(table.rows or 0))
 
 
 def merged(folder: str) -> Any:

@@ -26,6 +26,7 @@ from embedrock.errors import TableFileError, TableLockedError
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.store import manifest as manifests
 from embedrock.store.verify import verify
+from on_system import on
 from slow import slow
 from suites import FaultFS
 
@@ -59,7 +60,7 @@ def train(table: er.Table, steps: int = 1) -> None:
 def check(path: str, system: System = OS_SYSTEM, least: int = 1) -> int:
     """Check that a copy is whole; return the number of its commit."""
     assert not verify(system, path).problems
-    with er.open(path, mode="r", system=system, memory="1MiB") as found:
+    with on(system).open(path, mode="r", memory="1MiB") as found:
         assert found.steps >= least
         assert len(found.export()[0]) == (len(IDS) if found.steps else 0)
         assert np.all(found.lookup(IDS) == -found.steps)
@@ -219,7 +220,7 @@ def test_a_group_is_copied(tmp_path: Path) -> None:
         group.update(dict.fromkeys(group, IDS), {name: np.ones((len(IDS), DIM)) for name in group})
         group.commit()
         copy_table(source, target)
-    with er.open(target, mode="r") as copied:
+    with er.open(target, mode="r", kind=er.Group) as copied:
         assert np.all(copied["items"].lookup(IDS) == -1)
 
 
@@ -276,7 +277,7 @@ def test_another_number_of_parts_is_refused(source: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("clones", [2, *slow(9)])
 def test_after_a_crash_the_copy_is_the_one_before_or_the_new_one(make: type[FaultFS], clones: int) -> None:
     system, rng, states = make(), np.random.default_rng(0), list[str]()
-    with er.Table(**ARGUMENTS, path="/t", system=system) as table:
+    with on(system).Table(**ARGUMENTS, path="/t") as table:
         train(table, 2)
         old = 0
         for new in (2, 4):

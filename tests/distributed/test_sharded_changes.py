@@ -41,6 +41,7 @@ def test_changes_of_all_shards_are_in_it(tmp_path: Path) -> None:
         reader.refresh()
         changes = reader.changes(first)
         assert told(changes).keys() == {3, 4, 5, 900}
+        assert changes.ids is not None
         assert changes.ids.tolist() == [3, 4, 5, 900]
         assert repr(changes) == f"RowChanges(4 rows of commit {reader.last_commit} since {first})"
         assert repr(reader.changes(None)).startswith("RowChanges(all rows of commit")

@@ -74,3 +74,27 @@ def test_every_example_is_short_and_tested():
     assert set(TESTED) == set(files)
     long = [name for name, path in files.items() if len(path.read_text().splitlines()) > MOST_LINES]
     assert long == []
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_its_cells_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs for cell in cells)
+    _, opening, training, _, nearest, _ = cells
+    fails = nbformat.v4.new_code_cell("def fails(layer):\n    raise ValueError(layer)\n\nfails(items)")
+    fails.metadata.tags = ["raises-exception"]  # its traceback keeps the layer
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+    with client.setup_kernel():
+        for cell in (*cells[:3], training, fails, opening, training, *cells[3:]):
+            notebook.cells.append(cell)
+            client.execute_cell(cell, len(notebook.cells) - 1)
+    shown = {"".join(each.get("text", "") for each in cell.outputs) for cell in cells}
+    assert any("step 600  loss" in text for text in shown)
+    assert "<caption>Table items</caption>" in opening.outputs[-1]["data"]["text/html"]
+    found = re.findall(r"(\d+)% of the 10 nearest items", nearest.outputs[0]["text"])
+    assert int(found[0]) >= 95

@@ -104,7 +104,7 @@ def test_a_group_trains_to_the_bits_of_its_tables_alone_and_commits_them_as_one(
     assert min(told["evictions"], told["device_slots"], told["device_hits"]) > 0
     both.check()
     both.group.commit(step=5)  # the rows that are newer near, of all tables
-    with er.open(both.path, mode="r", device_memory="64KiB") as snapshot:
+    with er.open(both.path, mode="r", device_memory="64KiB", kind=er.Group) as snapshot:
         assert snapshot.last_step == 5
         for name, layer in both.others.items():
             ids = torch.arange(20)

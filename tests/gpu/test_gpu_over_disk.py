@@ -321,11 +321,12 @@ def test_what_was_committed_survives_kills(in_group: bool, tmp_path: Path):
         acknowledged = max([acknowledged, *map(int, told)])
         with er.open(path, mode="r") as found:
             steps = found.last_step
+            assert steps is not None
             assert steps >= acknowledged
             over_disk_loop.train(other, range(before, steps))
             before = steps
             every = np.arange(over_disk_loop.ROWS)
-            tables = [found[name] for name in found] if in_group else [found]
+            tables = [found[name] for name in found] if isinstance(found, er.Group) else [found]
             for table, layer in zip(tables, over_disk_loop.layers_in(other), strict=True):
                 np.testing.assert_array_equal(table.lookup(every), layer.table.lookup(every))
             assert found.verify().problems == []

@@ -407,7 +407,7 @@ def test_all_tables_are_checked_before_the_first_one_changes(made: Made, tmp_pat
             with pytest.raises(er.ArgumentError, match=message):
                 manager.restore(0, args=ocp.args.Composite(rows=ejo.TablesRestore(ej.Tables(tables))))
             assert (training.digest, others[name].steps) == (before, 0)
-        with er.open(tmp_path / "group", mode="r", at=1) as group:
+        with er.open(tmp_path / "group", mode="r", at=1, kind=er.Group) as group:
             others["item"].load_state(group["item"])
         group = training.tables.by_name
         swapped = {"user": group["item"], "item": group["user"], "shop": group["shop"]}

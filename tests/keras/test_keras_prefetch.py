@@ -22,6 +22,7 @@ from embedrock.io.vfs import System
 from embedrock.keras.prefetch import STRATEGY_AHEAD, prefetch
 from embedrock.table import batches as batches_of_tables
 from embedrock.table.table import rows_of
+from on_system import on
 from slow import slow
 
 ROWS, DIM, BATCH, COUNT = 2000, 4, 16, 20
@@ -106,7 +107,7 @@ def on_disk(tmp_path: Path) -> Iterator[Callable[..., er.Table]]:
         with er.Table(ROWS, DIM, rule=er.SGD(lr=0.1), path=path, seed=3) as table:
             table.assign(ids, table.lookup(ids))
             table.commit()
-        made.append(er.open(path, memory=table.memory_for(cached), system=SlowDisk()))
+        made.append(on(SlowDisk()).open(path, memory=table.memory_for(cached)))
         return made[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""`er.plan` and ``embedrock plan``: what is proposed, what is told of it, what is refused."""
+"""`er.plan_tables` and ``embedrock plan``: what is proposed, what is told of it, what is refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_split_is_nearly_the_best_of_all(budget: int):
 
 
 def test_tables_that_fit_are_in_ram():
-    found = er.plan(TABLES, 64, memory="1GiB", **PLAIN)
+    found = er.plan_tables(TABLES, 64, memory="1GiB", **PLAIN)
     assert [(one.tier, one.memory, one.reads) for one in found.tables] == [("RAM", None, 0.0)] * 2
     assert [one.demand.positions for one in found.tables] == [64, 192]
     assert found.depth == 0
@@ -68,7 +68,7 @@ def test_tables_that_fit_are_in_ram():
 
 def test_the_large_one_goes_to_disk_within_the_limit():
     limit = 217 << 20
-    found = er.plan(TABLES, 64, memory=limit, machine=EXAMPLE)
+    found = er.plan_tables(TABLES, 64, memory=limit, machine=EXAMPLE)
     user, item = found.tables
     assert (user.tier, item.tier) == ("disk", "RAM")
     assert found.peak_bytes <= limit
@@ -77,15 +77,15 @@ def test_the_large_one_goes_to_disk_within_the_limit():
     assert user.misses == user.reads == found.reads > 0  # long trained: each has a record
     assert (found.depth, found.reads_per_s, found.bound_s) == (2, 9e4, found.reads / 9e4)
     assert found.faster is not None
-    assert er.plan(TABLES, 64, memory=found.faster.split()[1], machine=EXAMPLE).reads <= found.reads / 2
-    more = er.plan(TABLES, 64, memory=limit + (20 << 20), machine=EXAMPLE).tables[0]
+    assert er.plan_tables(TABLES, 64, memory=found.faster.split()[1], machine=EXAMPLE).reads <= found.reads / 2
+    more = er.plan_tables(TABLES, 64, memory=limit + (20 << 20), machine=EXAMPLE).tables[0]
     assert more.misses < user.misses
-    fresh = er.plan(TABLES, 64, memory=limit, **PLAIN).tables[0]
+    fresh = er.plan_tables(TABLES, 64, memory=limit, **PLAIN).tables[0]
     assert fresh.reads < fresh.misses  # most rows have no record yet
 
 
 def test_the_lines_of_code_make_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = er.plan(TABLES, 64, memory="217MiB", **PLAIN)
+    found = er.plan_tables(TABLES, 64, memory="217MiB", **PLAIN)
     monkeypatch.chdir(tmp_path)
     made: dict[str, Any] = {}
     exec(found.code, made)
@@ -125,23 +125,23 @@ def test_after_long_training_a_cache_is_a_little_worse_than_the_best():
 
 def test_a_log_tells_what_is_missed():
     ids = bounded_zipf(np.random.default_rng(0).random(40_000), 1000, 1.0)
-    found = er.plan({"t": {"rows": 10**9, "dim": 64}}, 100, memory="300MiB", log={"t": ids}, **PLAIN)
+    found = er.plan_tables({"t": {"rows": 10**9, "dim": 64}}, 100, memory="300MiB", log={"t": ids}, **PLAIN)
     assert found.tables[0].rows_used <= 100
     with pytest.raises(er.ArgumentError, match="the log of 't' has fewer ids than one batch, 100"):
-        er.plan({"t": {"rows": 10**9, "dim": 64}}, 100, memory="300MiB", log={"t": ids[:99]}, **PLAIN)
+        er.plan_tables({"t": {"rows": 10**9, "dim": 64}}, 100, memory="300MiB", log={"t": ids[:99]}, **PLAIN)
 
 
 def test_of_several_workers_each_has_a_part():
-    alone, one = (er.plan({"t": {"rows": 10**6}}, 64, workers=n, **PLAIN).tables[0] for n in (1, 4))
+    alone, one = (er.plan_tables({"t": {"rows": 10**6}}, 64, workers=n, **PLAIN).tables[0] for n in (1, 4))
     assert one.demand.spec.rows == 250_833  # the largest part: a hash is even but for chance
     assert one.ram_bytes < alone.ram_bytes / 3
 
 
 def test_of_workers_each_misses_its_part_of_what_all_ask_for():
     tables: dict[str, Any] = {"t": {"rows": 200_000, "dim": 16, "zipf": 1.0, "memory": "2MiB"}}
-    alone = er.plan(tables, 4 * 512, steps=60, machine=EXAMPLE).tables[0]
+    alone = er.plan_tables(tables, 4 * 512, steps=60, machine=EXAMPLE).tables[0]
     part = {"t": tables["t"] | {"memory": "512KiB"}}
-    found = er.plan(part, 512, workers=4, steps=60, machine=EXAMPLE)
+    found = er.plan_tables(part, 512, workers=4, steps=60, machine=EXAMPLE)
     (one,) = found.tables
     assert one.rows_used == pytest.approx(alone.rows_used / 4, rel=0.01)  # of rows that are its own
     assert one.misses == pytest.approx(alone.misses / 4, rel=0.1)
@@ -149,14 +149,16 @@ def test_of_workers_each_misses_its_part_of_what_all_ask_for():
     assert found.sent_bytes == pytest.approx(asked * (8 + 64 + 8 + 64))
     assert alone.sent_bytes == 0
     assert 't = ert.Embedding(200000, 16, sharded=True, path="t.rock", memory="' in found.code
-    with pytest.raises(er.ArgumentError, match=r"table 'a' of er\.plan is in group 'g', and workers share tables"):
-        er.plan({"a": {"rows": 100, "group": "g"}}, 8, workers=2, **PLAIN)
+    with pytest.raises(
+        er.ArgumentError, match=r"table 'a' of er\.plan_tables is in group 'g', and workers share tables"
+    ):
+        er.plan_tables({"a": {"rows": 100, "group": "g"}}, 8, workers=2, **PLAIN)
 
 
 def test_gpu_memory_goes_where_it_saves_most_of_the_bus():
     tables: dict[str, Any] = {"hot": {"rows": 5000, "zipf": 1.2}, "even": {"rows": 5000, "zipf": 0.0}}
     none, some, all_there = (
-        er.plan(tables, 1024, device_memory=size, machine=EXAMPLE, steps=steps)
+        er.plan_tables(tables, 1024, device_memory=size, machine=EXAMPLE, steps=steps)
         for size, steps in (("4KiB", 12), ("1536KiB", 40), ("1GiB", 12))
     )
     assert [one.near.placement.mode for one in none.tables if one.near] == ["host", "host"]
@@ -178,11 +180,11 @@ def test_nothing_fits():
     with pytest.raises(
         er.NoPlanError, match=r"do not fit 185\.0 MiB of RAM, not even on disk: .*--memory \d+MiB"
     ) as ram:
-        er.plan(TABLES, 4096, memory="185MiB", **PLAIN)
-    er.plan(TABLES, 4096, memory=ram.value.needed["memory"] + UNIT, **PLAIN)
+        er.plan_tables(TABLES, 4096, memory="185MiB", **PLAIN)
+    er.plan_tables(TABLES, 4096, memory=ram.value.needed["memory"] + UNIT, **PLAIN)
     with pytest.raises(er.NoPlanError, match=r"need .* of files: 1\.0 MiB may be used\. --disk \d+ is enough") as disk:
-        er.plan(TABLES, 64, memory="217MiB", disk="1MiB", **PLAIN)
-    er.plan(TABLES, 64, memory="217MiB", disk=disk.value.needed["disk"], **PLAIN)
+        er.plan_tables(TABLES, 64, memory="217MiB", disk="1MiB", **PLAIN)
+    er.plan_tables(TABLES, 64, memory="217MiB", disk=disk.value.needed["disk"], **PLAIN)
     again = pickle.loads(pickle.dumps(disk.value))  # as a pool of processes sends it
     assert (str(again), again.needed) == (str(disk.value), disk.value.needed)
 
@@ -191,7 +193,7 @@ def test_nothing_fits():
     ("tables", "told"),
     [
         ({}, r"must be a dict of tables by name: got \{\}"),
-        ({"t": 3}, "table 't' of er.plan must be a dict, an er.Spec or a table: got 3"),
+        ({"t": 3}, "table 't' of er.plan_tables must be a dict, er.Spec or table: got 3"),
         ({"t": {"row": 3}}, "table 't' has no 'row': .* Did you mean 'rows'"),
         ({"t": {"rows": 0}}, "`rows` must be a whole number from 1"),
         ({"t": {"rows": 9, "rule": "adan"}}, "rule"),
@@ -201,15 +203,17 @@ def test_nothing_fits():
 )
 def test_what_cannot_be(tables: Any, told: str):
     with pytest.raises(er.ArgumentError, match=told):
-        er.plan(tables, 64, **PLAIN)
+        er.plan_tables(tables, 64, **PLAIN)
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": True}, {"batch_size": 1, "workers": 0}])
 def test_numbers_that_cannot_be(wrong: dict[str, Any]):
     with pytest.raises(er.ArgumentError, match="must be a whole number above 0"):
-        er.plan(TABLES, **wrong, **PLAIN)
-    with pytest.raises(er.ArgumentError, match=r"`folder` of er\.plan must be a folder that exists: got '/no/such'"):
-        er.plan(TABLES, 1, folder="/no/such", **PLAIN)
+        er.plan_tables(TABLES, **wrong, **PLAIN)
+    with pytest.raises(
+        er.ArgumentError, match=r"`folder` of er\.plan_tables must be a folder that exists: got '/no/such'"
+    ):
+        er.plan_tables(TABLES, 1, folder="/no/such", **PLAIN)
 
 
 def test_memories_begin_with_two_batches_and_end_with_all_of_use():
@@ -237,7 +241,7 @@ def test_a_file_of_tables(known: Path, capsys: pytest.CaptureFixture[str]):
     file.write_text('batch_size = 64\nmemory = "217MiB"\nsteps = 8\n[tables.user]\nrows = 500_000\ndim = 16\n')
     assert main(["plan", "--tables", str(file), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    wanted = er.plan({"user": TABLES["user"]}, 64, memory="217MiB", **PLAIN)
+    wanted = er.plan_tables({"user": TABLES["user"]}, 64, memory="217MiB", **PLAIN)
     assert told == json.loads(json.dumps(wanted.to_json()))
     assert main(["plan", "--tables", str(file)]) == 0
     shown = capsys.readouterr().out
@@ -315,7 +319,7 @@ def test_the_time_of_reads_is_a_bound_by_a_probe_of_the_folder(
 def test_this_machine_is_measured_in_seconds_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     tables: dict[str, Any] = {"user": {"rows": 500_000, "dim": 16, "memory": "2MiB"}}
-    found = er.plan(tables, 64)
+    found = er.plan_tables(tables, 64)
     assert (found.reads_per_s or 0) > 0
     assert 50 << 20 < found.peak_bytes < 1 << 30
     assert not [*tmp_path.iterdir()]
@@ -333,11 +337,11 @@ def test_a_folder_that_is_being_written(known: Path, capsys: Any):
 
 def test_tables_that_are_told_where_to_be():
     tables = {"a": {"rows": 50_000, "dim": 16, "memory": "RAM"}, "b": {"rows": 50_000, "dim": 16, "memory": "2MiB"}}
-    found = er.plan(tables, 64, **PLAIN)
+    found = er.plan_tables(tables, 64, **PLAIN)
     assert [(one.tier, one.memory) for one in found.tables] == [("RAM", None), ("disk", 2 << 20)]
     assert found.peak_then <= found.peak_bytes
     with pytest.raises(er.ArgumentError, match=r"`memory` of table 'a' must be .RAM., or .*: got 'big'"):
-        er.plan({"a": {"rows": 50_000, "memory": "big"}}, 64, **PLAIN)
+        er.plan_tables({"a": {"rows": 50_000, "memory": "big"}}, 64, **PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +404,7 @@ MANY: dict[str, Any] = {f"t{k}": {"rows": 200_000 + 1000 * (k % 3), "dim": 16} f
 def test_tables_on_disk_are_one_group_whose_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tables = MANY | {"tables": {"rows": 500, "dim": 8}, "a-b": {"rows": 500, "dim": 8}}
     tables = {name: told | {"memory": "RAM"} if name == "t3" else told for name, told in tables.items()}
-    found = er.plan(tables, 64, memory="320MiB", **PLAIN)
+    found = er.plan_tables(tables, 64, memory="320MiB", **PLAIN)
     (group,) = [one for one in found.tables if one.tier == "disk"]
     in_ram = [one.name for one in found.tables if one.tier == "RAM"]
     assert {"t3", "tables", "a-b"} <= {*in_ram}
@@ -423,7 +427,7 @@ def test_tables_on_disk_are_one_group_whose_lines_run(tmp_path: Path, monkeypatc
 
 def test_many_small_tables_go_to_disk_where_they_do_not_fit():
     tables = {f"t{k}": {"rows": 30_000, "dim": 16} for k in range(26)}
-    found = er.plan(tables, 64, memory="260MiB", **PLAIN)
+    found = er.plan_tables(tables, 64, memory="260MiB", **PLAIN)
     assert "disk" in {one.tier for one in found.tables}
     assert found.peak_bytes <= 260 << 20
 
@@ -431,7 +435,7 @@ def test_many_small_tables_go_to_disk_where_they_do_not_fit():
 @pytest.mark.slow
 def test_a_group_takes_the_place_of_its_tables_alone():
     limits: dict[str, Any] = {"memory": "320MiB", "machine": EXAMPLE}
-    group, alone = er.plan(MANY, 64, **limits), er.plan(MANY, 64, alone=True, **limits)
+    group, alone = er.plan_tables(MANY, 64, **limits), er.plan_tables(MANY, 64, alone=True, **limits)
     assert len(group.tables) < len(alone.tables) == 26
     assert 0 < group.reads <= 1.25 * alone.reads  # sizes of the cache are a quarter of a doubling apart
     assert all(not one.members for one in alone.tables)
@@ -485,7 +489,7 @@ def test_a_group_that_a_file_names(known: Path, capsys: pytest.CaptureFixture[st
 def test_a_log_that_is_read_once_tells_of_a_group():
     log = {name: (np.arange(64) + 64 * (k % 9) for k in range(99)) for name in "ab"}
     plain: dict[str, Any] = {"machine": EXAMPLE, "memory": "240MiB"}
-    found = er.plan({name: {"rows": 10**6} for name in "ab"}, 64, log=log, **plain)
+    found = er.plan_tables({name: {"rows": 10**6} for name in "ab"}, 64, log=log, **plain)
     assert [(one.members, one.rows_used) for one in found.tables] == [(["a", "b"], 128.0)]
 
 
@@ -501,17 +505,17 @@ def test_a_log_that_is_read_once_tells_of_a_group():
 def test_groups_that_cannot_be(own: dict[str, Any], told: str):
     table: dict[str, Any] = {"rows": 900, "dim": 4, "group": "g"}
     with pytest.raises(er.ArgumentError, match=told):
-        er.plan({"a": table, "b": table | own}, 64, **PLAIN)
+        er.plan_tables({"a": table, "b": table | own}, 64, **PLAIN)
 
 
 def test_smaller_records_read_less():
     plain: dict[str, Any] = {"memory": "230MiB", "machine": EXAMPLE, "batch_size": 4096}
-    found = er.plan(TABLES, **plain)
+    found = er.plan(TABLES, **plain)  # its old name
     half, lean = found.smaller
     assert (half.change, half.record_bytes) == ('dtype="bfloat16"', (320, 384))
     assert (lean.change, lean.record_bytes) == ("rule=er.RowwiseAdagrad()", (160, 384))
     told = {name: own | {"rule": "rowwiseadagrad"} for name, own in TABLES.items()}
-    again = er.plan(told, **plain)
+    again = er.plan_tables(told, **plain)
     assert lean.reads == pytest.approx(again.reads, rel=0.1)
     assert lean.reads < found.reads
     assert not {lean.change} & {one.change for one in again.smaller}

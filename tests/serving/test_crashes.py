@@ -10,6 +10,7 @@ from carrier import SOURCE, PublishedStep, Run, differences
 from embedrock.io.vfs import File
 from embedrock.serving.publisher import PublishOptions, publish_commits
 from embedrock.serving.sources import opened_commit
+from on_system import on
 from suites.faultfs import FaultFS
 
 
@@ -34,7 +35,7 @@ def publish(run: Run, system: FaultFS) -> int:
 
 def check(run: Run, system: FaultFS, before: PublishedStep, after: PublishedStep) -> None:
     """Check that one of two steps is shown, and that publishing goes on from there."""
-    with er.Subscriber(SOURCE, system=system, memory="1MiB", patience=1e9) as served:
+    with on(system).Subscriber(SOURCE, memory="1MiB", patience=1e9) as served:
         with served.step() as step:
             assert not differences(step, before) or not differences(step, after), system.kind
         number = publish(run, system)

@@ -14,6 +14,7 @@ from carrier import COPY, Carrier, PublishedStep, differences
 from embedrock.serving import dense
 from embedrock.store.publication import DenseEntry
 from mutations import PLAIN, SEALED, Draft, changed, seal
+from on_system import on
 from slow import slow
 from suites.faultfs import FaultFS
 
@@ -46,7 +47,7 @@ def test_a_broken_disk_shows_no_other_rows(count: int):
     for seed in range(count):
         draft, system = mutated(seed, is_sealed=False)
         try:
-            served = er.Subscriber(COPY, system=system, memory="1MiB", patience=NO_TIME)
+            served = on(system).Subscriber(COPY, memory="1MiB", patience=NO_TIME)
         except er.CorruptTableError as error:
             assert "expected a folder, got a file" in str(error)  # noqa: PT017  # few are refused
             continue
@@ -64,7 +65,7 @@ def test_forged_folders_crash_nothing(count: int):
     for seed in range(count):
         _, system = mutated(seed, is_sealed=True)
         try:
-            with er.Subscriber(COPY, system=system, memory="1MiB", patience=NO_TIME) as served, served.step() as step:
+            with on(system).Subscriber(COPY, memory="1MiB", patience=NO_TIME) as served, served.step() as step:
                 for name in step:
                     step[name].export()
                     step[name].lookup(np.arange(40))

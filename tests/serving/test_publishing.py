@@ -481,7 +481,7 @@ def test_a_published_folder_is_not_trained(tmp_path: Path):
     er.publish(users, tmp_path / "served")
     with pytest.raises(er.ReadOnlyTableError, match=r"only er.publish changes them. .*er.Subscriber\('"):
         er.open(tmp_path / "served")
-    with er.open(tmp_path / "served", mode="r") as group:
+    with er.open(tmp_path / "served", mode="r", kind=er.Group) as group:
         assert np.array_equal(group["users"].export()[1], users.export()[1])
     users.close()
 

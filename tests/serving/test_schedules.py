@@ -10,6 +10,7 @@ import pytest
 
 import embedrock as er
 from carrier import COPY, Carrier, PublishedStep, Run, differences
+from on_system import on
 from slow import slow
 from suites.faultfs import FaultFS
 
@@ -62,7 +63,7 @@ def play(steps: list[PublishedStep], seed: int) -> tuple[Carrier, int]:
     """Carry the files, and check what is shown at each event; return the number of steps that were shown."""
     rng = np.random.default_rng(seed)
     carrier, known = Carrier(steps, rng), {(one.chain, one.number): place for place, one in enumerate(steps)}
-    served, shown, told = er.Subscriber(COPY, system=carrier.system, memory="1MiB", patience=1e9), -1, list[str]()
+    served, shown, told = on(carrier.system).Subscriber(COPY, memory="1MiB", patience=1e9), -1, list[str]()
 
     def look() -> int:
         if served.number is None:
@@ -114,7 +115,7 @@ def test_damage_is_an_error_that_names_the_file(seed: int):
     carrier.finish()
     name = carrier.damage()
     with pytest.raises(er.CorruptTableError) as caught:
-        er.Subscriber(COPY, system=carrier.system, memory="1MiB", patience=0)
+        on(carrier.system).Subscriber(COPY, memory="1MiB", patience=0)
     assert f"{COPY}/{name} is " in str(caught.value)
     assert "Carry this file again from the folder that er.publish writes, or" in str(caught.value)
 
@@ -132,7 +133,7 @@ def test_a_file_that_is_replaced_between_two_tries():
     for name in step.needed:
         carrier._put(name, step.files[name])
     put(last, is_whole=False)
-    served = er.Subscriber(COPY, system=carrier.system, memory="1MiB", patience=1e9)
+    served = on(carrier.system).Subscriber(COPY, memory="1MiB", patience=1e9)
     put(first, is_whole=False)
     put(last, is_whole=True)
     assert not served.refresh()

@@ -17,6 +17,7 @@ from test_crashes import publish
 
 import embedrock as er
 from carrier import COPY, SOURCE, Carrier, Run, differences
+from on_system import on
 from suites.faultfs import FaultFS
 
 
@@ -183,7 +184,7 @@ def test_two_publishers_of_two_chains():
     later = one.publish()
     carrier = Carrier(two.steps, np.random.default_rng(0))
     carry(carrier, first.files)
-    served = er.Subscriber(COPY, system=carrier.system, memory="1MiB", patience=1e9)
+    served = on(carrier.system).Subscriber(COPY, memory="1MiB", patience=1e9)
     carry(carrier, later.files, later.needed)
     with pytest.raises(er.TableFileError, match="two publishers write to") as caught:
         served.refresh()
@@ -217,7 +218,7 @@ def test_two_publishers_of_one_chain():
     assert len({step.chain for step in steps}) == 1
     carrier = Carrier(steps, np.random.default_rng(0))
     carry(carrier, steps[0].files)
-    served = er.Subscriber(COPY, system=carrier.system, memory="1MiB", patience=1e9)
+    served = on(carrier.system).Subscriber(COPY, memory="1MiB", patience=1e9)
     assert served.number == 2
     carry(carrier, steps[2].files, steps[2].needed)
     with pytest.raises(er.TableFileError, match="two publishers write to"):
@@ -237,7 +238,7 @@ def test_a_disk_that_is_full():
         publish(run, run.system)
     assert caught.value.errno == errno.ENOSPC
     assert {path for path in run.system.files() if path.startswith(SOURCE)} <= before
-    with er.Subscriber(SOURCE, system=run.system, memory="1MiB", patience=0) as served:
+    with on(run.system).Subscriber(SOURCE, memory="1MiB", patience=0) as served:
         with served.step() as step:
             assert not differences(step, first)
         run.system.mend()

@@ -24,6 +24,7 @@ from embedrock.kernels.cpu.mapped import PLACE
 from embedrock.storage.mapped_backend import MappedBackend, MappedSegments
 from embedrock.store import manifest as manifests
 from embedrock.table.table import rows_of
+from on_system import on
 from slow import slow_but
 from suites import FaultFS
 from suites.faultfs import CHANGES
@@ -137,7 +138,7 @@ def test_members_of_a_group_are_mapped(tmp_path: Path) -> None:
             group.table(name, 100, DIM, rule=er.SGD(lr=1.0), init=er.Normal())
         group.update({"users": ids, "items": ids[::2]}, {"users": np.ones((30, DIM)), "items": np.ones((15, DIM))})
         group.commit()
-        with er.open(path, mode="r") as expected, mapped(path) as found:
+        with er.open(path, mode="r", kind=er.Group) as expected, mapped(path) as found:
             asked = {"users": np.arange(100), "items": np.arange(100)}
             for name, rows in found.lookup(asked).items():
                 np.testing.assert_array_equal(rows, expected[name].lookup(asked[name]))
@@ -195,7 +196,7 @@ def test_nothing_is_written_or_locked(path: str) -> None:
     for name in CHANGES - {"create"}:
         setattr(ReadOnly, name, refuse)
     before = {each: each.stat().st_mtime_ns for each in Path(path).rglob("*")}
-    with mapped(path, system=ReadOnly()) as found:
+    with on(ReadOnly())(mapped, path) as found:
         found.lookup(np.arange(ROWS))
         assert not found.refresh()
     assert {each: each.stat().st_mtime_ns for each in Path(path).rglob("*")} == before
@@ -273,10 +274,10 @@ def test_closed_files_leave_memory_at_once(tmp_path: Path) -> None:
 
 def test_files_in_memory_are_mapped_too() -> None:
     system = FaultFS()
-    with er.Table(ROWS, DIM, path="/t", system=system, init=er.Zeros(), rule=er.SGD(lr=1.0)) as table:
+    with on(system).Table(ROWS, DIM, path="/t", init=er.Zeros(), rule=er.SGD(lr=1.0)) as table:
         table.update([3], np.ones((1, DIM)))
         table.commit()
-    with mapped("/t", system=system) as found:
+    with on(system)(mapped, "/t") as found:
         np.testing.assert_array_equal(found.lookup([3, 4])[:, 0], [-1, 0])
 
 

@@ -22,6 +22,7 @@ import embedrock as er
 from embedrock.store import folder as folders
 from embedrock.store.manifest import Manifest, StoreEntry
 from embedrock.store.table_folder import TableFolder
+from on_system import on
 from slow import examples, slow
 from suites import FaultFS
 from table_files import FOLDERS, newest_pool, pool_of
@@ -67,7 +68,7 @@ class Image:
 
 def make_image(seed: int = 0) -> Image:
     system = FaultFS()
-    table = er.Table(ROWS, DIM, rule=er.Adam(dense=True), init=er.Normal(), seed=seed, path="/t", system=system)
+    table = on(system).Table(ROWS, DIM, rule=er.Adam(dense=True), init=er.Normal(), seed=seed, path="/t")
     grads = np.linspace(-1, 1, ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
     table.update(IDS[::2], grads[::2])
     table.commit()
@@ -105,7 +106,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 def open_table(system: FaultFS) -> er.Table:
-    return er.open("/t", mode="r", system=system)
+    return on(system).open("/t", mode="r")
 
 
 def rows_of(table: er.Table) -> tuple[np.ndarray, str]:
@@ -261,7 +262,7 @@ def test_zeros_in_place_of_a_block(image: Image, kind: str):
 
 def test_a_log_in_the_place_of_another():
     system = FaultFS()
-    table = er.Table(ROWS, DIM, rule=er.SGD(lr=1.0), path="/t", keep=9, system=system)
+    table = on(system).Table(ROWS, DIM, rule=er.SGD(lr=1.0), path="/t", keep=9)
     for _ in range(3):
         table.update(IDS, np.ones((ROWS, DIM), np.float32))
         table.commit()
@@ -402,7 +403,7 @@ def test_verification_knows_what_each_commit_says_of_a_file(image: Image):
     body = json.loads(image.files[image.name["manifest"]].split(b"\n")[0])
     body["base"][0]["index_crc"] ^= 1
     system = image.system(manifest=signed(body))
-    with er.open("/t", mode="r", at=image.manifest.commit - 1, system=system) as table:
+    with on(system).open("/t", mode="r", at=image.manifest.commit - 1) as table:
         found = table.verify()
     assert len(found.problems) == 1
     assert "of the index" in found.problems[0]

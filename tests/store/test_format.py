@@ -147,14 +147,14 @@ def test_a_group_with_rows_that_were_forgotten(tmp_path: Path):
     for commit, members in FORGOTTEN_IN_GROUP.items():
         told = read_group(tmp_path / "g", commit)
         assert {name: sorted(rows) for name, (_, rows) in told.items()} == members
-        with er.open(tmp_path / "g", mode="r", at=commit) as group:
+        with er.open(tmp_path / "g", mode="r", at=commit, kind=er.Group) as group:
             assert {name: group[name].export()[0].tolist() for name in group} == members
-    with er.open(tmp_path / "g", keep=9) as group:
+    with er.open(tmp_path / "g", keep=9, kind=er.Group) as group:
         group.rollback(1)
         assert {name: group[name].export()[0].tolist() for name in group} == FORGOTTEN_IN_GROUP[1]
         group["users"].forget([3])  # who was "people" in between
         group.commit()
-        with er.open(tmp_path / "g", mode="r", at=4) as reader:
+        with er.open(tmp_path / "g", mode="r", at=4, kind=er.Group) as reader:
             assert reader["people"].export()[0].tolist() == [9]
 
 

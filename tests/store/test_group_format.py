@@ -16,6 +16,7 @@ from embedrock.store import manifest as manifests
 from embedrock.store import publishing
 from format_reader import read_group, read_history, read_manifest
 from golden.make_group import GROUP, digests, in_memory, step
+from on_system import on
 from suites import FaultFS
 
 
@@ -42,7 +43,7 @@ def test_the_golden_group_is_the_same_bytes_as_in_ram(back: int) -> None:
 def test_the_golden_group_opens_and_goes_on(tmp_path: Path) -> None:
     shutil.copytree(GROUP, tmp_path / "g")
     expected = in_memory(3)
-    with er.open(tmp_path / "g") as group:
+    with er.open(tmp_path / "g", kind=er.Group) as group:
         assert not group.verify().problems
         for tables in ({name: group[name] for name in group}, expected):
             step(tables, 3)
@@ -92,11 +93,11 @@ def test_what_cannot_be_true_is_refused(said: str, change: Any) -> None:
 
 def test_a_member_of_another_layout_than_its_pool_is_refused() -> None:
     system = FaultFS()
-    with er.Group(path="/g", system=system, memory="1MiB") as group:
+    with on(system).Group(path="/g", memory="1MiB") as group:
         group.table("a", 10, 4, rule=er.SGD())
         group.commit()
     body = json.loads(system.files()["/g/manifest/0000000001.json"].split(b"\n")[0])
     body["members"][0]["spec"]["dim"] = 5
     system.write_file("/g/manifest/0000000001.json", publishing.to_bytes(body))
     with pytest.raises(CorruptTableError, match="expected records of 32 bytes, as 'a' has, got 16"):
-        er.open("/g", system=system)
+        on(system).open("/g")

@@ -10,6 +10,7 @@ from embedrock.io.vfs import BLOCK
 from embedrock.spec.spec import Spec
 from embedrock.storage.ram_layout import memory_for
 from embedrock.store.segments import CRC_BYTES, HEADER_BYTES
+from on_system import on
 from suites import FaultFS
 from table_files import FOLDERS, newest_pool
 
@@ -35,7 +36,7 @@ def overwrite(system: FaultFS, path: str, offset: int, data: bytes) -> None:
 
 def check_refused(system: FaultFS, path: str, damaged: list[int], whole: list[int], value: float) -> None:
     """Check that rows of a log are refused, by name, and others are as they were."""
-    with er.open("/t", mode="r", system=system) as table:
+    with on(system).open("/t", mode="r") as table:
         np.testing.assert_array_equal(table.lookup(whole), np.full((len(whole), DIM), value, np.float32))
         for row in damaged:
             with pytest.raises(er.CorruptTableError, match=rf"{path} is damaged: 1 record.* ids {row}\."):
@@ -48,7 +49,7 @@ def check_refused(system: FaultFS, path: str, damaged: list[int], whole: list[in
 def make(system: FaultFS, commits: int) -> None:
     """Make a table whose commits each have a log of all rows in the same order."""
     ids = np.arange(ROWS)
-    with er.Table(ROWS, DIM, rule=er.SGD(lr=1.0), init=er.Zeros(), path="/t", keep=9, system=system) as table:
+    with on(system).Table(ROWS, DIM, rule=er.SGD(lr=1.0), init=er.Zeros(), path="/t", keep=9) as table:
         for _ in range(commits):
             table.update(ids, ones(ids))
             table.commit()
@@ -67,7 +68,7 @@ def spilled_twice() -> tuple[FaultFS, str]:
     """Return a table whose rows lie in one log, each of them twice, and that log."""
     system, rule = FaultFS(), er.SGD(lr=1.0)
     memory = memory_for(Spec(None, DIM, "float32", rule, er.Zeros(), 0), HALF)
-    with er.Table(None, DIM, rule=rule, init=er.Zeros(), path="/t", memory=memory, system=system) as table:
+    with on(system).Table(None, DIM, rule=rule, init=er.Zeros(), path="/t", memory=memory) as table:
         for ids in np.split(np.tile(np.arange(ROWS), 2), 4):
             table.update(ids, ones(ids))
         table.commit()
@@ -84,7 +85,7 @@ def test_two_records_of_one_row_that_change_places():
     first, second = (system.files()[log][at : at + STRIDE] for at in (older, newer))
     overwrite(system, log, older, second)
     overwrite(system, log, newer, first)
-    with er.open("/t", mode="r", system=system) as table:
+    with on(system).open("/t", mode="r") as table:
         with pytest.raises(er.CorruptTableError, match=r" ids 5\."):
             table.lookup([5])
         assert "the checksums of 2 of" in table.verify().problems[0]  # both of them
@@ -98,7 +99,7 @@ def test_a_block_that_was_written_elsewhere():
     block = 3 * BLOCK
     overwrite(system, log, block + shift, system.files()[log][block : block + BLOCK])
     inside = range(-(-(block - HEADER_BYTES) // STRIDE), (block + BLOCK - HEADER_BYTES) // STRIDE)
-    with er.open("/t", mode="r", system=system) as table:
+    with on(system).open("/t", mode="r") as table:
         for row in inside:
             with pytest.raises(er.CorruptTableError, match=rf" ids {row}\."):
                 table.lookup([row])
@@ -117,7 +118,7 @@ def of_one_name() -> tuple[FaultFS, str, bytes]:
             system.mkdir(folder)
         for path, data in before.items():
             system.write_file(path, data)
-        with er.open("/t", system=system) as table:
+        with on(system).open("/t") as table:
             for _ in range(times):
                 table.update(ids, ones(ids))
             table.commit()
@@ -139,4 +140,4 @@ def test_an_older_file_of_the_same_name():
     system, log, lost = of_one_name()
     system.write_file(log, lost)
     with pytest.raises(er.CorruptTableError, match=f"{log} is damaged: expected the file with salt 0x.*, got one with"):
-        er.open("/t", mode="r", system=system)
+        on(system).open("/t", mode="r")

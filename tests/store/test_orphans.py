@@ -19,6 +19,7 @@ from embedrock.store import change_lists
 from embedrock.store import folder as folders
 from embedrock.store import manifest as manifests
 from embedrock.store.segments import make_header
+from on_system import on
 from slow import slow
 from suites import FaultFS
 from table_files import files_of, lists_of_commits, store_of
@@ -36,7 +37,7 @@ def made_system() -> FaultFS:
 
 
 def open_table(system: FaultFS, rule: er.Rule = RULE) -> er.Table:
-    return er.Table(ROWS, DIM, rule=rule, seed=SEED, path=PATH, memory="1MiB", system=system, keep=2)
+    return on(system).Table(ROWS, DIM, rule=rule, seed=SEED, path=PATH, memory="1MiB", keep=2)
 
 
 def train(table: er.Table, seed: int, first: int = 0) -> None:
@@ -122,7 +123,7 @@ def test_what_a_crash_leaves_is_removed_by_the_next_writer(monkeypatch: pytest.M
     def crash(_name: str, _path: str) -> None:
         for clone in system.crash_clones(rng):
             try:
-                table = er.open(PATH, memory="1MiB", system=clone)
+                table = on(clone).open(PATH, memory="1MiB")
             except er.TableFileError:
                 continue
             with table:

@@ -18,6 +18,7 @@ from embedrock.store.compaction import compact
 from embedrock.store.publishing import FolderKind
 from embedrock.store.record_store import RecordStore
 from embedrock.store.segments import Segment
+from on_system import on
 from same_tables import check_same
 from slow import slow
 from table_files import files_of, store_of
@@ -81,7 +82,7 @@ def test_a_commit_keeps_its_files_while_another_is_published_beside_a_compaction
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = Watched()
-    with table_at(tmp_path, system=system) as table:
+    with on(system)(table_at, tmp_path) as table:
         train(table, 1)
         kept = table.commit(name="kept")
         thread = commit_before_forgetting(table, monkeypatch, seconds=1.0)
@@ -95,7 +96,7 @@ def test_a_commit_keeps_its_files_while_another_is_published_beside_a_compaction
 
 def test_the_watch_sees_a_file_that_is_forgotten_too_early(tmp_path: Path) -> None:
     system = Watched()
-    with table_at(tmp_path, system=system) as table:
+    with on(system)(table_at, tmp_path) as table:
         train(table, 1)
         table.commit()
         for name in folders.named_files(OS_SYSTEM, str(tmp_path / "t.rock")):
@@ -106,7 +107,7 @@ def test_the_watch_sees_a_file_that_is_forgotten_too_early(tmp_path: Path) -> No
 @pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_commits_and_compactions_at_once_keep_all_files(tmp_path: Path, seed: int) -> None:
     system, rng, made = Watched(), np.random.default_rng(seed), dict[int, tuple[int, ...]]()
-    with table_at(tmp_path, system=system, keep=3) as table:
+    with on(system)(table_at, tmp_path, keep=3) as table:
         done: list[int] = []
         for step in range(12):
             compaction = threading.Thread(target=table.compact)
@@ -150,7 +151,7 @@ def test_a_compaction_that_ends_while_the_last_ones_base_is_published_leaves_tha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system, held = Watched(), list[tuple[StorageCommit, float]]()
-    with table_at(tmp_path, system=system) as table:
+    with on(system)(table_at, tmp_path) as table:
         files = files_of(table)
         train(table, 1)
         table.commit()

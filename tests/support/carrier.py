@@ -11,6 +11,7 @@ import embedrock as er
 from embedrock.serving.publisher import PublishOptions, publish_commits
 from embedrock.serving.sources import opened_commit
 from embedrock.store.manifest import PUBLISHED
+from on_system import on
 from suites.faultfs import FaultFS
 
 SOURCE, COPY = "/served", "/copy"
@@ -37,7 +38,7 @@ class Run:
 
     def __init__(self, system: FaultFS, seed: int, path: str = "/run") -> None:
         self.system, self.path, self.rng = system, path, np.random.default_rng(seed)
-        self.group = er.Group(path=path, system=system, memory="4MiB")
+        self.group = on(system).Group(path=path, memory="4MiB")
         self.group.table("users", 300, 4, rule=er.Adam(lr=0.1), seed=1)
         self.group.table("items", 200, 4, rule=er.Adam(lr=0.1), seed=2)
         self.group.table("words", None, 3, rule=er.SGD(lr=0.1), seed=3)

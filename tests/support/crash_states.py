@@ -30,6 +30,7 @@ import numpy as np
 import embedrock as er
 from embedrock.io.vfs import System
 from embedrock.table.table import rows_of
+from on_system import on
 from recorded_calls import LAWS, Call, Disk, Recorder, Write, made, put
 from small_pieces import cut_small, some_goal
 from suites import records_of
@@ -241,11 +242,11 @@ class Life:
         self._made, self._steps = 0, seed * 1000
         widest = er.Table(ROWS, DIM, rule=RULES[0])
         memory = len(KINDS[kind]) * widest.memory_for(SLOTS)
-        self._options = {"memory": memory, "keep": KEEP, "system": self.system}
+        self._options = {"memory": memory, "keep": KEEP}
 
     def live(self, acts: int) -> Trace:
         self._begin(0, self.ram if ALONE in self.ram else {})
-        self.folder = on_disk(self.kind, self.root / TABLE, self._options)
+        self.folder = on(self.system)(on_disk, self.kind, self.root / TABLE, self._options)
         self.trace.mark("done", 0)
         self.tables = all_tables_in(self.folder, self.kind)
         for name in ("train", "commit", *self.rng.choices(list(ACTS), list(WEIGHTS.values()), k=acts), "reopen"):
@@ -346,7 +347,7 @@ class Life:
             self.commit()
         number = self._next()
         self._close()
-        self.folder = er.open(self.root / TABLE, **self._options)
+        self.folder = on(self.system).open(self.root / TABLE, **self._options)
         self._go_on_from(number - 1)
 
     def _close(self) -> None:
@@ -447,12 +448,12 @@ class Explorer:
 
 def recover(trace: Trace, point: int, recovery: Trace, path: Path, system: System) -> None:
     """Open what a crash has left, compare it with what was promised, and train and commit it."""
-    options, is_new = {"memory": MEMORY, "keep": KEEP, "system": system}, False
+    options, is_new = {"memory": MEMORY, "keep": KEEP}, False
     try:
-        folder = er.open(path, **options)
+        folder = on(system).open(path, **options)
     except er.TableFileError:
         assert trace.acknowledged(point) < 0, "there is no table"
-        folder, is_new = on_disk(trace.kind, path, options), True
+        folder, is_new = on(system)(on_disk, trace.kind, path, options), True
     with folder:
         commit = folder.last_commit
         contents = trace.contents_at(commit, point)
@@ -473,7 +474,7 @@ def recover(trace: Trace, point: int, recovery: Trace, path: Path, system: Syste
 
 
 def check_commit(path: Path, commit: int, expected: Contents, system: System) -> None:
-    with er.open(path, mode="r", at=commit, memory=MEMORY, system=system) as folder:
+    with on(system).open(path, mode="r", at=commit, memory=MEMORY) as folder:
         check_folder(folder, expected)
 
 

@@ -16,6 +16,7 @@ import pytest
 import embedrock as er
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.table.table import rows_of
+from on_system import on
 from same_tables import LAGGING, LAZY, RULES, check_same
 from small_pieces import cut_small, files_replaced, some_goal
 from table_files import compact_in_background, files_of, store_of
@@ -123,15 +124,15 @@ class Pair:
             "frozen": case.frozen,
         }
         self.ram = er.Table(case.rows, DIM, **arguments)
-        self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP, "system": system}
+        self.options: dict[str, Any] = {"policy": case.policy, "keep": KEEP}
         largest = None if case.rows is None else self.most
         slots = case.slots + BATCH * case.in_group  # which the other member may take
         self.options["memory"] = case.memory or er.Table(largest, DIM, **arguments).memory_for(slots)
         if not case.in_group:
-            self.table = er.Table(case.rows, DIM, path=folder, **arguments, **self.options)
+            self.table = on(system).Table(case.rows, DIM, path=folder, **arguments, **self.options)
             self.saved, self.first = {0: copy.deepcopy(self.ram)}, 0
             return
-        group = er.Group(path=folder, **self.options)
+        group = on(system).Group(path=folder, **self.options)
         group.table(BESIDE, BATCH, DIM, **{**arguments, "admission": None, "eviction": None})
         self.table = group.table(MEMBER, case.rows, DIM, **arguments)
         # The first commit of a group has no members: so many, and it is not kept any more.
@@ -228,7 +229,7 @@ class Pair:
         else:
             folder.close()
         self.ram = copy.deepcopy(self.saved[max(self.saved)])
-        self.table = table_in(er.open(self.folder, **self.options))
+        self.table = table_in(on(self.system).open(self.folder, **self.options))
         self.check()
 
     def window(self, event: str) -> int:

@@ -24,6 +24,7 @@ import embedrock as er
 from embedrock.io.vfs import OS_SYSTEM, System
 from format_reader import read_group, read_table
 from kill_loop import Deadly, cut_small, say
+from on_system import on
 from table_files import compact_in_background, files_of
 
 IDS, DIM = 24, 2
@@ -126,14 +127,14 @@ def shown_by(folder: er.Table | er.Group) -> dict[str, Rows]:
 
 def check(path: Path, book: Book, system: System = OS_SYSTEM) -> int:
     """Fail unless each commit shows what it should; return how many rows are withheld."""
-    with er.open(path, mode="r", system=system) as newest:
+    with on(system).open(path, mode="r") as newest:
         numbers, withheld = [each["commit"] for each in newest.commits()], 0
         assert newest.verify().problems == []
     assert numbers[-1] == book.last
     for number in numbers:
         content = book.shown(number)
         wanted = {name: content.rows[table] for name, table in content.names.items()}
-        with er.open(path, mode="r", at=number, system=system) as reader:
+        with on(system).open(path, mode="r", at=number) as reader:
             assert shown_by(reader) == wanted, f"commit {number}"
             withheld += int(reader.stats().get("rows_withheld", 0))
         if system is OS_SYSTEM:  # by the description of the format alone
@@ -156,14 +157,14 @@ class Life:
 
     def open(self) -> None:
         self.keep = self.rng.choice([1, 2, 5])
-        how = {"memory": "4MiB", "keep": self.keep, "system": self.system}
+        how = {"memory": "4MiB", "keep": self.keep}
         if self.kind == "group":
-            self.folder = er.Group(path=self.path, **how)
+            self.folder = on(self.system).Group(path=self.path, **how)
             for name, options in KINDS["group"].items() if not len(self.folder) else ():
                 self.folder.table(name, dim=DIM, init=er.Zeros(), rule=er.SGD(lr=0.1), **options)
         else:
             arguments = {**KINDS[self.kind][""], "dim": DIM, "init": er.Zeros(), "rule": er.SGD(lr=0.1)}
-            self.folder = er.Table(path=self.path, **arguments, **how)
+            self.folder = on(self.system).Table(path=self.path, **arguments, **how)
 
     def _some(self) -> tuple[str, er.Table, list[int]]:
         name = self.rng.choice(list(tables_of(self.folder)))

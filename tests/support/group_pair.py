@@ -19,6 +19,7 @@ from embedrock.batch.pooling import Bags
 from embedrock.table import batches
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
+from on_system import on
 from same_tables import RULES, check_same
 from suites import FaultFS
 from support import features as features_of
@@ -320,7 +321,7 @@ class DiskGroupPair(GroupPair):
 
     def opened(self) -> er.Group:
         how: dict[str, Any] = {"memory": self.memory, "policy": self.policy, "keep": 3}
-        return er.Group(path="/m", system=self.system, **how)
+        return on(self.system).Group(path="/m", **how)
 
     def commit(self) -> None:
         """Make all changes durable, in the background or at once."""
@@ -392,7 +393,7 @@ class DiskGroupPair(GroupPair):
         """Open a commit beside the writer."""
         if numbers := self.kept():
             number = self.draw.choice(numbers)
-            with er.open("/m", mode="r", at=number, system=self.system) as snapshot:
+            with on(self.system).open("/m", mode="r", at=number) as snapshot:
                 assert sorted(snapshot) == sorted(self.saved[number])
                 for name, expected in self.saved[number].items():
                     check_same(snapshot[name], expected)

@@ -34,6 +34,7 @@ from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.storage.cache import POLICIES
 from embedrock.storage.ram_layout import memory_for
 from embedrock.table.table import rows_of
+from on_system import on
 from small_pieces import SIZES, some_goal
 from table_files import compact_in_background, files_of, store_of
 
@@ -279,9 +280,9 @@ def open_table(life: Life, path: str, kind: str, seed: int, system: System) -> e
     spec = er.Table(**arguments).spec.with_rule(widest)
     options = life.options(lambda slots: memory_for(spec, slots))
     try:
-        return er.open(path, **options, system=system)
+        return on(system).open(path, **options)
     except er.TableFileError:
-        return er.Table(path=path, **arguments, **options, system=system)
+        return on(system).Table(path=path, **arguments, **options)
 
 
 def cut_small() -> None:

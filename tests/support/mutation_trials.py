@@ -33,6 +33,7 @@ from embedrock.store import change_lists
 from embedrock.store.verify import verify
 from embedrock.table.changed_rows import ChangedRows
 from mutations import Case, case_of, images, names_in, packed_image, system_of, table_in
+from on_system import on
 
 MEMORY = "256KiB"
 MORE_BYTES = 64 << 20  # beyond what the process has when it begins
@@ -87,7 +88,7 @@ def try_case(case: Case) -> bool:
 
 
 def _read(case: Case) -> bool:
-    opened = tried(lambda: er.open("/t", mode="r", system=system_of(case.files), memory=MEMORY))
+    opened = tried(lambda: on(system_of(case.files)).open("/t", mode="r", memory=MEMORY))
     if opened is None:
         return False
     with opened:
@@ -169,14 +170,14 @@ def _write(case: Case) -> None:
     system, problems = system_of(case.files), list[str]()
     former, threading.excepthook = threading.excepthook, lambda told: problems.append(repr(told.exc_value))
     try:
-        opened = tried(lambda: er.open("/t", system=system, memory=MEMORY))
+        opened = tried(lambda: on(system).open("/t", memory=MEMORY))
         if opened is not None:
             try:
                 with mock.patch.multiple(change_lists, JOINED=2, SINGLE=3):
                     _train(case, opened)
             finally:
                 tried(opened.close)
-            reopened = tried(lambda: er.open("/t", mode="r", system=system, memory=MEMORY))
+            reopened = tried(lambda: on(system).open("/t", mode="r", memory=MEMORY))
             if reopened is not None:
                 for name, table in _tables_in(reopened):
                     tried(lambda name=name, table=table: table.lookup(_ids_for(case, name, table)[:9]))

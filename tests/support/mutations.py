@@ -26,6 +26,7 @@ import numpy as np
 import embedrock as er
 from embedrock.store.compaction import NO_AGE, compact
 from embedrock.store.pieces import CompactionGoal
+from on_system import on
 from suites import FaultFS
 from table_files import FOLDERS, store_of
 
@@ -98,11 +99,11 @@ def system_of(files: dict[str, bytes]) -> FaultFS:
 def image_of(name: str, files: dict[str, bytes]) -> Image:
     """Return an image, after a look at what its commits hold."""
     rows = {}
-    with er.open("/t", mode="r", system=system_of(files), memory="1MiB") as opened:
+    with on(system_of(files)).open("/t", mode="r", memory="1MiB") as opened:
         asked = {each: _asked(table_in(opened, each)) for each in names_in(opened)}
         commits = [commit["commit"] for commit in opened.commits()]
     for commit in commits:
-        with er.open("/t", mode="r", at=commit, system=system_of(files), memory="1MiB") as opened:
+        with on(system_of(files)).open("/t", mode="r", at=commit, memory="1MiB") as opened:
             rows[commit] = {each: table_in(opened, each).lookup(asked[each]) for each in names_in(opened)}
     return Image(name, files, rows, asked)
 
@@ -115,13 +116,12 @@ def _lived() -> dict[str, bytes]:
     """Return the files of a table with all that can lie in one: many logs, rows twice in a log, names, a history."""
     system, rng = FaultFS(), np.random.default_rng(0)
     with mock.patch("os.urandom", rng.bytes):  # or a seed would mean other bytes in the next process
-        table = er.Table(
+        table = on(system).Table(
             None,
             3,
             rule=er.AdamW(lr=0.1, dense=True),
             init=er.Normal(),
             path="/t",
-            system=system,
             keep=3,
             memory="12KiB",
         )
@@ -143,14 +143,13 @@ def _come_and_gone() -> dict[str, bytes]:
     """Return the files of a table whose rows come and go: logs that name ids as gone, counts, and uses of rows."""
     system, rng = FaultFS(), np.random.default_rng(1)
     with mock.patch("os.urandom", rng.bytes):
-        table = er.Table(
+        table = on(system).Table(
             None,
             3,
             rule=er.SGD(lr=0.1),
             init=er.Normal(),
             seed=3,
             path="/t",
-            system=system,
             keep=3,
             memory="64KiB",
             admission=er.Admission(2, within=8, sketch=64),
@@ -179,7 +178,7 @@ def _group() -> dict[str, bytes]:
         "c": {"rows": 90, "dim": 3, "rule": er.Adam(lr=0.2)},
         "d": {"rows": 80, "dim": 3, "rule": er.SGD(lr=0.2), "eviction": er.Eviction(max_rows=20)},
     }
-    with mock.patch("os.urandom", rng.bytes), er.Group(path="/t", system=system, keep=3, memory="1MiB") as group:
+    with mock.patch("os.urandom", rng.bytes), on(system).Group(path="/t", keep=3, memory="1MiB") as group:
         for step in range(12):
             if step in (0, 4):
                 for seed, name in enumerate(kinds if step else "ab"):
@@ -202,7 +201,7 @@ def _packed() -> dict[str, bytes]:
     """Return the files of a group of int8 and int4, which no step changes: filled twice, and forgotten rows."""
     system, rng = FaultFS(), np.random.default_rng(3)
     kinds = {"a": (150, "int8"), "b": (None, "int4"), "c": (90, "int8")}
-    with mock.patch("os.urandom", rng.bytes), er.Group(path="/t", system=system, keep=3, memory="1MiB") as group:
+    with mock.patch("os.urandom", rng.bytes), on(system).Group(path="/t", keep=3, memory="1MiB") as group:
         for seed, (name, (rows, dtype)) in enumerate(kinds.items()):
             group.table(name, rows, 35, dtype=dtype, init=er.Normal(), seed=seed)
         for step in range(3):

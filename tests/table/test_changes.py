@@ -50,9 +50,7 @@ def check(before: dict[int, bytes], now: dict[int, bytes], changes: er.RowChange
 
 
 def opened_alone(path: Any, **options: Any) -> er.Table:
-    table = er.open(path, **options)
-    assert isinstance(table, er.Table)
-    return table
+    return er.open(path, kind=er.Table, **options)
 
 
 class Life:
@@ -199,9 +197,9 @@ class GroupLife:
         last = self.group.commit()
         if reopens:
             self.group.close()
-            self.group = er.open(self.path, keep=2)
+            self.group = er.open(self.path, keep=2, kind=er.Group)
         self.forgot, self.forgets = last if self.forgets else self.forgot, 0
-        with er.open(self.path, mode="r") as reader:
+        with er.open(self.path, mode="r", kind=er.Group) as reader:
             tables = {first: zip(*reader[name].export(), strict=True) for first, name in self.names.items()}
             self.states[last] = {first: {int(i): row.tobytes() for i, row in all_} for first, all_ in tables.items()}
         self.touched.append(self.now)

@@ -22,6 +22,7 @@ from embedrock.errors import ArgumentError, CommitError
 from embedrock.io.vfs import System
 from embedrock.table import storage
 from embedrock.table.storage import StorageManager
+from on_system import on
 from slow import slow
 from table_files import files_of
 
@@ -166,7 +167,7 @@ class Full(System):
 @KINDS
 def test_what_fails_is_raised_before_the_next_step_changes_anything(kind: Any, tmp_path: Path):
     disk = Full()
-    made = kind(tmp_path / "t", commit_every=5, system=disk)
+    made = on(disk)(kind, tmp_path / "t", commit_every=5)
     made.step(4)
     disk.is_full = True
     made.step()  # is made
@@ -189,7 +190,7 @@ def test_what_fails_is_raised_before_the_next_step_changes_anything(kind: Any, t
 @KINDS
 def test_a_close_that_cannot_commit_leaves_it_open_once(kind: Any, tmp_path: Path):
     disk = Full()
-    made = kind(tmp_path / "t", commit_every=100, system=disk)
+    made = on(disk)(kind, tmp_path / "t", commit_every=100)
     made.step(3)
     disk.is_full = True
     with pytest.raises(CommitError, match="Free some and commit again"):

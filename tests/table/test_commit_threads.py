@@ -32,6 +32,7 @@ from embedrock.store.table_folder import TableFolder
 from embedrock.table import upkeep
 from embedrock.table.storage import StorageManager
 from embedrock.table.table import rows_of
+from on_system import on
 from same_tables import check_same
 from slow import slow
 from small_pieces import SIZES
@@ -188,8 +189,8 @@ class Both:
         arguments: dict[str, Any] = {"rule": er.Adam(lr=0.1), "seed": 1, "init": er.Uniform(-1, 1)}
         self.ram = er.Table(ROWS, DIM, **arguments)
         self.memory = self.ram.memory_for(slots)
-        options: dict[str, Any] = {"memory": self.memory, "policy": policy, "keep": 50, "system": self.system}
-        self.table = er.Table(ROWS, DIM, path=folder, **arguments, **options)
+        options: dict[str, Any] = {"memory": self.memory, "policy": policy, "keep": 50}
+        self.table = on(self.system).Table(ROWS, DIM, path=folder, **arguments, **options)
         self.saved: dict[int, er.Table] = {}
         self._rng = np.random.default_rng(0)
 
@@ -231,13 +232,13 @@ class Both:
         """Compare all, now and as of all commits that were made well."""
         check_same(self.table, self.ram)
         for number, expected in self.saved.items():
-            with er.open(self.folder, mode="r", at=number, memory="1MiB", system=self.system) as reader:
+            with on(self.system).open(self.folder, mode="r", at=number, memory="1MiB") as reader:
                 check_same(reader, expected)
 
     def close(self) -> None:
         self.check()
         self.table.close()
-        with er.open(self.folder, mode="r", memory="1MiB", system=self.system) as reader:
+        with on(self.system).open(self.folder, mode="r", memory="1MiB") as reader:
             check_same(reader, self.saved[max(self.saved)])
 
     def flags(self) -> np.ndarray:
@@ -502,7 +503,7 @@ def test_who_waits_has_it_end_whole(how: str, monkeypatch: pytest.MonkeyPatch):
     }
     finished(open_gate, calls[how])
     assert not store.commit_is_awaited
-    with er.open("/table", mode="r", at=1, memory="1MiB", system=both.system) as reader:
+    with on(both.system).open("/table", mode="r", at=1, memory="1MiB") as reader:
         check_same(reader, both.saved[1])
     both.table.close()
 
@@ -767,14 +768,14 @@ def test_a_table_that_is_dropped_while_its_commit_waits_for_a_step(monkeypatch: 
 
     monkeypatch.setattr(TableLock, "settle_steps", slow)
     monkeypatch.setattr(StorageManager, "abandon", noted)
-    table = er.Table(ROWS, DIM, path="/table", rule=er.SGD(), system=system)
+    table = on(system).Table(ROWS, DIM, path="/table", rule=er.SGD())
     table.update([1, 2], np.ones((2, DIM), np.float32))
     number = table.commit(wait=False)
     assert inside.wait(PATIENCE)
     del table
     gc.collect()
     assert closed == ["MainThread"]
-    with er.open("/table", system=system) as again:
+    with on(system).open("/table") as again:
         assert again.last_commit == number
 
 
@@ -791,7 +792,7 @@ def test_garbage_that_is_collected_in_a_thread_of_ours(monkeypatch: pytest.Monke
     assert not collected.is_alive()
     gate.open()
     until(lambda: not any(thread.name == "close-embedrock" for thread in threading.enumerate()))
-    with er.open(both.folder, system=both.system) as again:
+    with on(both.system).open(both.folder) as again:
         assert again.last_commit == number
 
 

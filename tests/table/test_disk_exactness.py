@@ -16,7 +16,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import embedrock as er
 from disk_pair import (
     AFTER,
     BATCH,
@@ -37,6 +36,7 @@ from disk_pair import (
 )
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.storage.cache import POLICIES
+from on_system import on
 from same_tables import RULES, check_same
 from slow import examples, slow
 from suites import FaultFS
@@ -294,6 +294,6 @@ def test_a_commit_that_is_written_again_has_what_it_froze():
     pair.step(np.arange(100, 100 + BATCH))  # ... that are spilled while the commit fails
     gate.open()
     pair.commit()
-    with er.open("/table", mode="r", at=number, **pair.options) as reader:
+    with on(system).open("/table", mode="r", at=number, **pair.options) as reader:
         check_same(reader, frozen)
     pair.close()

@@ -26,6 +26,7 @@ from embedrock.errors import CommitError, ReadOnlyTableError, TableLockedError
 from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.store.verify import verify
 from forked import in_child
+from on_system import on
 from same_tables import check_same
 
 # From Python 3.12 on, it warns where a process with threads forks.
@@ -178,7 +179,7 @@ def test_two_processes_that_make_a_table_share_it(tmp_path: Path):
             step_all(table)
             table.commit(step=1)
 
-    with make(path, system=Overtaken(make_first)) as table:
+    with on(Overtaken(make_first))(make, path) as table:
         check_rows(table, 1)
 
 
@@ -405,10 +406,10 @@ def written(path: Path) -> Path:
 
 def test_readers_write_nothing(tmp_path: Path):
     path = written(tmp_path / "table")
-    read_in_every_way(path, system=Unwritable())
+    on(Unwritable())(read_in_every_way, path)
     told = r'Read-only file system: this process may not write to the folder. Open it for reading: .*mode="r"'
     with pytest.raises(er.ReadOnlyTableError, match=told) as caught:
-        er.open(path, system=Unwritable())
+        on(Unwritable()).open(path)
     assert caught.value.errno == errno.EROFS
 
 
@@ -530,14 +531,14 @@ class Lockless(System):
 def test_without_locks_one_has_to_ask_for_it(number: int, tmp_path: Path):
     path, system = tmp_path / "table", Lockless(number)
     with pytest.raises(TableLockedError, match=r"gives no locks \(NFS\?\).*Pass lock=False") as caught:
-        make(path, system=system)
+        on(system)(make, path)
     assert caught.value.errno == number
-    with make(path, system=system, lock=False) as table:
+    with on(system)(make, path, lock=False) as table:
         go_on(table, 2)
     with pytest.raises(TableLockedError, match="lock=False"):
-        er.open(path, system=system)
-    read_in_every_way(path, system=system)
-    with er.open(path, system=system, lock=False) as table:
+        on(system).open(path)
+    on(system)(read_in_every_way, path)
+    with on(system).open(path, lock=False) as table:
         check_rows(table, 2)
         assert table.compact() == 3
 

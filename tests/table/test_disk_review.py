@@ -24,6 +24,7 @@ from embedrock.system.sizes import parse_bytes
 from embedrock.table import upkeep
 from embedrock.table.stepping import StepRequest, judge, step_judged
 from embedrock.table.table import rows_of
+from on_system import on
 from suites import FaultFS
 from table_files import files_of
 
@@ -168,7 +169,7 @@ def test_a_commit_that_cannot_begin_is_a_commit_error(rule: er.Rule, tmp_path: P
             return super().open(path, flags)
 
     system = Full()
-    with make(tmp_path / "t", rule=rule, system=system) as table:
+    with on(system)(make, tmp_path / "t", rule=rule) as table:
         step(table, 1)
         system.is_full = True
         with pytest.raises(er.CommitError, match="bytes") as error:
@@ -181,7 +182,7 @@ def test_a_commit_that_cannot_begin_is_a_commit_error(rule: er.Rule, tmp_path: P
 
 def test_a_full_disk_says_what_is_missing_as_far_as_it_is_known():
     system = FaultFS()
-    with make("/t", system=system) as table:
+    with on(system)(make, "/t") as table:
         step(table, 1, 2)
         system.capacity = 0
         with pytest.raises(er.CommitError) as rows:
@@ -274,7 +275,7 @@ def test_nothing_is_committed_to_a_table_that_took_the_place_of_another(tmp_path
 
 def test_a_check_of_a_step_raises_all_that_the_step_would(tmp_path: Path):
     system = FaultFS()
-    with make("/t", system=system) as table:
+    with on(system)(make, "/t") as table:
         ids = np.arange(20)
         table.update(ids, grads(ids))
         table.commit(wait=False)

@@ -22,6 +22,7 @@ from embedrock.io.vfs import OS_SYSTEM
 from embedrock.store.reading import holds_table
 from forgetting_life import ACTS, DIM, IDS, KINDS, WEIGHTS, Book, Life, check, shown_by
 from format_reader import read_group
+from on_system import on
 from suites import FaultFS
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forgetting_life.py"
@@ -133,7 +134,7 @@ def fill(group: er.Group, name: str) -> None:
 def held(path: Path, commit: int) -> dict[str, list[int]]:
     """Return the ids of a commit, as it is read and by the description of the format alone."""
     told = {name: sorted(rows) for name, (_, rows) in read_group(path / "t", commit).items()}
-    with er.open(path / "t", mode="r", at=commit) as group:
+    with er.open(path / "t", mode="r", at=commit, kind=er.Group) as group:
         assert {name: group[name].export()[0].tolist() for name in group} == told
     return told
 
@@ -235,7 +236,7 @@ def live_on(system: FaultFS, kind: str, acts: list[str], book: Book) -> int:
             if life is not None:
                 with contextlib.suppress(OSError, er.EmbedrockError):
                     life.close()
-                with er.open(PATH, mode="r", system=system) as reader:
+                with on(system).open(PATH, mode="r") as reader:
                     book.found(reader.last_commit)
                 life.restart()
     assert life is not None
@@ -247,13 +248,13 @@ def check_after_crash(system: FaultFS, book: Book) -> None:
     """Look at all commits that a loss of power has left, then as a writer, who removes what is left over."""
     found = copy.deepcopy(book)
     try:
-        with er.open(PATH, mode="r", system=system) as reader:
+        with on(system).open(PATH, mode="r") as reader:
             found.found(reader.last_commit)
     except er.TableFileError:
         assert book.last == 0
         return
     check(PATH, found, system)
-    with er.open(PATH, keep=9, system=system) as writer:
+    with on(system).open(PATH, keep=9) as writer:
         content = found.now
         assert shown_by(writer) == {name: content.rows[table] for name, table in content.names.items()}
         number = writer.last_commit + 1

@@ -50,7 +50,7 @@ def kill_often(path: Path, kills: int) -> None:
         ram.table(name, **kind, seed=seed)
     for _ in range(kills):
         told = killed_after(path, rng.random() * 0.3)
-        with er.open(path, mode="r") as group:
+        with er.open(path, mode="r", kind=er.Group) as group:
             assert group.last_step is not None
             assert group.last_step >= told
             assert not group.verify().problems

@@ -544,7 +544,7 @@ def test_a_member_gets_another_eviction_and_who_is_told(tmp_path: Path) -> None:
         if path is not None:
             group.commit()
             group.close()
-            with er.open(path) as again:
+            with er.open(path, kind=er.Group) as again:
                 assert again["b"].spec.eviction is not None
                 assert again["b"].export()[0].tolist() == [3, 4]
 

@@ -25,6 +25,7 @@ from embedrock.storage.record_pools import RecordRange
 from embedrock.table.stepping import StepRequest, step_all
 from embedrock.table.table import rows_of
 from group_pair import DiskGroupPair, play
+from on_system import on
 from same_tables import check_same
 from slow import slow
 from small_pieces import cut_small
@@ -72,14 +73,14 @@ def test_the_same_code_goes_on(tmp_path: Path) -> None:
         assert group["a"].commit() == 2  # which is a commit of all
         assert not group.uncommitted
         assert group["b"].last_commit == group.last_commit == 2
-    with er.open(path, mode="r", at=1) as snapshot:
+    with er.open(path, mode="r", at=1, kind=er.Group) as snapshot:
         assert list(snapshot) == list(KINDS)
         assert content_of(snapshot) == before
         with pytest.raises(er.ReadOnlyTableError, match="opened with mode"):
             step(snapshot, 2)
         with pytest.raises(er.ReadOnlyTableError, match="opened with mode"):
             snapshot.table("new", 10, 4)
-    with er.open(path) as group:
+    with er.open(path, kind=er.Group) as group:
         assert group["b"].rule == er.Adam(lr=0.2)
         assert group["c"].steps == 2
 
@@ -109,7 +110,7 @@ def test_first_values_from_an_array_are_given_again(tmp_path: Path) -> None:
         group.table("fixed", 4, 2, init=init)
         group.table("other", 4, 2)
         group.commit()
-    with er.open(tmp_path / "m") as group:
+    with er.open(tmp_path / "m", kind=er.Group) as group:
         with pytest.raises(TableFileError, match=r"m#fixed come from an array.*Pass it again"):
             group["fixed"]
         assert group["other"].rows == 4
@@ -240,7 +241,7 @@ def test_names_in_a_closed_group(tmp_path: Path) -> None:
         assert group.uncommitted
         group.rename("a", "A")
         group.commit()
-    with er.open(tmp_path / "m") as group:
+    with er.open(tmp_path / "m", kind=er.Group) as group:
         assert list(group) == ["A", "b", "c", "going"]
         assert content_of(group) == {"A" if name == "a" else name: each for name, each in before.items()}
 
@@ -271,13 +272,13 @@ def test_a_commit_has_what_a_table_remembers_besides_its_rows(tmp_path: Path, ki
             group["one"].close()
         group.commit()
         expected = content_of(group)
-    with er.open(tmp_path / "m") as group:
+    with er.open(tmp_path / "m", kind=er.Group) as group:
         assert content_of(group) == expected
         step(group, 9, ["one", "two"])
         group.commit()
         expected = content_of(group)
         assert group.verify().problems == []
-    with er.open(tmp_path / "m", mode="r") as group:
+    with er.open(tmp_path / "m", mode="r", kind=er.Group) as group:
         assert content_of(group) == expected
 
 
@@ -296,7 +297,7 @@ def test_a_batch_that_is_too_large_says_what_each_table_needs(tmp_path: Path) ->
         assert group["wide"].steps == group["narrow"].steps == 0
         enough = int(str(caught.value).rpartition("memory=")[2].split()[0])
         assert group.lookup(ids)["wide"].shape == (1000, 64)  # what is only read may have any size
-    with er.open(tmp_path / "m", memory=enough) as group:
+    with er.open(tmp_path / "m", memory=enough, kind=er.Group) as group:
         for name, dim in (("wide", 64), ("narrow", 4)):
             group.table(name, 10**6, dim, rule=er.SGD(lr=0.1))
         group.update(ids, grads)
@@ -341,7 +342,7 @@ def test_small_members_leave_the_cache_what_they_need_not_of_the_overlay(tmp_pat
         assert rest * 3 / 32 > 20_000 * 24
         assert three.overlay_bytes == (2000 + 20_000) * 24 + rest * 3 // 32
         group.commit()
-    with er.open(tmp_path / "m", memory="8MiB") as group:
+    with er.open(tmp_path / "m", memory="8MiB", kind=er.Group) as group:
         assert tier_of(group).placement == three
 
 
@@ -365,14 +366,14 @@ def counted(tmp_path: Path) -> Iterator[tuple[er.Group, er.Group, Counting]]:
     """Six tables of one pool and two of another, with 2,000 rows each in files; the same in RAM; and their system."""
     system, ids = Counting(), np.arange(2000)
     kinds = {f"t{k}": {"rows": 2000, "dim": 4 if k < 6 else 5, "rule": ADAM, "seed": k} for k in range(8)}
-    groups = [er.Group(path=tmp_path / "m", system=system), er.Group()]
+    groups = [on(system).Group(path=tmp_path / "m"), er.Group()]
     for group in groups:
         for name, kind in kinds.items():
             group.table(name, **kind)
         group.update(dict.fromkeys(kinds, ids), {name: np.ones((2000, group[name].dim)) for name in kinds})
     groups[0].commit()
     groups[0].close()
-    with er.open(tmp_path / "m", memory="400KiB", system=system) as group:
+    with on(system).open(tmp_path / "m", memory="400KiB") as group:
         yield group, groups[1], system
 
 
@@ -423,7 +424,7 @@ class Life:
     def live(self) -> None:
         """Train, commit, compact, drop, go back and open again."""
         self.contents[0] = {}
-        self.group = made("/m", memory=30_000, system=self.system)
+        self.group = on(self.system)(made, "/m", memory=30_000)
         self.done = 0
         for number in range(4):
             step(self.group, number)
@@ -442,7 +443,7 @@ class Life:
         """Fail unless a group that was opened after a crash is as of one commit, not before the last that was done."""
         if self.done < 0 and not system.exists("/m/manifest/0000000000.json"):
             return
-        with er.open("/m", memory=30_000, system=system) as group:
+        with on(system).open("/m", memory=30_000) as group:
             assert group.last_commit >= self.done
             expected = self.contents.get(group.last_commit, self.contents[max(self.contents)])
             assert content_of(group) == expected
@@ -485,7 +486,7 @@ def test_a_crash_after_every_call_leaves_all_tables_as_of_one_commit() -> None:
 def fail_at(op: int, fault: int) -> bool:
     """Have one call of the file system fail; return whether there was such a call."""
     system = FaultFS()
-    with made("/m", memory=30_000, system=system, keep=9) as group:
+    with on(system)(made, "/m", memory=30_000, keep=9) as group:
         step(group, 0)
         group.commit()
         before = content_of(group)
@@ -499,7 +500,7 @@ def fail_at(op: int, fault: int) -> bool:
             assert group.last_commit == 1
             assert content_of(group) == after
             is_broken = group.storage is not None and group.storage.table_folder.broken is not None
-            with er.open("/m", mode="r", system=system) as reader:
+            with on(system).open("/m", mode="r") as reader:
                 assert content_of(reader) in (before, *[after] * is_broken)
             if is_broken:  # the manifest is there, but may not survive a loss of power
                 with pytest.raises(er.CommitError, match="no longer taken"):
@@ -510,7 +511,7 @@ def fail_at(op: int, fault: int) -> bool:
         system.mend()
         if group.uncommitted:
             group.commit()
-        with er.open("/m", mode="r", system=system) as reader:
+        with on(system).open("/m", mode="r") as reader:
             assert content_of(reader) == after
             assert not reader.verify().problems
     return was_there

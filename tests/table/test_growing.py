@@ -486,7 +486,7 @@ def test_members_of_a_group_shrink_alone(tmp_path: Path):
         if path:
             group.commit()
             group.close()
-            with er.open(tmp_path / "g") as again:
+            with er.open(tmp_path / "g", kind=er.Group) as again:
                 assert (again["a"].rows, again["b"].rows) == (100, ROWS)
                 np.testing.assert_array_equal(again["a"].lookup(np.arange(100)), before[:100])
                 np.testing.assert_array_equal(again["b"].lookup(np.arange(ROWS)), before)

@@ -294,7 +294,7 @@ def test_members(on_disk: bool, tmp_path: Path):
         group.lookup(ids, missing=ROW)
     if on_disk:
         group.commit()
-        with er.open(str(path), mode="r", missing=ROW) as reader:
+        with er.open(str(path), mode="r", missing=ROW, kind=er.Group) as reader:
             np.testing.assert_array_equal(reader.lookup({"items": [3, 4]})["items"], [np.ones(DIM), ROW])
             with pytest.raises(ArgumentError, match=r"`missing` of table 'tags' must be a row of shape \(2,\)"):
                 reader["tags"]

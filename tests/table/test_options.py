@@ -10,9 +10,7 @@ import pytest
 import embedrock as er
 from embedrock.table.options import LayerOptions, OpenArguments, StorageOptions, TableOptions, declared, defaults
 
-IN_ORDER = (
-    "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode missing system"
-)
+IN_ORDER = "rule init seed dtype path memory directory on_nonfinite name policy keep commit_every lock mode missing"
 IN_ORDER += " device_memory admission eviction frozen segments"
 
 
@@ -27,7 +25,7 @@ def test_every_subset_has_the_defaults_of_a_table(kind: Any):
     assert defaults(kind).items() <= defaults(TableOptions).items()
 
 
-@pytest.mark.parametrize(("function", "kind", "own"), [(er.Table, TableOptions, 2), (er.open, OpenArguments, 3)])
+@pytest.mark.parametrize(("function", "kind", "own"), [(er.Table, TableOptions, 2), (er.open, OpenArguments, 4)])
 def test_help_names_all_options_with_their_defaults(function: Any, kind: Any, own: int):
     shown = list(inspect.signature(function).parameters.values())
     assert {each.name: each.default for each in shown[own:]} == defaults(kind)

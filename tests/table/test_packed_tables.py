@@ -104,9 +104,7 @@ def test_members_of_a_group(on_disk: bool, tmp_path: Path):
     if on_disk:
         made.commit()
         made.close()
-        opened = er.open(path, mode="r")
-        assert isinstance(opened, er.Group)
-        made = opened
+        made = er.open(path, mode="r", kind=er.Group)
     for name, rows in made.lookup(dict.fromkeys(kinds, ALL)).items():
         np.testing.assert_array_equal(rows, expected[kinds[name]])
     made.close()

@@ -24,6 +24,7 @@ from embedrock.io.vfs import System
 from embedrock.storage.backend import Pin
 from embedrock.table import prefetch as module
 from embedrock.table.prefetch import prefetch
+from on_system import on
 from slow import slow
 
 
@@ -564,7 +565,7 @@ def check_equal(table: er.Table, other: er.Table) -> None:
 def test_training_gives_the_bits_of_a_table_in_ram(kind: str, depth: int, tmp_path: Path):
     batches, in_ram = batches_of(kind), table_of(None)
     least = (min(depth, 50) + 2) * SIZE  # slots
-    with table_of(tmp_path / "t.rock", min(least, 1000) * 90 + 20_000, system=Jittery()) as table:
+    with on(Jittery())(table_of, tmp_path / "t.rock", min(least, 1000) * 90 + 20_000) as table:
         for _ in range(2):  # the second time, all rows are on disk
             train(in_ram, batches, 0)
             train(table, batches, min(depth, 12) if kind == "uniform" else depth, commit_every=7)

@@ -96,7 +96,7 @@ def test_members_of_a_group_refresh_as_one(tmp_path: Path) -> None:
         for name in "ab":
             group.table(name, rows=ROWS, dim=DIM, rule=er.SGD(lr=1.0), init=er.Zeros())
         group.commit()
-        with er.open(tmp_path / "g", mode="r") as reader:
+        with er.open(tmp_path / "g", mode="r", kind=er.Group) as reader:
             a, b = reader["a"], reader["b"]
             a.lookup([1, 2])
             b.lookup([1, 2])
@@ -216,7 +216,7 @@ def test_a_name_that_another_member_has_now(tmp_path: Path, dim: int) -> None:
     for name, size, init in (("old", 4, er.Zeros()), ("new", dim, er.Normal())):
         group.table(name, 10, size, rule=er.SGD(lr=1.0), init=init, seed=1).assign([1], np.ones((1, size)))
     group.commit()
-    reader = er.open(tmp_path / "g", mode="r", memory="2MiB")
+    reader = er.open(tmp_path / "g", mode="r", memory="2MiB", kind=er.Group)
     assert (reader["old"].lookup([2]) == 0).all()
     group.drop("old")
     group.rename("new", "old")

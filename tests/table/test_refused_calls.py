@@ -29,6 +29,7 @@ from embedrock.storage.disk_backend import DiskBackend
 from embedrock.storage.ram_layout import memory_for
 from embedrock.table.stepping import HostStep, StepRequest, judge, step_all, step_judged
 from embedrock.table.table import rows_of
+from on_system import on
 from slow import slow
 from suites import FaultFS, records_of
 from table_files import files_of
@@ -65,8 +66,8 @@ def make(kind: Kind, system: FaultFS, name: str) -> er.Table:
     given: dict[str, Any] = {"rule": kind.rule, "seed": 1, "dtype": kind.dtype, **dict(kind.options)}
     if kind.on_disk:
         with er.Table(ROWS, DIM, rule=kind.rule, dtype=kind.dtype) as like:
-            given |= {"path": f"/data/{name}", "memory": memory_for(like.spec, SLOTS), "system": system}
-    table = er.Table(ROWS, DIM, **given)
+            given |= {"path": f"/data/{name}", "memory": memory_for(like.spec, SLOTS)}
+    table = on(system).Table(ROWS, DIM, **given)
     for start in (0, 10, 20, 30):
         ids = np.arange(start, start + 10)
         table.update(ids, gradients(start, 10))
@@ -216,7 +217,7 @@ class Run:
                 table.commit()
             table.close()
             if self.kind.on_disk:
-                with er.open(f"/data/t{number}", mode="r", memory="1MiB", system=self.system) as again:
+                with on(self.system).open(f"/data/t{number}", mode="r", memory="1MiB") as again:
                     found += state(again)[1:-1], again.steps
                     assert again.verify().problems == []
         return found

@@ -25,6 +25,7 @@ from embedrock.errors import EmbedrockError
 from embedrock.storage.ram_layout import memory_for
 from embedrock.store.verify import verify
 from embedrock.table.table import rows_of
+from on_system import on
 from slow import slow
 from suites import FaultFS
 from suites.faultfs import CHANGES, applies
@@ -167,12 +168,11 @@ class Workload:
 
     def create(self) -> None:
         """Make the table; a second attempt may find that the first one got far enough."""
-        self.table = er.Table(
+        self.table = on(self.system).Table(
             **self.case.arguments,
             path=PATH,
             memory=self._memory,
             keep=KEEP,
-            system=self.system,
         )
         self.oracle.acknowledge(self.table.last_commit)
 
@@ -246,7 +246,7 @@ class Workload:
         self.close()
 
         def open_again() -> None:
-            self.table = er.open(PATH, memory=self._memory, keep=KEEP, system=self.system)
+            self.table = on(self.system).open(PATH, memory=self._memory, keep=KEEP)
             with closed_on_error(self.table):
                 found = snapshot(self.table)
             self.oracle.now = copy.deepcopy(self.oracle.check(self.table.last_commit, found))
@@ -311,7 +311,7 @@ def check_table(system: FaultFS, oracle: Oracle, write: bool) -> None:
         write: open it as a writer, who removes what the crash left, and go on.
     """
     try:
-        table = er.open(PATH, "w" if write else "r", memory=MEMORY, system=system)
+        table = on(system).open(PATH, "w" if write else "r", memory=MEMORY)
     except er.TableFileError:
         assert oracle.acknowledged < 0
         return
@@ -373,7 +373,7 @@ def crash_twice(seed: int, case: Case) -> int:
             after_every_change(clone, lambda: check_clones(clone, workload.oracle, rng, seen, 0.5)),
             suppress(er.TableFileError),
         ):
-            er.open(PATH, memory=MEMORY, system=clone).close()
+            on(clone).open(PATH, memory=MEMORY).close()
 
     def crash() -> None:
         if next(made) in moments:
@@ -562,7 +562,7 @@ def test_several_calls_fail():
 def test_a_commit_that_was_found_is_durable(monkeypatch):
     """A commit whose folder could not be synced was refused: it is there when the table is opened, and stays."""
     system, rng = made_system(), np.random.default_rng(0)
-    sync, table = system.fsync_folder, er.Table(ROWS, DIM, path=PATH, memory=MEMORY, system=system)
+    sync, table = system.fsync_folder, on(system).Table(ROWS, DIM, path=PATH, memory=MEMORY)
 
     def fail(path: str) -> None:
         if "manifest" in path:
@@ -575,10 +575,10 @@ def test_a_commit_that_was_found_is_durable(monkeypatch):
             table.commit(step=1)
     with pytest.warns(er.UncommittedWarning):
         table.close()
-    with er.open(PATH, memory=MEMORY, system=system) as table:
+    with on(system).open(PATH, memory=MEMORY) as table:
         assert table.last_commit == 1
         for clone in system.crash_clones(rng):
-            with er.open(PATH, "r", memory=MEMORY, system=clone) as found:
+            with on(clone).open(PATH, "r", memory=MEMORY) as found:
                 assert found.last_commit == 1, clone.kind
 
 

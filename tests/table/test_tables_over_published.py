@@ -266,7 +266,7 @@ def test_members_of_a_group(published: Published, tmp_path: Path):
             expected = found["one"]
             if path is not None:
                 group.commit()
-    with er.open(tmp_path / "group", mode="r") as group:
+    with er.open(tmp_path / "group", mode="r", kind=er.Group) as group:
         np.testing.assert_array_equal(all_rows(group["one"]), expected)
 
 

@@ -11,6 +11,7 @@ import embedrock as er
 from embedrock.store.compaction import compact
 from embedrock.table import upkeep
 from embedrock.table.upkeep import BackgroundCompaction
+from on_system import on
 from same_tables import check_same
 from suites.faultfs import FaultFS
 from table_files import files_of, store_of
@@ -29,7 +30,7 @@ def due(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def pair(system: FaultFS, **options: Any) -> tuple[er.Table, er.Table]:
     options = {"rule": er.Adam(lr=0.1), "seed": 0, "eviction": er.Eviction(max_rows=MOST), **options}
-    return er.Table(None, DIM, path="/t", keep=1, system=system, **options), er.Table(None, DIM, **options)
+    return on(system).Table(None, DIM, path="/t", keep=1, **options), er.Table(None, DIM, **options)
 
 
 def step(tables: tuple[er.Table, ...], number: int) -> None:
@@ -58,7 +59,7 @@ def test_a_commit_of_most_rows_needs_no_older_file(due: list[object]):
     assert files[3:] == [(0, 1)] * 9
     assert due == []
     table.close()
-    again = er.open("/t", system=system)
+    again = on(system).open("/t")
     check_same(again, ram)
     assert again.verify().problems == []
     step((again, ram), 12)
@@ -96,7 +97,7 @@ def test_rows_that_leave_while_it_is_written_stay_away():
     check_same(table, ram)
     table.compact()
     table.close()
-    with er.open("/t", system=system) as again:
+    with on(system).open("/t") as again:
         check_same(again, ram)
 
 
@@ -135,7 +136,7 @@ def test_one_that_fails_leaves_all_as_it_was():
     step((table, ram), 6)
     table.commit()
     table.close()
-    with er.open("/t", system=system) as again:
+    with on(system).open("/t") as again:
         check_same(again, ram)
 
 

@@ -29,6 +29,7 @@ from embedrock.errors import (
     UnsupportedError,
 )
 from embedrock.vocabulary import blocks, files, runs
+from on_system import on
 from slow import examples
 from suites import FaultFS
 
@@ -114,14 +115,14 @@ ACTS = st.sampled_from(["nothing", "commit", "compact", "2KiB", "1GiB"])  # the 
 def test_any_program(program: list[tuple[list[str], str]]):
     known, committed, system = dict[str, int](), dict[str, int](), FaultFS()
     system.mkdir("/data")
-    vocabulary = er.Vocabulary("/data/v", memory="2KiB", system=system)
+    vocabulary = on(system).Vocabulary("/data/v", memory="2KiB")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", er.UncommittedWarning)
         for batch, act in program:
             add(vocabulary, known, batch)
             if act.endswith("iB"):
                 vocabulary.close()
-                vocabulary, known = er.Vocabulary("/data/v", memory=act, system=system), {**committed}
+                vocabulary, known = on(system).Vocabulary("/data/v", memory=act), {**committed}
             elif act != "nothing":
                 getattr(vocabulary, act)()
                 committed = {**known}
@@ -150,7 +151,7 @@ def test_files_are_merged_as_they_grow(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runs, "LOOKED_UP_PAGES", 3)  # several, which threads take in turn
     known, system = dict[str, int](), FaultFS()
     system.mkdir("/data")
-    with er.Vocabulary("/data/v", memory="16KiB", system=system) as vocabulary:
+    with on(system).Vocabulary("/data/v", memory="16KiB") as vocabulary:
         for k in range(60):
             add(vocabulary, known, some_words(k, 200, 20_000))
             if k % 7 == 0:

@@ -20,6 +20,7 @@ import embedrock as er
 from embedrock.errors import EmbedrockError
 from embedrock.io.vfs import File
 from embedrock.vocabulary import blocks, files
+from on_system import on
 from slow import slow
 from suites import FaultFS
 from suites.faultfs import CHANGES, applies
@@ -69,7 +70,7 @@ class Life:
 
     def opened(self) -> er.Vocabulary:
         if self.vocabulary is None:
-            self.vocabulary = er.Vocabulary(PATH, MEMORY, system=self.system)
+            self.vocabulary = on(self.system).Vocabulary(PATH, MEMORY)
         return self.vocabulary
 
     def add(self, batch: list[str]) -> None:
@@ -93,7 +94,7 @@ def check(system: FaultFS, life: Life) -> None:
     """Open what is there, compare it with what was promised, and go on with it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", er.UncommittedWarning)
-        with er.Vocabulary(PATH, MEMORY, system=system) as vocabulary:
+        with on(system).Vocabulary(PATH, MEMORY) as vocabulary:
             count = len(vocabulary)
             assert life.durable <= count <= max(life.begun, life.durable), f"{count} strings, {system.kind}"
             assert count in (0, *COUNTS)
@@ -107,7 +108,7 @@ def check(system: FaultFS, life: Life) -> None:
 
 
 def vocabulary_files(system: FaultFS) -> int:
-    with er.Vocabulary(PATH, MEMORY, mode="r", system=system) as vocabulary:
+    with on(system).Vocabulary(PATH, MEMORY, mode="r") as vocabulary:
         return int(vocabulary.stats()["files"])
 
 
@@ -204,7 +205,7 @@ def test_a_sync_that_is_left_out_is_noticed(end: str, monkeypatch: pytest.Monkey
 
 def test_a_full_disk_is_told_and_gone_on_with():
     system = new_system()
-    vocabulary = er.Vocabulary(PATH, MEMORY, system=system)
+    vocabulary = on(system).Vocabulary(PATH, MEMORY)
     vocabulary.add(BATCHES[0])
     system.capacity = sum(map(len, system.files().values())) + 5000
     with pytest.raises(er.CommitError, match=r"commit 1 failed: .*Free some space.*Commit 0 is whole, and so are the"):
@@ -213,7 +214,7 @@ def test_a_full_disk_is_told_and_gone_on_with():
     system.mend()
     assert vocabulary.commit() == 1
     vocabulary.close()
-    assert len(er.Vocabulary(PATH, system=system)) == COUNTS[0]
+    assert len(on(system).Vocabulary(PATH)) == COUNTS[0]
 
 
 def test_ctrl_c_leaves_it_whole():
@@ -270,8 +271,8 @@ def resume_after_crashes(most: int) -> None:
     system, rng, clones = new_system(), np.random.default_rng(0), list[FaultFS]()
 
     def opened(system: FaultFS) -> tuple[er.Vocabulary, er.Table]:
-        table = er.Table(None, 2, rule=er.Adam(lr=0.1), seed=3, path="/data/t", memory="1MiB", system=system)
-        return er.Vocabulary(PATH, MEMORY, system=system), table
+        table = on(system).Table(None, 2, rule=er.Adam(lr=0.1), seed=3, path="/data/t", memory="1MiB")
+        return on(system).Vocabulary(PATH, MEMORY), table
 
     words, table = opened(system)
     begun = system.ops

@@ -91,7 +91,7 @@ def _run(arguments: Namespace) -> int:
     options = {"batch_size": BATCH_SIZE, **options, **given}
     logs = {} if arguments.log is None else _logs(arguments.log, tables)
     try:
-        found = er.plan(tables, log=logs, **options)
+        found = er.plan_tables(tables, log=logs, **options)
     except NoPlanError as error:
         print(json.dumps({"error": str(error), "needed": error.needed}) if arguments.json else f"nothing fits: {error}")
         return NOTHING_FITS
@@ -129,7 +129,7 @@ def _bound(found: Proposal) -> str:
 
 
 def _tables(text: str, rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return tables by name, and the other arguments of `er.plan` in the file."""
+    """Return tables by name, and the other arguments of `er.plan_tables` in the file."""
     if text.endswith(".toml"):
         return _of_file(Path(text))
     if os.path.isdir(text):

@@ -11,7 +11,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Unpack
+from typing import Any, NamedTuple, NoReturn, Unpack, overload
 
 import numpy as np
 
@@ -38,11 +38,11 @@ from embedrock.store.verify import Verification, verify_commits
 from embedrock.system.arena import Arena
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import tell
-from embedrock.system.paths import local_path
+from embedrock.system.paths import AnyPath, local_path
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import MAP, parse_bytes
 from embedrock.table.changed_rows import ChangedRows, RowChanges
-from embedrock.table.group import asked
+from embedrock.table.group import Group, asked
 from embedrock.table.group import open_table as open_alone
 from embedrock.table.options import OpenArguments, OpenOptions, shows
 from embedrock.table.rows import TableState
@@ -373,10 +373,27 @@ def _tell_of_others(storage: StorageManager) -> None:
         )
 
 
+@overload
+def open_table(
+    path: AnyPath, mode: str = "w", at: int | None = None, *, kind: type[Group], **options: Unpack[OpenArguments]
+) -> Group: ...
+
+
+@overload
+def open_table(
+    path: AnyPath, mode: str = "w", at: int | None = None, *, kind: type[Table] = ..., **options: Unpack[OpenArguments]
+) -> Table: ...
+
+
 @shows(OpenArguments)
 def open_table(
-    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
-) -> Any:
+    path: str | os.PathLike[str],
+    mode: str = "w",
+    at: int | None = None,
+    *,
+    kind: type[Table | Group] | None = None,
+    **options: Unpack[OpenArguments],
+) -> Table | Group:
     """Open a table on disk, a group, or a sharded table (see ``sharded=`` of layers), as of a commit.
 
     Args:
@@ -384,8 +401,9 @@ def open_table(
         mode: "w" for its one writer, or "r" for a snapshot, which stays the same until `refresh`. A sharded table is
             read as one table, and only its ranks can write it.
         at: number of the commit, for a reader; None: the last one. For a sharded table, the number in its first shard.
+        kind: `er.Group` says to type checkers that the folder holds a group. It is an error if it holds a table.
         memory: as in `Table`. "map", for readers: map the files into memory. Processes share one copy of the rows.
-        on_nonfinite, name, policy, keep, commit_every, lock, system, device_memory: as in `Table`.
+        on_nonfinite, name, policy, keep, commit_every, lock, device_memory: as in `Table`.
         missing: of a reader, values of rows that are not there: "first", "zeros", "shared", "raise" or a row. See
             `Table.lookup`.
         init: for a table whose initial values come from an array: that `er.FromArray`.
@@ -394,7 +412,7 @@ def open_table(
         A `Table`, or a `Group` if the folder holds one.
 
     Raises:
-        TableFileError: there is no table, or `init` is missing or differs, or a writer opens a sharded table.
+        TableFileError: no table is there, or another `kind`; `init` is missing or differs; a writer opens shards.
         TableLockedError: another writer has it open.
         CorruptTableError, NewerFormatError: its files are damaged, or of a newer release.
         ArgumentError: there is no commit `at`, or none that all shards have.
@@ -410,6 +428,16 @@ def open_table(
         ...     table.lookup([7])
         array([[-0.5, -0.5, -0.5, -0.5]], dtype=float32)
     """
+    opened = _opened(path, mode, at, options)
+    if kind not in (None, type(opened)):
+        with opened:
+            got, name = getattr(kind, "__name__", kind), type(opened).__name__
+            needed = f"`kind` must be er.{name}, as the folder holds one, or None: got {got!r}. Pass kind=er.{name}"
+            raise TableFileError(errno.EINVAL, needed, opened.path)
+    return opened
+
+
+def _opened(path: AnyPath, mode: str, at: int | None, options: Mapping[str, Any]) -> Table | Group:
     layout = layout_of(os.path.abspath(local_path(path)))
     if layout is None:
         opened = open_alone(path, mode, at, **options)

@@ -15,6 +15,7 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Set
+from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -609,3 +610,6 @@ def _begin_child(missed: Set[forks.Lock]) -> None:
 
 
 OS_SYSTEM = System()
+
+# System calls of all that is opened from now on: tests replace them.
+SYSTEM: ContextVar[System] = ContextVar("SYSTEM", default=OS_SYSTEM)

@@ -10,3 +10,5 @@ from embedrock.jax.prefetch import prefetch
 from embedrock.jax.tables import Batch, Embed, Tables, all_finite, where
 
 __all__ = ["Batch", "Embed", "Tables", "all_finite", "prefetch", "where"]
+
+__dir__ = __all__.copy  # what dir() lists

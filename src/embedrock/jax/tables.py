@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from embedrock.errors import ArgumentError
 from embedrock.frontend.row_fetcher import FetchedRows, RowFetcher
+from embedrock.system.notebook import PublicNames
 from embedrock.table.group import Group
 from embedrock.table.table import Table
 
@@ -129,7 +130,7 @@ def where(finite: Any, new: Tree, old: Tree) -> Tree:
     return jax.tree.map(lambda one, other: one if one is other else jnp.where(finite, one, other), new, old)
 
 
-class Tables:
+class Tables(PublicNames):
     """Tables whose rows are arguments of jitted steps.
 
     `fetch` reads the rows of a batch. The step returns their gradients, and `apply` steps the rows by them.
@@ -153,10 +154,15 @@ class Tables:
         [[-0.5, -0.5], [-1.0, -1.0]]
     """
 
+    by_name: dict[str, Table]
+    _unlisted = "fetcher plan read"
+
     def __init__(self, tables: Tree, sharding: NamedSharding | None = None) -> None:
         tree = jax.tree.map(lambda own: {name: own[name] for name in own} if isinstance(own, Group) else own, tables)
         paths, self._tree = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda own: own is None)
-        self.by_name = {jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths}
+        self.by_name: dict[str, Table] = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths
+        }
         for name, table in self.by_name.items():
             if not isinstance(table, Table):
                 raise ArgumentError(

@@ -51,3 +51,5 @@ __all__ = [
 # Files of the first release name the layers' old modules. Keras before 3.9 imports the layers by these names.
 for _old, _kind in {"embedding": Embedding, "bag": EmbeddingBag, "group": EmbeddingCollection}.items():
     sys.modules[f"{__name__}.{_old}"] = sys.modules[_kind.__module__]
+
+__dir__ = __all__.copy  # what dir() lists

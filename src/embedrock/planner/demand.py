@@ -361,10 +361,10 @@ def read_demands(tables: Any, batch_size: int, zipf: float | None, logs: Mapping
         ArgumentError: a description is wrong.
     """
     if not isinstance(tables, Mapping) or not tables:
-        raise ArgumentError(f"`tables` of er.plan must be a dict of tables by name: got {tables!r}.")
+        raise ArgumentError(f"`tables` of er.plan_tables must be a dict of tables by name: got {tables!r}.")
     unknown = [name for name in logs if name not in tables]
     if unknown:
-        raise ArgumentError(f"`log` of er.plan has ids of {unknown[0]!r}, and there is no such table.")
+        raise ArgumentError(f"`log` of er.plan_tables has ids of {unknown[0]!r}, and there is no such table.")
     return [_demand(str(name), one, batch_size, zipf, logs.get(name)) for name, one in tables.items()]
 
 
@@ -372,7 +372,7 @@ def _demand(name: str, given: Any, batch_size: int, zipf: float | None, log: Any
     if not isinstance(given, Mapping):
         spec = given if isinstance(given, Spec) else getattr(given, "spec", None)
         if not isinstance(spec, Spec):
-            raise ArgumentError(f"table {name!r} of er.plan must be a dict, an er.Spec or a table: got {given!r}.")
+            raise ArgumentError(f"table {name!r} of er.plan_tables must be a dict, er.Spec or table: got {given!r}.")
         return Demand(name, spec, batch_size, ZIPF if zipf is None else zipf, log)
     for field in given:
         if field not in FIELDS:

@@ -1,4 +1,4 @@
-"""`plan`: a tier and a ``memory=`` for each table, with the resulting RAM and reads per step."""
+"""`plan_tables`: a tier and a ``memory=`` for each table, with the resulting RAM and reads per step."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Smaller:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The result of `plan`.
+    """The result of `plan_tables`.
 
     Attributes:
         tables: each table, or group.
@@ -235,7 +235,7 @@ def _arguments(spec: Spec) -> list[str]:
     return parts + ([] if spec.dtype == "float32" else [f'dtype="{spec.dtype}"'])
 
 
-def plan(
+def plan_tables(
     tables: Mapping[str, Any],
     batch_size: int,
     *,
@@ -278,15 +278,15 @@ def plan(
         >>> import embedrock as er
         >>> from embedrock.planner.machine import EXAMPLE
         >>> tables = {"user": {"rows": 10**6, "dim": 16}, "item": {"rows": 1000, "dim": 16}}
-        >>> proposed = er.plan(tables, 256, memory="260MiB", machine=EXAMPLE)
+        >>> proposed = er.plan_tables(tables, 256, memory="260MiB", machine=EXAMPLE)
         >>> [table.tier for table in proposed.tables]
         ['disk', 'RAM']
     """
     for name, value in (("batch_size", batch_size), ("workers", workers), ("steps", 1 if steps is None else steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"`{name}` of er.plan must be a whole number above 0: got {value!r}.")
+            raise ArgumentError(f"`{name}` of er.plan_tables must be a whole number above 0: got {value!r}.")
     if not os.path.isdir(folder):
-        raise ArgumentError(f"`folder` of er.plan must be a folder that exists: got {str(folder)!r}.")
+        raise ArgumentError(f"`folder` of er.plan_tables must be a folder that exists: got {str(folder)!r}.")
     logs = {name: _KeptLog(one) if isinstance(one, Iterator) else one for name, one in (log or {}).items()}
     logs = {name: [one] if isinstance(one, np.ndarray) else one for name, one in logs.items()}
     demands = read_demands(tables, batch_size, zipf, logs)
@@ -328,8 +328,8 @@ def _of_one_worker(demands: Sequence[Demand], workers: int) -> list[Demand]:
     for one in demands:
         if one.group is not None:
             raise ArgumentError(
-                f"table {one.name!r} of er.plan is in group {one.group!r}, and workers share tables, no groups yet: "
-                f"leave `group` out, or plan for one worker instead of {workers}."
+                f"table {one.name!r} of er.plan_tables is in group {one.group!r}, and workers share tables, no groups "
+                f"yet: leave `group` out, or plan for one worker instead of {workers}."
             )
     return [one.for_one_of(workers) for one in demands]
 
@@ -345,7 +345,7 @@ class _Planner:
         base_bytes: RAM of a process without tables.
         limit: RAM of the process.
         files: bytes of files; None: no limit.
-        steps, alone: see `plan`.
+        steps, alone: see `plan_tables`.
         curves: curves of tables, keyed without the size of a record, which does not change them.
     """
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,12 +14,13 @@ from embedrock.distributed.owners import Shard
 from embedrock.distributed.resharding import merged
 from embedrock.errors import ArgumentError, CorruptTableError, HistoryDroppedError, UnsupportedError
 from embedrock.initializers import FromArray, Given, Initializer, Zeros
-from embedrock.io.vfs import System
+from embedrock.io.vfs import SYSTEM, System
 from embedrock.spec.description import read_spec
 from embedrock.spec.spec import Spec
 from embedrock.store.manifest import TableEntry
 from embedrock.store.publication import SourceEntry
 from embedrock.store.table_folder import TableFolder
+from embedrock.system.scopes import set_within
 from embedrock.table.changed_rows import CHUNK_ROWS, ChangedRows, changes_in
 from embedrock.table.group import NO_OPTIONS, open_table
 from embedrock.table.reading import weights_of
@@ -182,8 +183,9 @@ class SourceTable(NamedTuple):
         folder, name, admission = part.table_folder, part.member.name, self.trained.admission
         is_shared = admission is not None and admission.default == "shared"
         init = self.trained.init if isinstance(self.trained.init, Given) and not name else None
-        options: dict[str, Any] = {"memory": MEMORY, "system": folder.system, "init": init}
-        with open_table(folder.folder, "r", folder.manifest.commit, **options) as opened:
+        with set_within(SYSTEM, folder.system):
+            opened = open_table(folder.folder, "r", folder.manifest.commit, memory=MEMORY, init=init)
+        with opened:
             table = opened if isinstance(opened, Table) else opened._opened(name, NO_OPTIONS, self.trained.init)
             if not (self._has_array or is_shared or table.first_scale != 1.0):
                 for ids, weights in table.export_batches(CHUNK_ROWS):

@@ -21,7 +21,7 @@ from embedrock.errors import (
     TableFileError,
 )
 from embedrock.initializers import Initializer
-from embedrock.io.vfs import OS_SYSTEM, System, open_file
+from embedrock.io.vfs import open_file
 from embedrock.serving import dense as dense_files
 from embedrock.spec.description import read_spec, without_place
 from embedrock.store.manifest import PUBLISHED, Manifest, TableEntry
@@ -134,11 +134,11 @@ class Subscriber(ClosedAtEnd):
         memory: Size | None = "map",
         *,
         patience: float | str = PATIENCE,
-        system: System = OS_SYSTEM,
         **options: Any,
     ) -> None:
-        self._given, self._opening = asked(folder, "r", None, {"memory": memory, "system": system, **options})
-        self._patience, self._system, self._folder = to_seconds(patience, "`patience`"), system, self._opening.path
+        self._given, self._opening = asked(folder, "r", None, {"memory": memory, **options})
+        self._patience, self._system = to_seconds(patience, "`patience`"), self._opening.system
+        self._folder = self._opening.path
         # Manifests to skip. A number stands for other bytes after the folder was made anew.
         self._seen = set[tuple[int, bytes]]()
         self._shown: ServedStep | None = None

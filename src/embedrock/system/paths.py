@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from embedrock.errors import ArgumentError
+
+AnyPath: TypeAlias = str | os.PathLike[str]
 
 # At least two letters: one letter is a drive of Windows. `pathlib` replaces two slashes by one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")

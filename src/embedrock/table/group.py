@@ -26,7 +26,6 @@ from embedrock.errors import (
     with_article,
 )
 from embedrock.initializers import Initializer
-from embedrock.io.vfs import OS_SYSTEM, System
 from embedrock.optimizers import Rule
 from embedrock.spec.admission import Admission
 from embedrock.spec.description import POLICIES, describe_spec, rule_of, without_place
@@ -39,6 +38,8 @@ from embedrock.storage.table_lock import TableLock
 from embedrock.store.table_folder import TableFolder
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller
+from embedrock.system.notebook import html_table
+from embedrock.system.paths import AnyPath
 from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import Size, format_bytes, parse_device_memory
 from embedrock.table import batches, checks, opened
@@ -58,7 +59,6 @@ from embedrock.table.options import (
     index,
     refuse_options_of_files,
     refuse_unknown,
-    shows,
 )
 from embedrock.table.prefetch import bring, prefetch, room_for
 from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
@@ -70,10 +70,11 @@ from embedrock.table.table import Table, rows_of
 # Arguments of `Group.table`, by name.
 GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory", *POLICIES)
 
-_OPEN: dict[str, Any] = {"subject": "er.open", "first": ("path", "mode", "at"), "kind": OpenArguments}
+_OPEN: dict[str, Any] = {"subject": "er.open", "first": ("path", "mode", "at", "kind"), "kind": OpenArguments}
 NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
 _NO_IDS = np.empty(0, np.int64)
 MOST_LAYOUTS = 64  # of batches of different members
+MOST_SHOWN = 30  # members in a notebook
 
 
 class Group(StoredVerbs):
@@ -89,7 +90,7 @@ class Group(StoredVerbs):
             share that half.
         on_nonfinite: default of members for a step with NaN or Inf in its gradients, "raise" or "skip".
         path: a folder to keep all rows in. The group there is opened as of its last commit, or made.
-        policy, keep, lock, mode, system: of a group on disk: see `Table`.
+        policy, keep, lock, mode: of a group on disk: see `Table`.
         commit_every: automatic commits of a group on disk, all members as one: see `Table`. Steps count for the member
             that has made most, and the commit's `step` is of that member.
         name: for error messages.
@@ -116,6 +117,8 @@ class Group(StoredVerbs):
         {'users': array([[-0.5, -0.5]], dtype=float32), 'items': array([[-1., -1.]], dtype=float32)}
     """
 
+    _unlisted = "made members open_tables pools"
+
     def __init__(
         self,
         memory: Size | None = None,
@@ -128,11 +131,10 @@ class Group(StoredVerbs):
         lock: bool = True,
         mode: str = "w",
         name: str | None = None,
-        system: System = OS_SYSTEM,
         device_memory: Size | None = None,
     ) -> None:
         options = {"path": path, "memory": memory, "policy": policy, "keep": keep, "lock": lock, "mode": mode}
-        options |= {"commit_every": commit_every, "name": name, "system": system}
+        options |= {"commit_every": commit_every, "name": name}
         check_on_nonfinite(on_nonfinite)
         if path is None:
             refuse_options_of_files({**defaults(TableOptions), **options}, "the group")
@@ -527,9 +529,19 @@ class Group(StoredVerbs):
         return pools
 
     def __repr__(self) -> str:
+        return f"Group({_names(self.members.names)}{self._place})"
+
+    @property
+    def _place(self) -> str:
         used, budget = format_bytes(self.pools.bytes_used), format_bytes(self.pools.budget_bytes)
-        where = "" if self.path is None else f" on disk at {self.path!r}"
-        return f"Group({_names(self.members.names)}{where}: {used} of {budget})"
+        return f"{'' if self.path is None else f' on disk at {self.path!r}'}: {used} of {budget}"
+
+    def _html(self) -> str:
+        head = "name", "rows", "rows_touched", "dim", "dtype", "rule", "steps"
+        told = [each | {"rule": rule_of(each["rule"])} for each in self.describe()]
+        lines = [[key.replace("_", " ") for key in head], *([each[key] for key in head] for each in told[:MOST_SHOWN])]
+        more = [[f"and {len(told) - MOST_SHOWN:,} more"]] * (len(told) > MOST_SHOWN)
+        return html_table(f"Group{self._place}{self._committed(self.stats())}", lines + more)
 
     def __reduce__(self) -> Any:
         remedy = "Copy its tables, which gives tables alone, or save what state() of each returns"
@@ -538,10 +550,7 @@ class Group(StoredVerbs):
         raise UnsupportedError(f"a group cannot be pickled or copied: rows may be larger than memory. {remedy}.")
 
 
-@shows(OpenArguments)
-def open_table(
-    path: str | os.PathLike[str], mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]
-) -> Any:
+def open_table(path: AnyPath, mode: str = "w", at: int | None = None, **options: Unpack[OpenArguments]) -> Any:
     """Open a table alone on disk, or a group, as of a commit: `er.open`, except for sharded tables."""
     given, opening = asked(path, mode, at, options)
     with held_back():  # or Ctrl-C may leave files open without a table
@@ -565,9 +574,7 @@ def group_of(table_folder: TableFolder, opening: OpenOptions, given: Mapping[str
     return group
 
 
-def asked(
-    path: str | os.PathLike[str], mode: str, at: int | None, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], OpenOptions]:
+def asked(path: AnyPath, mode: str, at: int | None, options: Mapping[str, Any]) -> tuple[dict[str, Any], OpenOptions]:
     """Return all options of `er.open`, checked, and how to open the files."""
     given = filled(OpenArguments, options, functools.partial(refuse_unknown, **_OPEN))
     given |= {"path": path, "mode": mode, "directory": "auto"}

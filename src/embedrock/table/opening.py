@@ -10,6 +10,7 @@ import numpy as np
 from embedrock.admission.lifecycle import RowLifecycle
 from embedrock.errors import ArgumentError, UnsupportedError, check_choice, with_article
 from embedrock.initializers import Initializer, Normal
+from embedrock.io.vfs import SYSTEM
 from embedrock.optimizers import Rule
 from embedrock.spec.admission import Admission
 from embedrock.spec.description import POLICIES, check_same, describe_spec
@@ -102,7 +103,7 @@ def opening_of(options: Mapping[str, Any], at: int | None = None) -> OpenOptions
     """Return how to open files, from checked options."""
     own = {name: options[name] for name in OpenOptions._fields if name in options}
     own |= {name: index(options[name]) for name in ("keep", "commit_every")}
-    own |= {"path": options["path"], "at": index(at)}
+    own |= {"path": options["path"], "at": index(at), "system": SYSTEM.get()}
     return OpenOptions(**own).checked()
 
 

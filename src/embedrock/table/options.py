@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hint
 
 from embedrock.errors import ArgumentError, UnknownArgumentError, check_choice, did_you_mean
 from embedrock.initializers import Initializer
-from embedrock.io.vfs import OS_SYSTEM, System
+from embedrock.io.vfs import System
 from embedrock.optimizers import Rule
 from embedrock.spec.admission import Admission
 from embedrock.spec.eviction import Eviction
@@ -37,13 +37,11 @@ class TableOption(NamedTuple):
         place: its order in signatures and messages.
         default: its default value.
         of_files: only for tables on disk; a table in RAM refuses it.
-        is_internal: only for tests; messages leave it out.
     """
 
     place: int
     default: Any
     of_files: bool = False
-    is_internal: bool = False
 
 
 class StorageOptions(TypedDict, total=False):
@@ -76,7 +74,6 @@ class OpenArguments(StorageOptions, total=False):
     name: Annotated[str | None, TableOption(9, None)]
     missing: Annotated[Any, TableOption(14, None, of_files=True)]
     lock: Annotated[bool, TableOption(12, True, of_files=True)]
-    system: Annotated[System, TableOption(14, OS_SYSTEM, of_files=True, is_internal=True)]
 
 
 class TableOptions(LayerOptions, OpenArguments, total=False):
@@ -129,7 +126,7 @@ def refuse_unknown(
     unknown: list[str], subject: str = "Table", first: Sequence[str] = ("rows", "dim"), kind: Any = TableOptions
 ) -> None:
     """Raise `UnknownArgumentError` for names that `er.Table`, or another function, does not take."""
-    names = [*first, *(name for name, option in declared(kind).items() if not option.is_internal)]
+    names = [*first, *declared(kind)]
     raise UnknownArgumentError(
         f"{subject} has no argument {unknown[0]!r}: it takes {', '.join(names[:-1])} and {names[-1]}."
         f"{did_you_mean(unknown[0], names)}"

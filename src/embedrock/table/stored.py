@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from html import escape
+from typing import Any, Literal, overload
 
 from embedrock.errors import UnsupportedError
 from embedrock.storage.table_lock import TableLock
 from embedrock.store import folder as folders
 from embedrock.store.verify import Verification, verify
+from embedrock.system.notebook import PublicNames
 from embedrock.system.scopes import ClosedAtEnd
+from embedrock.system.sizes import format_bytes
 from embedrock.table import opened
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.options import index
@@ -18,7 +21,7 @@ from embedrock.table.rows import ChangeCounter
 from embedrock.table.storage import StorageManager
 
 
-class StoredVerbs(ClosedAtEnd, ABC):
+class StoredVerbs(PublicNames, ClosedAtEnd, ABC):
     """A table alone, a member of a group, or a group. On disk, commits make its changes durable.
 
     Attributes:
@@ -28,6 +31,7 @@ class StoredVerbs(ClosedAtEnd, ABC):
 
     storage: StorageManager | None
     table_lock: TableLock
+    _unlisted = "_[!_]* is_open_here storage subject table_lock"
 
     @property
     @abstractmethod
@@ -44,6 +48,20 @@ class StoredVerbs(ClosedAtEnd, ABC):
     @abstractmethod
     def is_open_here(self) -> bool:
         """Return whether it is open, and this process opened it, not a parent process."""
+
+    @abstractmethod
+    def _html(self) -> str: ...
+
+    def _repr_html_(self) -> str:
+        """Return a table of facts, for notebooks."""
+        return self._html() if self.is_open_here else escape(repr(self))
+
+    def _committed(self, numbers: dict[str, float]) -> str:
+        """What is on disk, for people."""
+        if self.storage is None:
+            return ""
+        step = "" if self.last_step is None else f" (step {self.last_step:,})"
+        return f", {format_bytes(numbers.get('disk_bytes', 0))} of files, last commit {self.last_commit:,}{step}"
 
     def _note(self) -> None:
         if self.mode == "w":
@@ -162,6 +180,12 @@ class StoredVerbs(ClosedAtEnd, ABC):
         with self.table_lock.whole():
             self._check_usable()
             return self._on_disk().rollback(index(commit))
+
+    @overload
+    def refresh(self, changes: Literal[False] = False) -> bool: ...
+
+    @overload
+    def refresh(self, changes: bool) -> Any: ...
 
     def refresh(self, changes: bool = False) -> Any:
         """Move a snapshot (``mode="r"``) to the newest commit; return whether there was a newer one.

@@ -23,6 +23,7 @@ from embedrock.storage.listeners import StaleExecutor
 from embedrock.storage.ram_layout import memory_for
 from embedrock.system.buffers import buffers
 from embedrock.system.interrupts import held_back
+from embedrock.system.notebook import html_table
 from embedrock.table import changes, checks, opened, reading, saved
 from embedrock.table.changed_rows import RowChanges
 from embedrock.table.changes import first_scale, give_rule
@@ -100,7 +101,6 @@ class Table(StoredVerbs):
         lock: of a table on disk: refuse to open if the file system has no locks.
         mode: "w", or "r" for a snapshot of a table on disk, which moves only when `refresh` is called.
         missing: of a snapshot, the default of the same argument of `lookup`.
-        system: system calls for I/O of a table on disk (for tests).
         device_memory: the most GPU memory for rows of a table in a model on a GPU, in bytes, "2GiB" or "25%". It holds
             all rows if they fit, otherwise a cache of the rows in use. 0: rows are used in RAM. None: half of the free
             memory; of a table on disk 0.
@@ -137,6 +137,7 @@ class Table(StoredVerbs):
     group: Any
     _rows: TableState
     _placing: dict[str, Any]  # options of tables in RAM and on disk
+    _unlisted = "check_step executor over read_parts read_rows"
 
     @shows(TableOptions)
     def __init__(self, rows: int | None, dim: int, **options: Unpack[TableOptions]) -> None:
@@ -223,8 +224,6 @@ class Table(StoredVerbs):
     def executor(self) -> StaleExecutor | None:
         """The executor of rows in another memory, such as a GPU's."""
         return self._rows.executor
-
-    side = executor  # its name in earlier checkouts
 
     def _check_usable(self) -> None:
         self._checked_rows().check_open()
@@ -746,6 +745,16 @@ class Table(StoredVerbs):
         spec, name = self.spec, f"name={self.name!r}, " if self.name else ""
         of = f"{name}rows={spec.rows}, dim={spec.dim}, dtype={spec.dtype!r}, seed={spec.seed}, rule={spec.rule}"
         return f"Table({of}, {self._rows})"
+
+    def _html(self) -> str:
+        spec = self.spec
+        facts = {
+            "rows": "open ids" if spec.rows is None else f"{spec.rows:,}",
+            "dim, dtype, rule": f"{spec.dim}, {spec.dtype}, {spec.rule}",
+            "steps": f"{self.steps:,}",
+            "now": f"{self._rows}{self._committed(self.stats())}",
+        }
+        return html_table(f"Table {self.name or ''}".strip(), facts.items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         rows, spec = self._checked_rows(), self.spec

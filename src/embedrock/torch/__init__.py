@@ -90,3 +90,5 @@ __all__ = [
     "save",
     "uneven",
 ]
+
+__dir__ = __all__.copy  # what dir() lists

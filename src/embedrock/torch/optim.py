@@ -19,6 +19,7 @@ from embedrock import optimizers as rules
 from embedrock.errors import ArgumentError, UnknownArgumentError, UnsupportedError
 from embedrock.frontend.arguments import is_number, may_bind
 from embedrock.optimizers import Rule
+from embedrock.system.notebook import PublicNames
 from embedrock.table.changes import RuleTaker, bind_rule, check_may_bind
 from embedrock.table.checks import of_step
 from embedrock.table.rows import TableState
@@ -54,7 +55,7 @@ REMEDIES = {
 SCALING = "grad_scale", "found_inf"  # attributes that `GradScaler` sets for a step
 
 
-class RowOptimizer(torch.optim.Optimizer):
+class RowOptimizer(PublicNames, torch.optim.Optimizer):
     """Optimizer that steps rows of embedding layers by a rule: base of `SGD`, `Adam` and the others.
 
     Args:
@@ -80,6 +81,7 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     rule_type: ClassVar[type[Rule]]
+    _unlisted = "bound fields rule_type"
     fields: ClassVar[tuple[str, ...]]
     _resets_state = False
     _watches: Sequence[UntrainedWeightsCheck] = ()

@@ -25,10 +25,11 @@ from embedrock.errors import (
     UnsupportedError,
     check_choice,
 )
-from embedrock.io.vfs import OS_SYSTEM, System
+from embedrock.io.vfs import SYSTEM
 from embedrock.system import forks
 from embedrock.system.interrupts import held_back
 from embedrock.system.log import caller_level
+from embedrock.system.notebook import PublicNames
 from embedrock.system.paths import local_path
 from embedrock.system.ram import memory_limit
 from embedrock.system.scopes import ClosedAtEnd, on_failure
@@ -46,7 +47,7 @@ PART = 1 << 20  # strings looked up or added at once
 RAISE = "raise"
 
 
-class Vocabulary(ClosedAtEnd):
+class Vocabulary(PublicNames, ClosedAtEnd):
     """Exact map from strings to dense ids 0, 1, 2, ... in order of first occurrence, and back.
 
     On disk it is append-only: an id never changes, and `commit` makes all strings so far durable. It may be larger than
@@ -79,6 +80,8 @@ class Vocabulary(ClosedAtEnd):
         array(['green', 'red'], dtype=object)
     """
 
+    _unlisted = "_[!_]* is_open_here subject"
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -86,7 +89,6 @@ class Vocabulary(ClosedAtEnd):
         mode: str = "w",
         *,
         step: int | None = None,
-        system: System = OS_SYSTEM,
     ) -> None:
         self._files: StringFiles | None = None
         self._memtable, self._closed, self._process = MemTable(), False, os.getpid()
@@ -104,7 +106,7 @@ class Vocabulary(ClosedAtEnd):
             self._salt = (0, 0)
             return
         self._memory = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
-        system.check_usable(self.subject)
+        (system := SYSTEM.get()).check_usable(self.subject)
         open_it = functools.partial(StringFiles.open_or_make if self._writes else StringFiles.open, system, self.path)
         self._files = open_alone(self.path, open_it) if self._writes else open_it()
         self._salt = self._files.manifest.salt

@@ -33,6 +33,7 @@ from embedrock.keras.training.regularization import batch_regularizer, constrain
 from embedrock.keras.training.requests import LookupRequest
 from embedrock.keras.training.variable import BEGIN_ANEW
 from embedrock.keras.workers import shards
+from embedrock.system.notebook import PublicNames
 from embedrock.table.missing import Missing
 from embedrock.table.options import LayerOptions, declared, defaults, shows
 from embedrock.table.table import Table, rows_of
@@ -91,7 +92,7 @@ class LayerArgument:
         layer._config[self._name] = self._checked(layer, value)
 
 
-class KerasRowLayer(keras.layers.Layer):
+class KerasRowLayer(PublicNames, keras.layers.Layer):
     """An embedding layer whose rows live in a `Table`, behind a handle. It makes one request per input.
 
     Inputs are one tensor, or a list, tuple or dict of several. A call has two halves, `ask_all` and `answer_all`, so
@@ -179,6 +180,7 @@ class KerasRowLayer(keras.layers.Layer):
 
     # ------------------------------------------------------------ arguments
 
+    _unlisted = "answer* ask* kind label looked_up mask_of shares_open_table wire"
     embeddings_regularizer = LayerArgument(lambda layer, given: regularizer_of(given, layer.kind))
     embeddings_constraint = LayerArgument(lambda layer, given: constraint_of(given, layer.kind, layer.output_dim))
     mask_zero = LayerArgument(lambda layer, given: given)

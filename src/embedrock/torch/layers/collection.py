@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from embedrock.errors import ArgumentError, IdError, IdTypeError, counted, not_one_of
 from embedrock.initializers import Initializer
 from embedrock.optimizers import Rule
+from embedrock.system.notebook import PublicNames
 from embedrock.table.group import Group
 from embedrock.torch.layers.bag import EmbeddingBag
 from embedrock.torch.layers.embedding import Embedding, are_plain
@@ -162,7 +163,7 @@ class Route(NamedTuple):
         return False not in [share.layout.has_its_handles() for share in self.shares]
 
 
-class Collection(nn.Module):
+class Collection(PublicNames, nn.Module):
     """Base of both collections.
 
     Args:
@@ -176,6 +177,7 @@ class Collection(nn.Module):
     layer_type: ClassVar[type[Embedding | EmbeddingBag]]
     config_type: ClassVar[type[EmbeddingConfig]]
     _known_route: Route | None = None
+    _unlisted = "config_type container kind layer_type"
 
     def __init__(
         self,
@@ -468,6 +470,7 @@ class EmbeddingCollection(Collection):
         {'user': (2, 8), 'item': (2, 3, 4)}
     """
 
+    __call__: Callable[..., dict[str, Tensor]]
     kind, container = "ert.EmbeddingCollection", "embeddings"
     layer_type, config_type = Embedding, EmbeddingConfig
 

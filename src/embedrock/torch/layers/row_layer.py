@@ -19,6 +19,7 @@ from embedrock.frontend.arguments import ROWS_AT_ONCE, lags_behind, resolve_padd
 from embedrock.frontend.growing import begin_padding, growing, grows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray, Given
+from embedrock.system.notebook import PublicNames
 from embedrock.table import saved
 from embedrock.table.changes import has_more
 from embedrock.table.missing import Missing
@@ -59,7 +60,7 @@ REMEDIES = ReferenceRemedies(
 )
 
 
-class RowLayer(nn.Module):
+class RowLayer(PublicNames, nn.Module):
     """Embedding layer with rows in a `Table`, behind a handle.
 
     Layers on one table share its handle, as tied layers share a parameter.
@@ -71,6 +72,8 @@ class RowLayer(nn.Module):
     shown: ClassVar[tuple[str, ...]]  # arguments in the order in which PyTorch's layer prints them
     rows: ClassVar[row_state.RowKeys] = row_state.RowKeys()
     handle: Handle
+    __call__: Callable[..., Tensor]
+    _unlisted = "*_graph *_input *_over *_rows called joined_by label looked_up name_in_* outside rows shaped shown"
     _known_layout: LayerLayout | None = None
     _missing: Missing | None = None
     _number: Tensor  # graphs identify the layer by it
