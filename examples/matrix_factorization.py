@@ -102,9 +102,7 @@ def main() -> None:
     one = train(ours, ert.Adam(ours, lr=LR), clicks, batches)
     other = train(theirs, torch.optim.SparseAdam(theirs.parameters(), lr=LR), clicks, batches)
     list(zip(one, other, strict=True))  # step by step, in turns
-    print(
-        f"   RAM: embedrock {ours.table.stats()['bytes_used'] / MIB:.0f} MiB, torch {3 * theirs.weight.nbytes / MIB:.0f} MiB"
-    )
+    print(f"   RAM: embedrock {ours.table.stats()['bytes_used'] / MIB:.0f}, torch {3 * theirs.weight.nbytes >> 20} MiB")
     print(f"2. On disk: {options.users * 11 // 10:,} rows behind {options.memory} of RAM", flush=True)
     with tempfile.TemporaryDirectory(dir=".") as temporary:
         options.path = options.path or f"{temporary}/rows.rock"
