@@ -1,6 +1,6 @@
-# Two commands: `make demo` trains a recommender, `make test` checks everything. `make help` lists the rest.
+# Two commands: `make demo` trains more rows than RAM, `make test` checks everything. `make help` lists the rest.
 # PYTHON chooses the interpreter that .venv is made from; ARGS is passed on, for example
-#   make demo ARGS="--data interactions.csv"        make test ARGS="-k adam -x"        make bench ARGS="--threads 1"
+#   make demo ARGS="--memory 1GiB"        make test ARGS="-k adam -x"        make bench ARGS="--threads 1"
 # Tests run in WORKERS processes; `make test WORKERS=0` runs them in one that a debugger can stop.
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,11 +24,11 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-demo ## train a recommender on tables larger than your RAM would like
-	@$(BIN)/python examples/demo.py $(ARGS)
+demo: $(VENV)/.installed-demo ## train beside nn.Embedding in RAM, then 22 million rows on disk, killed and resumed
+	@$(BIN)/python examples/matrix_factorization.py $(ARGS)
 
-demo-keras: $(VENV)/.installed-demo-keras ## the same, with Keras and TensorFlow
-	@$(BIN)/python examples/demo.py --keras $(ARGS)
+demo-keras: $(VENV)/.installed-demo-keras ## train a ranking model with Keras and TensorFlow, on disk
+	@$(BIN)/python examples/keras_ranking.py $(ARGS)
 
 test: style ## lint, and all tests but those marked slow or gpu
 	@$(call beside_types,$(PYTEST) $(ARGS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import embedrock as er
+import scale
 from embedrock.distributed.owners import owners
 from embedrock.planner.demand import bounded_zipf
 from scale import Cluster, Compute, Load, calibrated, compared, main, measured_ids, of_log, of_zipf, read_ids, simulate
@@ -166,3 +168,9 @@ def test_ten_to_the_twelve_rows_over_thousands_of_ranks(capsys: pytest.CaptureFi
 def test_what_cannot_be_is_told(cluster: Cluster, said: str) -> None:
     with pytest.raises(er.ArgumentError, match=said):
         simulate(LOAD, cluster)
+
+
+def test_docstrings() -> None:
+    found = doctest.testmod(scale)
+    assert found.attempted
+    assert not found.failed
