@@ -127,7 +127,7 @@ def test_what_is_missing_and_what_is_wide_is_found():
     gone = "docs/nothing.md, tests/no/, `optimizers/adamm.py`"
     text = f"# A page\n{there}, {gone}.\n"
     assert missing_paths(text) == ["docs/nothing.md", "optimizers/adamm.py", "tests/no"]
-    links = "[a](#a-page) [b](#b) [c](README.md#why) [d](https://d.d) [e](README.md#e) [f](f.md)"
+    links = "[a](#a-page) [b](#b) [c](README.md#install) [d](https://d.d) [e](README.md#e) [f](f.md)"
     page = REPOSITORY / "CONTRIBUTING.md"
     assert broken_links(f"{text}{links}", page) == ["#a-page", "#b", "README.md#e", "f.md#"]
     wide = "x" * (WIDTH + 1)
