@@ -342,6 +342,6 @@ def _in_lists(subject: str) -> str:
 def _missing(value: str, position: int, shape: Sequence[int], subject: str, filled: str) -> IdTypeError:
     return IdTypeError(
         f"`values` of {subject} must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
-        "what is missing, or give it an id, missing=-1 of er.hash_ids or of lookup and add of a vocabulary; or give it a "
-        f"string of its own: {filled}."
+        "what is missing, or give it an id, missing=-1 of er.hash_ids or of lookup and add of a vocabulary; or give it "
+        f"a string of its own: {filled}."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -251,9 +251,32 @@ def _damaged(path: str, expected: str, got: str, where: str = "") -> NoReturn:
 
 
 def _no_table(where: str, name: str, seen: Sequence[StoredTensor]) -> TableFileError:
-    tables = {re.sub(rf"{SHARD}\.weight$", "", tensor.name) for tensor in seen if len(tensor.shape) == 2}
-    named = ", ".join(sorted(tables, key=len)[:8]) or "no matrix"
-    return TableFileError(f"there is no {where}: its files have {named}. Name its tensor.{did_you_mean(name, tables)}")
+    tables = _tables(seen)
+    return TableFileError(
+        f"there is no {where}: its files have {_named(tables)}. Name its tensor.{did_you_mean(name, tables)}"
+    )
+
+
+def _tables(tensors: Iterable[StoredTensor]) -> set[str]:
+    return {re.sub(rf"{SHARD}\.weight$", "", tensor.name) for tensor in tensors if len(tensor.shape) == 2}
+
+
+def _named(tables: set[str]) -> str:
+    return ", ".join(sorted(tables, key=len)[:8]) or "no matrix"
+
+
+def only_table(folder: str) -> str:
+    """Return the name of the only matrix in the safetensors files of a folder, or in one file.
+
+    Raises:
+        TableFileError: there are several, or none.
+    """
+    paths, _ = _files(folder, re.compile(r"[^\s\S]"))  # matches no tensor: all files
+    found = [tensor for path in paths for tensor in read_header(path, partial(_damaged, path)).values()]
+    tables = {name for name in _tables(found) if not OTHER_FORMS.search(name.rpartition(".")[2])}
+    if len(tables) != 1:
+        raise TableFileError(f"{folder} must have one matrix, unless you name one: got {_named(tables)}. Pass tensor=.")
+    return tables.pop()
 
 
 def _unread(where: str, got: str) -> UnsupportedError:

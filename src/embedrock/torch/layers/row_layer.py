@@ -18,7 +18,7 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.frontend.arguments import ROWS_AT_ONCE, lags_behind, resolve_padding, write_batches, zero_rows
 from embedrock.frontend.growing import begin_padding, growing, grows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
-from embedrock.initializers import FromArray, Given
+from embedrock.initializers import FromArray
 from embedrock.table import saved
 from embedrock.table.changes import has_more
 from embedrock.table.missing import Missing
@@ -107,11 +107,11 @@ class RowLayer(nn.Module):
 
     @classmethod
     def _of_weights(
-        cls, weights: Tensor | np.ndarray | Given, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
+        cls, weights: Any, tensor: str | None, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
     ) -> Self:
         """Make a layer with `weights` as initial rows. `given` are PyTorch's arguments of the layer."""
         check_positions(cls._kind, given["scale_grad_by_freq"], options)
-        table = pretrained_table(cls._kind, weights, dtype, options)
+        table = pretrained_table(cls._kind, weights, tensor, dtype, options)
         make: Any = cls  # arguments differ between layers
         layer = make(table, None, **given)
         layer.dtype, layer.missing = DTYPES[table.spec.value_dtype], options.get("missing")
