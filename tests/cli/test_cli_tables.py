@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -324,7 +325,15 @@ def test_words(run: Run, refused: Refused):
     assert Path("ids.vec").read_text().splitlines()[1].split()[0] == "0"
     run("import", "out.vec", "again.rock")
     assert Path("again.rock.words.txt").read_bytes() == Path("t.rock.words.txt").read_bytes()
-    assert "expected no words of rows yet" in refused("import", "out.vec", "again.rock", "--into")
+    into = refused("import", "out.vec", "again.rock", "--into")
+    assert "expected rows with ids or numbers, as --into is given; got words. Pass --only-words FOLDER" in into
+    run("import", "out.vec", "again.rock", "--into", "--ids", "row-number")
+    told = run("import", "out.vec", "numbered.rock", "--ids", "row-number")
+    assert (told["words"], told["vocabulary"]) == (None, None)
+    assert_rows("numbered.rock", np.arange(ROWS), vectors_of())
+    shutil.rmtree("again.rock")
+    shutil.rmtree("again.rock.vocabulary")
+    assert "again.rock.words.txt: expected no words of rows yet" in refused("import", "out.vec", "again.rock")
     assert "a format with words" in refused("export", "t.rock", "out.npy", "--words", "t.rock.words.txt")
 
 

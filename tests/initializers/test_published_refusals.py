@@ -208,7 +208,7 @@ def test_a_file_that_the_others_count(tmp_path: Path):
     assert refused(tmp_path) == expected
 
 
-@pytest.mark.parametrize("tensor", [5, b"X"])
+@pytest.mark.parametrize("tensor", [5, None, b"X"])
 def test_names_that_are_no_text(tensor: Any, tmp_path: Path):
     write(tmp_path, {"weight": WEIGHT})
     assert refused(tmp_path, tensor, er.ArgumentError) == f"`tensor` of FromSafetensors must be a name: got {tensor!r}."

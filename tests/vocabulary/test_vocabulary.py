@@ -273,7 +273,7 @@ def test_missing_values_get_an_id(vocabulary: er.Vocabulary):
     assert vocabulary.lookup(["b", None, "?", ""], missing=9).tolist() == [1, 9, 9, 2]
     for missing in (None, "raise"):
         with pytest.raises(
-            IdTypeError, match=r"got None at \[1\].*give it an id, missing=-1 of er.hash_ids or of lookup"
+            IdTypeError, match=r"got None at \[1\].*give it an id of its own: vocabulary\.lookup\(values, missing=-1\)"
         ):
             vocabulary.lookup(["b", None], missing=missing)
 
@@ -290,8 +290,9 @@ def test_as_a_mapping(vocabulary: er.Vocabulary, monkeypatch: pytest.MonkeyPatch
         vocabulary["b"]
     assert isinstance(caught.value, er.UnknownStringError)
     assert isinstance(caught.value, IdError)
-    for use in (vocabulary.__getitem__, vocabulary.__contains__):
-        with pytest.raises(IdTypeError, match=r"must be one string: got list. For several, call lookup\(values\)"):
+    uses: tuple[Any, ...] = vocabulary.__getitem__, vocabulary.__contains__
+    for use in uses:
+        with pytest.raises(IdTypeError, match=r"must be one string: got \['a'\]\. Call lookup\(values\)"):
             use(["a"])
     with pytest.raises(IdTypeError, match="must be strings in an array or a list: got an int"):
         vocabulary[3]  # pyright: ignore[reportArgumentType]
@@ -315,8 +316,12 @@ def test_unknown_strings_get_the_id_of_one(tmp_path: Path):
     path = tmp_path / "words.rock"
     with er.Vocabulary(path, mode="r", unknown="[UNK]") as reader:
         assert pickle.loads(pickle.dumps(reader)).lookup(["?", "a"]).tolist() == [0, 1]
-    with pytest.raises(er.UnknownStringError, match=r"got '\[UNK\]2' at \[0\]"):
-        er.Vocabulary(path, mode="r", unknown="[UNK]2")
+    with er.Vocabulary(path, mode="r", unknown="[UNK]2") as reader:
+        assert reader["a"] == 1
+        with pytest.raises(er.UnknownStringError, match=r"got '\[UNK\]2' at \[\]"):
+            reader.lookup(["?"])
+    with pytest.raises(IdTypeError, match="got an int"):
+        er.Vocabulary(path, unknown=3)  # pyright: ignore[reportArgumentType]
     with er.Vocabulary(path, unknown="b") as again:  # the lock is free, and no string was added
         assert (again["?"], len(again)) == (2, 3)
 

@@ -13,15 +13,12 @@ from embedrock.batch.wrong_ids import in_array, missing
 from embedrock.errors import ArgumentError, IdTypeError, with_article
 
 MOST_BUCKETS = 2**63 - 1
-# The code of messages replaces a missing value by "". Comparing a missing value gives neither True nor False.
-_EACH = "for value in np.asarray(values, object).ravel()], object).reshape(np.shape(values))"
-_IS_MISSING = "value is None or str(value != value) != 'False'"
-_FILLED = f"np.array([{{empty}} if {_IS_MISSING} else value {_EACH}"
+# It replaces a missing value by b"". Comparing a missing value gives neither True nor False.
 _AS_BYTES = (
-    f"Make bytes of all of them: np.array([b'' if {_IS_MISSING} else bytes(value) if isinstance(value, bytes | "
-    f"bytearray | memoryview) else str(value).encode() {_EACH}."
+    "Make bytes of all of them: np.array([b'' if value is None or str(value != value) != 'False' else bytes(value) if "
+    "isinstance(value, bytes | bytearray | memoryview) else str(value).encode() for value in np.asarray(values, "
+    "object).ravel()], object).reshape(np.shape(values))."
 )
-_UNFILLED = ("null", "string_view", "binary_view")  # Arrow types that cannot be filled
 _NESTED = {list, tuple, np.ndarray}
 
 
@@ -186,8 +183,7 @@ def _strings_of(values: Any, subject: str) -> tuple[Strings, tuple[int, ...]]:
         values = objects()  # NumPy's own strings would end before their last NULs
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         position = int(np.argmax(np.ma.getmaskarray(values)))
-        filled = f"values.filled({_empty(values.compressed().tolist())})"
-        raise _missing("a masked value", position, values.shape, subject, filled)
+        raise _missing("a masked value", position, values.shape, subject)
     # Lists become an array of objects: one of strings would have room for the longest in each.
     given, array = values, np.asarray(values, None if hasattr(values, "__array__") else object)
     flat = array.reshape(-1)
@@ -288,10 +284,7 @@ def _of_arrow(values: Any, subject: str) -> Strings:
     array = _as_binary(values, subject)
     if array.null_count:  # of the cast array: a dictionary's own nulls are not counted in its indices
         where = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
-        kind = str(values.type)  # nulls may be among the values of a dictionary, and views cannot be filled
-        cast = "values.type.value_type" if "dictionary" in kind else '"string"' if kind in _UNFILLED else ""
-        filled = f'values{cast and f".cast({cast})"}.fill_null("")'
-        raise _missing("None", where, (len(array),), subject, filled)
+        raise _missing("None", where, (len(array),), subject)
     _, offsets, data = array.buffers()
     where = np.frombuffer(offsets, np.int64, len(array) + 1, array.offset * 8)
     return Strings(np.frombuffer(data or b"", np.uint8), where[:-1], where[1:])
@@ -317,7 +310,7 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
             f"{in_array(shape, 'values')(position)}, lists of several lengths. {_in_lists(subject)}"
         )
     if _is_missing(value):
-        return _missing(repr(value), position, shape, subject, _FILLED.format(empty=_empty(values)))
+        return _missing(repr(value), position, shape, subject)
     if not shape:
         return IdTypeError(
             f"`values` of {subject} must be strings in an array or a list: got {with_article(type(value).__name__)}. "
@@ -330,18 +323,19 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
     )
 
 
-def _empty(values: Sequence[Any]) -> str:
-    return "b''" if any(isinstance(value, bytes) for value in values) else "''"
-
-
 def _in_lists(subject: str) -> str:
-    function = "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
-    return f"Lists are bags: `ids, offsets = er.jagged(values, {function})`, ids end to end and where each list begins."
+    return (
+        f"Lists are bags: `ids, offsets = er.jagged(values, {_function(subject)})`, ids end to end and where each list "
+        "begins."
+    )
 
 
-def _missing(value: str, position: int, shape: Sequence[int], subject: str, filled: str) -> IdTypeError:
+def _function(subject: str) -> str:
+    return "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
+
+
+def _missing(value: str, position: int, shape: Sequence[int], subject: str) -> IdTypeError:
     return IdTypeError(
         f"`values` of {subject} must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
-        "what is missing, or give it an id, missing=-1 of er.hash_ids or of lookup and add of a vocabulary; or give it "
-        f"a string of its own: {filled}."
+        f"what is missing, or give it an id of its own: {_function(subject)}(values, missing=-1)."
     )

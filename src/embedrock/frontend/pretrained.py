@@ -37,7 +37,7 @@ def weights_of(weights: Any, tensor: str | None, subject: str) -> Any:
     path = local_path(weights, subject, "file") if isinstance(weights, str | os.PathLike) else ""
     is_folder, suffix = os.path.isdir(path), os.path.splitext(path)[1].lower()
     if suffix == ENDING or (is_folder and any(name.endswith(ENDING) for name in os.listdir(path))):
-        return FromSafetensors(path, tensor)
+        return FromSafetensors(path, tensor or "")
     if tensor is not None:
         raise ArgumentError(
             f"`tensor` names a tensor of {ENDING} files: got {tensor!r}, and {subject} are no such files."
@@ -62,10 +62,9 @@ def _rows_of(path: str, subject: str) -> FromArray:
     """Return the rows of a table's last commit, in RAM."""
     with open_table(path, mode="r") as table:
         if not isinstance(table, Table) or table.rows is None:
-            got = "a group of tables" if not isinstance(table, Table) else "a table of open ids, which has no last row"
             raise ArgumentError(
-                f"{subject} must be one table with a number of rows: got {path!r}, {got}. Pass an array of the rows: "
-                'er.open(path, mode="r") has them, and lookup(ids) returns them.'
+                f"{subject} must be one table with a number of rows: got {table}. Pass an array of the rows that are "
+                'needed: er.open(path, mode="r") reads them.'
             )
         dtype = table.spec.value_dtype
         bits = np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)

@@ -150,7 +150,7 @@ class FromSafetensors(Given):
     Args:
         folder: with the files, as published; or one file. They must not change while a table uses them.
         tensor: name of the table's tensor, without ``.weight`` and the number of a shard: shards are ``X.weight``,
-            ``X.shard_0.weight``, ``X.shards.0.weight`` or ``X.0.weight``. None: the only matrix of the files.
+            ``X.shard_0.weight``, ``X.shards.0.weight`` or ``X.0.weight``. "": the only matrix of the files.
         memory: of a cache of rows, in the form that the files have, which all tables of this process with the same
             files share. "map": no cache of its own, but the system's, which all processes of the machine share.
 
@@ -166,17 +166,17 @@ class FromSafetensors(Given):
 
     PLACE: ClassVar[frozenset[str]] = frozenset({"folder", "tensor", "memory"})  # in a description, not of the rows
     folder: str | os.PathLike[str]
-    tensor: str | None = None
+    tensor: str = ""
     memory: Size = "256MiB"
     table: PublishedTable = field(init=False)
 
     def __post_init__(self) -> None:
         folder = os.path.abspath(os.fspath(self.folder))
-        if not isinstance(self.tensor, str | None):
+        if not isinstance(self.tensor, str):
             raise ArgumentError(f"`tensor` of FromSafetensors must be a name: got {self.tensor!r}.")
         if self.memory != MAP:
             parse_bytes(self.memory)
-        tensor = only_table(folder) if self.tensor is None else self.tensor
+        tensor = self.tensor or only_table(folder)
         table, subject = PublishedTable.find(folder, tensor), f"table {tensor!r} in {folder}"
         own = {"folder": folder, "tensor": tensor, "table": table, "subject": subject}
         vars(self).update(own, shape=(table.rows, table.dim), dtype=table.dtype)

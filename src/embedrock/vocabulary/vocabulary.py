@@ -72,9 +72,6 @@ class Vocabulary(ClosedAtEnd):
     ``string in vocabulary`` and ``vocabulary[string]`` are for one string, ``for string in vocabulary`` goes in order
     of the ids.
 
-    Raises:
-        UnknownStringError: a vocabulary with mode "r" does not have the string `unknown`.
-
     Example:
         >>> import embedrock as er
         >>> words = er.Vocabulary()
@@ -105,7 +102,7 @@ class Vocabulary(ClosedAtEnd):
         self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
         self._writes, self._lock = mode == "w", forks.lock(forks.LockRank.TABLE)
         self._step, self._as_of = step, MOST_STRINGS
-        self._unknown, self._unknown_id = unknown, -1
+        self._unknown = unknown
         if step is not None and self._writes:
             raise ArgumentError(f'`step` ({step!r}) of a vocabulary goes with mode="r": a writer has all strings.')
         if self.path is None:
@@ -113,7 +110,7 @@ class Vocabulary(ClosedAtEnd):
                 raise ArgumentError('`mode="r"` goes with a path: a vocabulary in RAM is its process\' own.')
             self._memory = memory_limit() if memory is None else parse_bytes(memory)
             self._salt = (0, 0)
-            return self._find_unknown()
+            return self._add_unknown()
         self._memory = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
         system.check_usable(self.subject)
         open_it = functools.partial(StringFiles.open_or_make if self._writes else StringFiles.open, system, self.path)
@@ -125,14 +122,13 @@ class Vocabulary(ClosedAtEnd):
         self._files.keep_resident(self._resident_bytes(self._files))
         self._files.recent = Recent(self._memory // RECENT_SHARE)
         with on_failure(self._close):
-            self._find_unknown()
+            self._add_unknown()
         if self._writes:
             note_writer(self, self.path)
 
-    def _find_unknown(self) -> None:
-        if self._unknown is not None:
-            find = self.add if self._writes else functools.partial(self.lookup, missing=RAISE)
-            self._unknown_id = int(find([self._unknown])[0])
+    def _add_unknown(self) -> None:
+        if self._unknown is not None and self._writes:
+            self.add(self._unknown)
 
     def _strings_at(self, files: StringFiles, step: int) -> int:
         known = dict(files.manifest.steps)
@@ -181,7 +177,7 @@ class Vocabulary(ClosedAtEnd):
                 A table with ``rows=`` refuses the id -1. (pandas' Categorical uses -1, too.)
 
         Raises:
-            UnknownStringError: a string is unknown, with ``missing="raise"``.
+            UnknownStringError: a string is unknown, with ``missing="raise"``, or the string `unknown` itself is.
             IdTypeError: a value is no string, or is missing, without an id as `missing`.
         """
         raises = isinstance(missing, str) and missing == RAISE
@@ -194,7 +190,10 @@ class Vocabulary(ClosedAtEnd):
         unknown = np.flatnonzero(ids < 0)
         if len(unknown) and raises:
             raise self._lacks(query, int(unknown[0]), len(unknown), shape)
-        ids[unknown] = self._unknown_id if raises or missing is None else missing
+        if len(unknown) and missing is None:
+            missing = -1 if self._unknown is None else int(self.lookup(self._unknown, RAISE))
+        if len(unknown):
+            ids[unknown] = int(missing or 0)
         return ids.reshape(shape)
 
     def __getitem__(self, value: str | bytes) -> int:
@@ -204,7 +203,7 @@ class Vocabulary(ClosedAtEnd):
             UnknownStringError: the string is unknown, and the vocabulary has no `unknown`. It is a `KeyError`.
             IdTypeError: `value` is no string.
         """
-        return self._one(value, RAISE if self._unknown_id < 0 else None)
+        return self._one(value, RAISE if self._unknown is None else None)
 
     def __contains__(self, value: object) -> bool:
         """Return whether a string is known."""
@@ -212,10 +211,7 @@ class Vocabulary(ClosedAtEnd):
 
     def _one(self, value: Any, missing: int | str | None) -> int:
         if np.ndim(value):
-            raise IdTypeError(
-                f"a key of {self.subject} must be one string: got {type(value).__name__}. For several, call "
-                "lookup(values)."
-            )
+            raise IdTypeError(f"a key of {self.subject} must be one string: got {value!r:.40}. Call lookup(values).")
         return int(self.lookup(value, missing))
 
     def _query(self, values: Any, fills: bool) -> tuple[StringQuery, tuple[int, ...], np.ndarray]:
@@ -547,5 +543,4 @@ def _restored(texts: bytes, sizes: np.ndarray, memory: int, unknown: str | bytes
     made, ends = Vocabulary(memory=memory), np.cumsum(sizes)
     made._add(StringQuery.of(Strings(np.frombuffer(texts, np.uint8), ends - sizes, ends), made._salt))
     made._unknown = unknown
-    made._find_unknown()
     return made
