@@ -32,7 +32,9 @@ class Example(NamedTuple):
     least: tuple[float, float]
 
 
-TESTED: dict[str, Example] = {}
+TESTED: dict[str, Example] = {
+    "word_vectors.py": Example(("torch",), "--sentences 100 --epochs 30", r"tuned (\d\.\d+)", (0.45, 0.6)),
+}
 
 
 def check(name: str, options: str, least: float, folder: Path) -> None:
