@@ -78,6 +78,7 @@ def accuracy(bags: ert.EmbeddingBag, train: tuple, test: tuple, epochs: int) -> 
 
 
 def main() -> None:
+    """Compare a classifier of frozen, tuned and new rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vectors", type=Path, help="a text file of word vectors (default: one that is made)")
     parser.add_argument("--sentences", type=int, default=300, help="labelled ones (default: 300)")
@@ -109,7 +110,9 @@ def main() -> None:
         frozen = accuracy(ert.EmbeddingBag.from_pretrained(rows, freeze=True), train, test, options.epochs)
         tuned = accuracy(ert.EmbeddingBag.from_pretrained(rows, freeze=False), train, test, options.epochs)
         scratch = accuracy(ert.EmbeddingBag(count, DIM), train, test, options.epochs)
-        print(f"accuracy by chance {1 / CLASSES:.3f}, from scratch {scratch:.3f}, frozen {frozen:.3f}, tuned {tuned:.3f}")
+        print(
+            f"accuracy by chance {1 / CLASSES:.3f}, from scratch {scratch:.3f}, frozen {frozen:.3f}, tuned {tuned:.3f}"
+        )
 
 
 if __name__ == "__main__":

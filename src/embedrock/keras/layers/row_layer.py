@@ -398,7 +398,8 @@ class KerasRowLayer(keras.layers.Layer):
         Raises:
             IdTypeError: an array, or a column of pandas, polars or Arrow, does not hold integers.
         """
-        if type(inputs).__module__.partition(".")[0] in ARRAYS:
+        are_words = isinstance(inputs, list | tuple) and isinstance([*keras.tree.flatten(inputs), 0][0], str)
+        if are_words or type(inputs).__module__.partition(".")[0] in ARRAYS:
             inputs = checked_column(inputs, self.label)
         if loading.shared_objects() is not None:
             inputs = keras.tree.map_structure(_as_ids, inputs)

@@ -37,7 +37,7 @@ from embedrock.torch.layers.arguments import (
 )
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import LayerLayout, needs_gradient
+from embedrock.torch.training.lookup import LayerLayout, check_ids, needs_gradient
 from embedrock.torch.training.sharing import ShardingOptions
 
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -350,6 +350,8 @@ class RowLayer(nn.Module):
         time: Any = None,
     ) -> Tensor:
         """Return the output of a lookup by an operator: see `operators.lookup`."""
+        if not isinstance(ids, Tensor):
+            check_ids(ids, self.handle.label)
         trains = self.handle.requires_grad and torch.is_grad_enabled(), needs_gradient(weights)
         own = self._number, operators.new_call(), self.embedding_dim, self.dtype
         times = None if time is None else torch.as_tensor(time, dtype=torch.float64)
