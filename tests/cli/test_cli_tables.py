@@ -665,7 +665,7 @@ def test_export_continues_only_the_same(run: Run, refused: Refused, monkeypatch:
 def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "bash", "python", "bash", "bash"]
+    assert [kind for kind, _ in blocks] == ["python", "bash"] * 3 + ["bash"]
     np.savetxt("log.csv", np.random.default_rng(0).zipf(1.1, 10_000) % 10**6, "%d")  # as the page's, but small
     names = dict[str, Any]()
     for kind, block in blocks:
@@ -677,6 +677,8 @@ def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]):
                 words = shlex.split(line.split(" && ")[0], comments=True)
                 assert main(words[1:]) == 0, capsys.readouterr().err
     assert np.load("matrix.npy").shape == (3000, 8)
+    with er.open("mine-rows.rock", mode="r") as table:
+        assert table.lookup([0, 1, 2]).tolist() == np.array([[0.7, 0.8], [0, 0], [0.5, 0.6]], np.float32).tolist()
 
 
 # ---------------------------------------------------------------- as a program

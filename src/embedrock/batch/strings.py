@@ -118,9 +118,6 @@ def _is_whole(value: Any) -> bool:
 # ---------------------------------------------------------------- sources of strings
 
 
-_NONE = np.empty(0, np.int64)
-
-
 def strings_of(
     values: Any, subject: str = "hash_ids", fills: bool = False
 ) -> tuple[Strings, tuple[int, ...], np.ndarray]:
@@ -135,7 +132,7 @@ def strings_of(
         IdTypeError: the values are invalid for `subject`.
     """
     try:
-        return *_strings_of(values, subject), _NONE
+        return *_strings_of(values, subject), np.empty(0, np.int64)
     except IdTypeError:
         if not fills:
             raise
@@ -171,9 +168,9 @@ def _strings_of(values: Any, subject: str) -> tuple[Strings, tuple[int, ...]]:
         found = _of_arrow(values, subject)
         return found, (len(found.starts),)
     if isinstance(values, list | tuple):
-        joined = _joined(values)  # checks no type: a nested list fails to join
+        shape, joined = (len(values),), _joined(values)  # checks no type: a nested list fails to join
         if joined is not None or _NESTED.isdisjoint(map(type, values)):
-            return _of_objects(values, (len(values),), subject, joined), (len(values),)
+            return joined or _of_objects(values, shape, subject), shape
     if "Int128" in str(getattr(values, "dtype", "")):  # as polars reads hashes in CSV; NumPy has no such integers
         raise IdTypeError(
             f"`values` of {subject} must be strings or bytes: got dtype Int128. Pass values.cast(str) to hash how they "
@@ -193,7 +190,7 @@ def _strings_of(values: Any, subject: str) -> tuple[Strings, tuple[int, ...]]:
         return _of_points(np.ascontiguousarray(flat, flat.dtype.newbyteorder("=")), array.shape, subject), array.shape
     if array.dtype.kind in "OT" or not array.size:
         listed = flat.tolist()
-        return _of_objects(listed, array.shape, subject, _joined(listed)), array.shape
+        return _joined(listed) or _of_objects(listed, array.shape, subject), array.shape
     remedy = "pass np.asarray(values).astype(str) to hash how they are written."
     if array.dtype.kind == "f" and np.isnan(flat).any():  # NumPy and pandas make floats of them
         remedy = missing(given).replace("ids", "values")
@@ -235,19 +232,11 @@ def _joined(values: Sequence[Any]) -> Strings | None:
     return Strings(np.frombuffer(data, np.uint8), np.append(0, ends + 1), np.append(ends, len(data)))
 
 
-def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joined: Strings | None = None) -> Strings:
-    """Return the strings of a list of ``str``, or of ``bytes``; `joined` is the result of `_joined` for it."""
-    if joined is not None:
-        return joined
-    kind = type(values[0]) if values else str
+def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str) -> Strings:
+    """Return the strings of a list of ``str``, or of ``bytes``."""
     try:
-        if issubclass(kind, bytes):
-            data, sizes = b"".join(values), map(len, values)
-        elif (text := "".join(values)).isascii():
-            data, sizes = text.encode(), map(len, values)
-        else:
-            each = [value.encode() for value in values]
-            data, sizes = b"".join(each), map(len, each)
+        each = values if values and isinstance(values[0], bytes) else [str.encode(value) for value in values]
+        data, sizes = b"".join(each), map(len, each)
     except TypeError:
         raise _among_others(values, shape, subject) from None
     except UnicodeEncodeError:

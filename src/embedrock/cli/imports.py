@@ -18,17 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.formats import Format, format_to_read
-from embedrock.cli.formats.base import (
-    ROW_NUMBERS,
-    FileError,
-    LineFile,
-    ReadOptions,
-    RowBatch,
-    VectorSource,
-    fail,
-    part_of,
-)
+from embedrock.cli.formats import Format, base, format_to_read
+from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatch, VectorSource, fail, part_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
@@ -126,7 +117,6 @@ class ImportJob:
         journal: progress so far.
         rows: number of rows to read.
         vocabulary: vocabulary that gives the words their ids; None: rows have no words.
-        only: the vocabulary is not this import's. Other words are left out.
         needed: number of rows that the table must have, unless rows have ids.
         first: id of the first row, if rows are numbered.
     """
@@ -137,7 +127,6 @@ class ImportJob:
     journal: Journal
     rows: int
     vocabulary: Path | None
-    only: bool
     needed: int
     first: int
 
@@ -176,7 +165,7 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
             "commit": table.last_commit,
             "words": str(job.words) if job.source.has_words and not arguments.into else None,
             "vocabulary": str(job.vocabulary) if job.vocabulary is not None else None,
-            "found": int(table.stats()["rows_touched"]) if job.only and not arguments.into else None,
+            "found": int(table.stats()["rows_touched"]) if arguments.only_words and not arguments.into else None,
             "bytes": path.stat().st_size * job.rows // job.source.rows,
             "seconds": time.perf_counter() - began,
         }
@@ -195,11 +184,11 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
         option = "only-words" if only else "vocabulary"
         fail(path, "rows with words", f"{kind.name}, with ids or none", f"Leave --{option} out.")
     if source.has_words and arguments.into and only is None:
-        remedy = f"Pass --only-words FOLDER, the vocabulary whose ids rows have; or --ids {ROW_NUMBERS}."
+        remedy = f"Pass --only-words FOLDER, the vocabulary whose ids rows have; or --ids {base.ROW_NUMBERS}."
         fail(path, "rows with ids or numbers, as --into is given", "words", remedy)
     first = arguments.first_row
     if first is not None and (source.has_ids or source.has_words):
-        got = "ids" if source.has_ids else "words, whose ids are the numbers of their lines"
+        got = "ids" if source.has_ids else "words, whose ids are those of a vocabulary"
         fail(path, "rows without ids, as --first-row is given", got, "Leave --first-row out.")
     needed, status = (first or 0) + rows, path.stat()
     if only is not None:
@@ -218,7 +207,7 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
         "vocabulary": None if vocabulary is None else str(vocabulary),
     }
     journal = Journal(table.with_name(table.name + ".import.json"), described)
-    return ImportJob(arguments, source, table, journal, rows, vocabulary, only is not None, needed, first or 0)
+    return ImportJob(arguments, source, table, journal, rows, vocabulary, needed, first or 0)
 
 
 def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
@@ -233,7 +222,7 @@ def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
                 if table.steps:
                     fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
     if kept is None:
-        if job.vocabulary is not None and not job.only and job.vocabulary.exists():
+        if job.vocabulary is not None and not job.arguments.only_words and job.vocabulary.exists():
             remedy = "Move it away, or choose another path: --vocabulary FOLDER."
             fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", remedy)
         job.journal.save({"rows": 0, "table": None, "vocabulary": str(job.vocabulary)})
@@ -291,7 +280,7 @@ def _unmake(job: ImportJob) -> None:
     shutil.rmtree(job.table)
     part_of(job.words).unlink(missing_ok=True)
     state = job.journal.state() or {}
-    made = None if job.only else job.vocabulary
+    made = None if job.arguments.only_words else job.vocabulary
     if made is not None and state.get("vocabulary") == str(made) and made.exists():
         shutil.rmtree(made)
     job.journal.path.unlink(missing_ok=True)
@@ -349,12 +338,12 @@ def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
     """Assign rows from number `start` on. Return the number of repeated ids in a batch, or of repeated words in all."""
     if job.vocabulary is None:
         return _assign(job, table, None, start, repeated)
-    vocabulary = er.Vocabulary(job.vocabulary, mode="r" if job.only else "w")
+    vocabulary = er.Vocabulary(job.vocabulary, mode="r" if job.arguments.only_words else "w")
     try:
         repeated = _assign(job, table, vocabulary, start, repeated)
         if not job.arguments.into:
             _write_words(job.words, vocabulary)
-        return repeated if job.only else job.rows - len(vocabulary)
+        return repeated if job.arguments.only_words else job.rows - len(vocabulary)
     finally:
         close_uncommitted(vocabulary)
 
@@ -390,7 +379,7 @@ def _assign(job: ImportJob, table: er.Table, words: er.Vocabulary | None, start:
 
 def _assign_batch(job: ImportJob, table: er.Table, words: er.Vocabulary | None, batch: RowBatch, done: int) -> int:
     if words is not None:
-        ids = words.lookup(batch.words) if job.only else words.add(batch.words)
+        ids = words.lookup(batch.words) if job.arguments.only_words else words.add(batch.words)
         batch = RowBatch(ids[ids >= 0], batch.vectors[ids >= 0])
     if job.first:
         batch = batch._replace(ids=batch.ids + job.first)
@@ -405,7 +394,7 @@ def _assign_batch(job: ImportJob, table: er.Table, words: er.Vocabulary | None, 
 
 def _save(job: ImportJob, table: er.Table, words: er.Vocabulary | None, rows: int, repeated: int) -> None:
     """Make the imported rows durable: words first, so that each row has its word."""
-    if words is not None and not job.only:
+    if words is not None and not job.arguments.only_words:
         words.commit(step=table.last_step)
     commit = table.commit(step=table.last_step)
     state = {"rows": rows, "table": table.uuid, "steps": table.steps, "commit": commit, "repeated": repeated}
