@@ -32,6 +32,12 @@ class IdError(EmbedrockError, IndexError):
     """Ids that lie outside the table, or lack a row where one is demanded."""
 
 
+class UnknownStringError(IdError, KeyError):
+    """String that a vocabulary does not have."""
+
+    __str__ = Exception.__str__
+
+
 class IdTypeError(EmbedrockError, TypeError):
     """Ids that are not integers."""
 

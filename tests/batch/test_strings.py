@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 import numpy as np
+import pandas
+import polars
 import pyarrow
 import pytest
 from hypothesis import given
@@ -97,8 +99,7 @@ def test_a_table_takes_them():
 
 
 NULL_IN_DICTIONARY = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1]), pyarrow.array(["a", None]))
-MISSING = r"Leave out what is missing, or give it a string of its own: np\.array\(\['' if value is None or "
-FILLED = "Leave out what is missing, or give it a string of its own: values"
+MISSING = r"Leave out what is missing, or give it an id of its own: er\.hash_ids\(values, missing=-1\)\.$"
 
 
 @pytest.mark.parametrize(
@@ -107,16 +108,16 @@ FILLED = "Leave out what is missing, or give it a string of its own: values"
         (["a", None], rf".*got None at \[1\] of values of shape \(2,\)\. {MISSING}"),
         ([["a", "b"], ["c", None]], rf".*got None at \[1, 1\] of values of shape \(2, 2\)\. {MISSING}"),
         (np.array(["a", np.nan], object), rf".*got nan at \[1\] of values of shape \(2,\)\. {MISSING}"),
-        (pyarrow.array(["a", None, "b"]), rf".*got None at \[1\] of values of shape \(3,\)\. {FILLED}\.fill_null"),
+        (pyarrow.array(["a", None, "b"]), rf".*got None at \[1\] of values of shape \(3,\)\. {MISSING}"),
         (["a", 3], r"all strings or all bytes: got 3 at \[1\].*, of type int among str\. .*str\(value\)\.encode"),
         ([b"a", "b"], r"all strings or all bytes: got 'b' at \[1\] .*, of type str among bytes\. .*\.encode\(\)"),
         ([bytearray(b"a")], r"got bytearray\(b'a'\) at \[0\] .* Make bytes of all of them: .*bytes\(value\) if"),
         ([7, "a"], r"got 7 at \[0\] of values of shape \(2,\), of type int\. Make bytes of all of them"),
         (np.array([1.5]), r"got dtype float64\. Integers are ids as they are; pass .*\.astype\(str\)"),
         (pyarrow.array([1, 2]), r"got an Arrow array of int64"),
-        (NULL_IN_DICTIONARY, rf".*got None at \[1\] of values of shape \(2,\)\. {FILLED}\.cast\("),
+        (NULL_IN_DICTIONARY, rf".*got None at \[1\] of values of shape \(2,\)\. {MISSING}"),
         (pyarrow.array([1, 2]).dictionary_encode(), r"got an Arrow array of dictionary<values=int64"),
-        (np.ma.array(["a", "b"], mask=[False, True]), r"got a masked value at \[1\] .*: values\.filled\(''\)\."),
+        (np.ma.array(["a", "b"], mask=[False, True]), r"got a masked value at \[1\] .*missing=-1"),
         (["ok", "half \ud83d"], r"Unicode text: got 'half \\ud83d' at \[1\] .*errors='replace'"),
         (np.array(["ok", "half \ud83d"]), r"Unicode text: got 'half \\ud83d' at \[1\]"),
         (pyarrow.table({"x": ["a"]}), r'got an Arrow Table. Pass one column of a table, values\["name"\], or an array'),
@@ -130,6 +131,108 @@ FILLED = "Leave out what is missing, or give it a string of its own: values"
 def test_what_is_no_string(values: Any, what: str):
     with pytest.raises(er.IdTypeError, match=f"^`values` of hash_ids must be .*{what}"):
         er.hash_ids(values)
+
+
+OBJECTS = np.array(["a", None, float("nan"), "b"], object)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["a", None, float("nan"), "b"],
+        [b"a", None, np.float32("nan"), b"b"],
+        OBJECTS,
+        np.ma.array(["a", "x", "y", "b"], mask=[False, True, True, False]),
+        np.ma.array(["a", None, "y", "b"], object, mask=[False, False, True, False]),
+        pyarrow.array(["a", None, None, "b"]),
+        pyarrow.chunked_array([["a", None], [None, "b"]]),
+        pyarrow.array(["x", "a", None, None, "b"], pyarrow.string_view())[1:],
+        pyarrow.array(["a", None, None, "b"]).dictionary_encode(),
+        pandas.Series(["a", None, pandas.NA, "b"], index=[7, 8, 9, 9]),
+        pandas.Series(["a", None, None, "b"], dtype="string"),
+        pandas.Series(["a", None, None, "b"], dtype="category"),
+        pandas.Series(["a", None, None, "b"], dtype=pandas.ArrowDtype(pyarrow.string())),
+        polars.Series(["a", None, None, "b"]),
+        polars.Series(["a", None, None, "b"], dtype=polars.Categorical),
+    ],
+    ids=["list", "bytes", "objects", "masked", "masked objects", "Arrow", "chunked", "view", "dictionary", "pandas",
+         "pandas string", "category", "pandas Arrow", "polars", "polars categorical"],
+)  # fmt: skip
+def test_missing_values_get_an_id(values: Any):
+    a, b = expected(["a", "b"], buckets=1000)
+    assert er.hash_ids(values, buckets=1000, missing=1000).tolist() == [a, 1000, 1000, b]
+    assert er.hash_ids(values, buckets=1000, missing=-1).tolist() == [a, -1, -1, b]
+    with pytest.raises(er.IdTypeError, match=rf"at \[[12]\] of values of shape \(4,\)\. {MISSING}"):
+        er.hash_ids(values)
+
+
+def test_what_is_no_string_stays_an_error_beside_missing_values():
+    nothing = [
+        [None, None],
+        np.array([np.nan] * 2),
+        pyarrow.nulls(2),
+        polars.Series([None] * 2),
+        pandas.Series([None] * 2),
+    ]
+    for values in nothing:
+        assert er.hash_ids(values, missing=3).tolist() == [3, 3]
+    for values in (
+        ["a", None, 3],
+        np.array([1.5, np.nan]),
+        pyarrow.array([1, None]),
+        [["a"], None],
+        pandas.Series([1]),
+    ):
+        with pytest.raises(er.IdTypeError, match=r"^`values` of hash_ids must be"):
+            er.hash_ids(values, missing=0)
+    for missing in ("a", True, 2**63):
+        with pytest.raises(er.ArgumentError, match=r"`missing` of hash_ids must be an id or None: got "):
+            er.hash_ids(["a"], missing=missing)  # pyright: ignore[reportArgumentType]
+
+
+LISTS: list[list[str] | None] = [["a", "b"], [], None, ["b"]]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pandas.Series(LISTS, index=[3, 4, 4, 5]),
+        pandas.Series([None if each is None else np.array(each, object) for each in LISTS]),
+        pandas.Series(LISTS, dtype=pandas.ArrowDtype(pyarrow.list_(pyarrow.string()))),
+        polars.Series(LISTS),
+        pyarrow.array(LISTS),
+        pyarrow.array([["x"], *LISTS], pyarrow.large_list(pyarrow.string()))[1:],
+        pyarrow.chunked_array([LISTS[:1], LISTS[1:]]),
+        pyarrow.array(LISTS, pyarrow.list_view(pyarrow.string())),
+    ],
+    ids=["pandas", "pandas arrays", "pandas Arrow", "polars", "Arrow", "large", "chunked", "view"],
+)
+def test_columns_of_lists_of_strings(column: Any):
+    ids, offsets = er.jagged(column, er.hash_ids)
+    assert (ids.tolist(), offsets.tolist()) == (expected(["a", "b", "b"]), [0, 2, 2, 2])
+    ids, offsets = er.jagged(column, er.Vocabulary().add)
+    assert (ids.tolist(), offsets.tolist()) == ([0, 1, 1], [0, 2, 2, 2])
+    with pytest.raises(
+        er.IdTypeError, match=r"must be integers: got .*'a' at \[0\].*er\.jagged\(lists, er\.hash_ids\)"
+    ):
+        er.jagged(column)
+
+
+def test_lists_of_one_length_and_nulls_in_lists():
+    for column in (
+        pyarrow.array([["a", "b"], None, ["b", "a"]], pyarrow.list_(pyarrow.string(), 2)),
+        polars.Series([["a", "b"], None, ["b", "a"]], dtype=polars.Array(polars.String, 2)),
+    ):
+        ids, offsets = er.jagged(column, er.hash_ids)
+        assert (ids.tolist(), offsets.tolist()) == (expected(["a", "b", "b", "a"]), [0, 2, 2])
+    holes = [["a", None], ["b"]]
+    for column in (holes, pandas.Series(holes), polars.Series(holes), pyarrow.array(holes)):
+        with pytest.raises(
+            er.IdTypeError, match=r"got None at \[1\].*give it an id of its own: er.hash_ids\(values, missing=-1\)"
+        ):
+            er.jagged(column, er.hash_ids)
+        ids, offsets = er.jagged(column, lambda values: er.hash_ids(values, missing=7))
+        assert (ids.tolist(), offsets.tolist()) == ([*expected(["a"]), 7, *expected(["b"])], [0, 2])
 
 
 @pytest.mark.parametrize(

@@ -341,20 +341,77 @@ def test_blank_lines_at_the_end_are_no_rows(name: str, counts: bytes):
 def test_words_that_come_twice_are_told(capsys: pytest.CaptureFixture[str]):
     Path("a.vec").write_bytes(TWICE)
     assert main(["import", "a.vec", "t.rock"]) == 0
-    assert "2 words came again: each line has a row" in (said := capsys.readouterr().out)
-    assert "--vocabulary FOLDER" in said
+    assert "2 words came again: the last vector of each holds" in capsys.readouterr().out
+    with er.Vocabulary("t.rock.vocabulary", mode="r") as words, er.open("t.rock", mode="r") as table:
+        assert list(words) == ["the", "of", "cat"]
+        assert table.lookup([0, 1, 2, 3]).tolist() == [[3, 3], [5, 5], [4, 4], [0, 0]]
     assert main(["import", "a.vec", "u.rock", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["repeated"] == 2
 
 
 @pytest.mark.parametrize("fails_at", [None, 1, 2])
-def test_a_vocabulary_that_fits(
-    fails_at: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("into", [False, True])
+def test_only_the_words_of_a_vocabulary(
+    into: bool, fails_at: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Also after an import that was cut off, before its first commit or after it."""
-    command = ["import", "a.vec", "t.rock", "--vocabulary", "w.rock", "--commit-every", "1"]
+    """Rows have the ids of the vocabulary, which stays as it is, also after an import that was cut off."""
+    with er.Vocabulary("mine.rock", unknown="[UNK]") as words:
+        words.add(["cat", "dog", "the"])
+        words.commit()
+    er.Table(9, 2, path="old.rock", init=er.Constant(7.0)).close()
     Path("a.vec").write_bytes(TWICE)
+    command = ["import", "a.vec", "old.rock" if into else "t.rock", "--only-words", "mine.rock", "--commit-every", "1"]
     monkeypatch.setattr("embedrock.cli.formats.base.MAX_BATCH_ROWS", 1)
+    cut_off_at(fails_at, monkeypatch)
+    if fails_at:
+        assert main(command + ["--into"] * into) == 130
+    assert main(command + ["--into"] * into) == 0
+    assert ("vectors of 2 words of it" in capsys.readouterr().out) is not into
+    with er.Vocabulary("mine.rock", mode="r") as words, er.open(command[2], mode="r") as table:
+        assert list(words) == ["[UNK]", "cat", "dog", "the"]
+        first = 7 if into else 0
+        assert table.rows == (9 if into else 4)
+        assert table.lookup(range(4)).tolist() == [[first] * 2, [4, 4], [first] * 2, [3, 3]]
+    assert not into or not Path("old.rock.words.txt").exists()
+    assert into or Path("t.rock.words.txt").read_text() == "[UNK]\ncat\ndog\nthe\n"
+
+
+def test_the_first_rows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    assert imported(TWICE, "--limit", "2") == {b"the": [1, 1], b"of": [2, 2]}
+    monkeypatch.setattr("embedrock.cli.formats.base.MAX_BATCH_ROWS", 2)
+    assert imported(TWICE, "--limit", "3", table="u.rock") == {b"the": [3, 3], b"of": [2, 2]}
+    with er.open("u.rock", mode="r") as table:
+        assert table.rows == 3
+    np.save("a.npy", VECTORS)
+    assert main(["import", "a.npy", "v.rock", "--limit", "2", "--first-row", "5", "--json"]) == 0
+    with er.open("v.rock", mode="r") as table:
+        assert (table.rows, table.lookup([5, 6]).tolist()) == (7, VECTORS[:2].tolist())
+    assert main(["import", "a.npy", "w.rock", "--limit", "999999"]) == 0
+    with er.open("w.rock", mode="r") as table:
+        assert table.rows == len(VECTORS)
+
+
+def test_only_words_refused(capsys: pytest.CaptureFixture[str]):
+    Path("a.vec").write_bytes(TWICE)
+    np.save("a.npy", VECTORS)
+    with er.Vocabulary("mine.rock") as words:
+        words.add(["the", "of", "cat"])
+        words.commit()
+    assert main(["import", "a.npy", "t.rock", "--only-words", "mine.rock"]) == FAILED
+    assert "expected rows with words; got npy, with ids or none. Leave --only-words out." in capsys.readouterr().err
+    assert main(["import", "a.vec", "t.rock", "--only-words", "none.rock"]) == FAILED
+    assert "none.rock" in capsys.readouterr().err
+    er.Table(2, 2, path="small.rock").close()
+    assert main(["import", "a.vec", "small.rock", "--only-words", "mine.rock", "--into"]) == FAILED
+    assert "expected at most 2 rows, as the table has; got 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["import", "a.vec", "t.rock", "--only-words", "mine.rock", "--vocabulary", "new.rock"])
+    assert "leave --vocabulary out" in capsys.readouterr().err
+    assert not Path("t.rock").exists()
+
+
+def cut_off_at(fails_at: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt the commit of this number."""
     commit, calls = er.Table.commit, 0
 
     def cut_off(self: er.Table, **options: Any) -> int:
@@ -365,6 +422,17 @@ def test_a_vocabulary_that_fits(
         return commit(self, **options)
 
     monkeypatch.setattr(er.Table, "commit", cut_off)
+
+
+@pytest.mark.parametrize("fails_at", [None, 1, 2])
+def test_a_vocabulary_that_fits(
+    fails_at: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Also after an import that was cut off, before its first commit or after it."""
+    command = ["import", "a.vec", "t.rock", "--vocabulary", "w.rock", "--commit-every", "1"]
+    Path("a.vec").write_bytes(TWICE)
+    monkeypatch.setattr("embedrock.cli.formats.base.MAX_BATCH_ROWS", 1)
+    cut_off_at(fails_at, monkeypatch)
     if fails_at:
         assert main(command) == 130
     assert main(command) == 0

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -324,7 +325,15 @@ def test_words(run: Run, refused: Refused):
     assert Path("ids.vec").read_text().splitlines()[1].split()[0] == "0"
     run("import", "out.vec", "again.rock")
     assert Path("again.rock.words.txt").read_bytes() == Path("t.rock.words.txt").read_bytes()
-    assert "expected no words of rows yet" in refused("import", "out.vec", "again.rock", "--into")
+    into = refused("import", "out.vec", "again.rock", "--into")
+    assert "expected rows with ids or numbers, as --into is given; got words. Pass --only-words FOLDER" in into
+    run("import", "out.vec", "again.rock", "--into", "--ids", "row-number")
+    told = run("import", "out.vec", "numbered.rock", "--ids", "row-number")
+    assert (told["words"], told["vocabulary"]) == (None, None)
+    assert_rows("numbered.rock", np.arange(ROWS), vectors_of())
+    shutil.rmtree("again.rock")
+    shutil.rmtree("again.rock.vocabulary")
+    assert "again.rock.words.txt: expected no words of rows yet" in refused("import", "out.vec", "again.rock")
     assert "a format with words" in refused("export", "t.rock", "out.npy", "--words", "t.rock.words.txt")
 
 
@@ -656,7 +665,7 @@ def test_export_continues_only_the_same(run: Run, refused: Refused, monkeypatch:
 def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "bash", "python", "bash", "bash"]
+    assert [kind for kind, _ in blocks] == ["python", "bash"] * 3 + ["bash"]
     np.savetxt("log.csv", np.random.default_rng(0).zipf(1.1, 10_000) % 10**6, "%d")  # as the page's, but small
     names = dict[str, Any]()
     for kind, block in blocks:
@@ -668,6 +677,8 @@ def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]):
                 words = shlex.split(line.split(" && ")[0], comments=True)
                 assert main(words[1:]) == 0, capsys.readouterr().err
     assert np.load("matrix.npy").shape == (3000, 8)
+    with er.open("mine-rows.rock", mode="r") as table:
+        assert table.lookup([0, 1, 2]).tolist() == np.array([[0.7, 0.8], [0, 0], [0.5, 0.6]], np.float32).tolist()
 
 
 # ---------------------------------------------------------------- as a program

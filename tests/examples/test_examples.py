@@ -45,6 +45,7 @@ TESTED: dict[str, Example] = {
     "matrix_factorization.py": Example(
         ("torch",), "--users 5000 --steps 56 --memory 64MiB", r"AUC (0\.\d+)   .*ms a step", (0.8, 0.78)
     ),
+    "word_vectors.py": Example(("torch",), "--sentences 100 --epochs 30", r"tuned (\d\.\d+)", (0.45, 0.6)),
 }
 
 

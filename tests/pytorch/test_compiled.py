@@ -371,3 +371,11 @@ def test_rows_of_a_batch_do_not_share_memory_with_the_table():
         operators.lookup(*arguments, False, False)[0].zero_()
     operators.lookup(*arguments, True, False)[0].detach().zero_()
     np.testing.assert_array_equal(weight_of(layer), before)
+
+
+def test_strings_name_what_makes_ids_of_them():
+    layer = torch.compile(ert.Embedding(None, 2), backend="eager")
+    with pytest.raises(
+        er.IdTypeError, match=r"got list of dtype <U1, 'a' at \[0\].*er\.hash_ids\(ids\).*er\.Vocabulary"
+    ):
+        layer(["a"])

@@ -185,9 +185,10 @@ def test_float8_tensors_are_refused():
 
 def test_what_a_base_is_not(base: er.FromSafetensors):
     with pytest.raises(er.EmbedrockError, match=r"must be a 2-D tensor or array"):
-        ert.Embedding.from_pretrained(str(base.folder))  # pyright: ignore[reportArgumentType]
+        ert.Embedding.from_pretrained([[1.0]])  # pyright: ignore[reportArgumentType]
     layer = ert.Embedding(ROWS, DIM, init=base)
     assert torch.equal(layer(torch.arange(ROWS)), WEIGHT)
     with pytest.raises(er.ArgumentError, match=r"must have the table's shape \(5, 16\): got \(900, 16\)"):
         ert.Embedding(5, DIM, init=base)
     assert base_of(str(base.folder)).shape == (ROWS, DIM)
+    assert torch.equal(ert.Embedding.from_pretrained(str(base.folder))(torch.arange(ROWS)), WEIGHT)

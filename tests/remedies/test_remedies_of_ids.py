@@ -176,8 +176,8 @@ def test_lists_of_strings(taker: str, kind: str):
 @pytest.mark.parametrize("kind", columns(["a", None, "nan"]))
 def test_missing_strings(kind: str):
     values = columns(["a", None, "nan"])[kind]()
-    filled = pasted(refused(er.hash_ids, values), r"(?<=own: )(np\.array\(.*\)|values.*)(?=\.$)", values=values)
-    assert er.hash_ids(filled).tolist() == er.hash_ids(["a", "", "nan"]).tolist()  # a word "nan" is a word
+    ids = pasted(refused(er.hash_ids, values), r"er\.hash_ids\(values, missing=-1\)", values=values)
+    assert ids.tolist() == [*er.hash_ids(["a"]), -1, *er.hash_ids(["nan"])]  # a word "nan" is a word
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,48 @@ def test_hashes_beside_missing_ones_and_long_ones_as_strings():
     values = polars.Series([2**100], dtype=polars.Int128)
     strings = pasted(refused(er.hash_ids, values), r"values\.cast\(str\)", values=values)
     assert er.hash_ids(strings).tolist() == er.hash_ids([str(2**100)]).tolist()
+
+
+def jax_tables() -> Callable[[Any], Any]:
+    pytest.importorskip("jax")
+    import embedrock.jax as ej
+
+    tables = ej.Tables(er.Table(None, 2))
+    return lambda ids: tables.fetch(ids).rows
+
+
+def bags() -> Callable[[Any], Any]:
+    pytest.importorskip("torch")
+    import embedrock.torch as ert
+
+    return ert.EmbeddingBag(None, 2)
+
+
+TAKERS = FRONTS | {"jax": jax_tables, "bags": bags}
+
+
+@pytest.mark.parametrize("front", TAKERS)
+def test_strings_name_a_hash_and_a_vocabulary(front: str):
+    call, kinds = TAKERS[front](), columns(["a", "b"])
+    if front != "jax":  # lists in a list are a tree of ids
+        kinds["nested"] = lambda: [["a"], ["b"]]
+    for kind, make in kinds.items():
+        words = make()
+        text = refused(call, words)
+        assert "'a' at [0" in text, kind
+        for code in (r"er\.hash_ids\(ids\)", r"er\.Vocabulary\(path\)\.add\(ids\)"):
+            ids = pasted(text, code, ids=words, path=None)
+            call(as_array(ids.reshape(2, -1), text))
+
+
+def test_tensors_of_strings_name_a_hash_and_a_vocabulary():
+    tf, erk = pytest.importorskip("tensorflow"), pytest.importorskip("embedrock.keras")
+    for words in (tf.constant(["a", "b"]), tf.ragged.constant([["a"], ["b", "c"]])):
+        text = refused(erk.Embedding(None, 2), words)
+        assert "got string. Put an erk.Hashing() before it" in text
+        assert "er.hash_ids(ids)" in text
+        assert "er.Vocabulary(path).add(ids)" in text
+        assert erk.Embedding(None, 2)(erk.Hashing()(words)).shape[0] == 2
 
 
 def test_strings_given_to_a_table():

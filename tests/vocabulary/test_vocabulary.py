@@ -258,8 +258,73 @@ def test_unknown_strings(vocabulary: er.Vocabulary):
         IdError, match=r"must be strings that it has: got 'c' at \[1\] of values .* and 1 others.*add\(\)"
     ):
         vocabulary.lookup(["b", "c", "d"], missing="raise")
-    with pytest.raises(ArgumentError, match=r'`missing` of .* must be an id or "raise": got None'):
-        vocabulary.lookup(["b"], missing=None)  # pyright: ignore[reportArgumentType]
+    for bad in (True, "no", 2**63):
+        with pytest.raises(ArgumentError, match=rf'`missing` of .* must be an id or "raise": got {bad!r}'):
+            vocabulary.lookup(["b"], missing=bad)
+        with pytest.raises(ArgumentError, match=rf"`missing` of .* must be an id or None: got {bad!r}"):
+            vocabulary.add(["c"], missing=bad)  # pyright: ignore[reportArgumentType]
+    assert len(vocabulary) == 2
+
+
+def test_missing_values_get_an_id(vocabulary: er.Vocabulary):
+    assert vocabulary.add([["a", None], [float("nan"), "b"]], missing=-7).tolist() == [[0, -7], [-7, 1]]
+    assert vocabulary.add(pyarrow.array([None, "", None]), missing=0).tolist() == [0, 2, 0]
+    assert vocabulary.add([None], missing=5).tolist() == [5]
+    assert list(vocabulary) == ["a", "b", ""]  # no missing value was added
+    assert vocabulary.lookup(["b", None, "?", ""], missing=9).tolist() == [1, 9, 9, 2]
+    for missing in (None, "raise"):
+        with pytest.raises(
+            IdTypeError, match=r"got None at \[1\].*give it an id of its own: vocabulary\.lookup\(values, missing=-1\)"
+        ):
+            vocabulary.lookup(["b", None], missing=missing)
+
+
+def test_as_a_mapping(vocabulary: er.Vocabulary, monkeypatch: pytest.MonkeyPatch):
+    assert vocabulary  # also without strings
+    vocabulary.add(WORDS)
+    monkeypatch.setattr("embedrock.vocabulary.vocabulary.ITERATED", 4)
+    assert list(vocabulary) == WORDS
+    assert [vocabulary[word] for word in WORDS] == list(range(len(WORDS)))
+    assert vocabulary["Grüße".encode()] == 3
+    assert [word in vocabulary for word in ("a", b"a", "b", None)] == [True, True, False, False]
+    with pytest.raises(KeyError, match=r"^`values` of .* must be strings that it has: got 'b' at \[\]") as caught:
+        vocabulary["b"]
+    assert isinstance(caught.value, er.UnknownStringError)
+    assert isinstance(caught.value, IdError)
+    uses: tuple[Any, ...] = vocabulary.__getitem__, vocabulary.__contains__
+    for use in uses:
+        with pytest.raises(IdTypeError, match=r"must be one string: got \['a'\]\. Call lookup\(values\)"):
+            use(["a"])
+    with pytest.raises(IdTypeError, match="must be strings in an array or a list: got an int"):
+        vocabulary[3]  # pyright: ignore[reportArgumentType]
+
+
+def test_unknown_strings_get_the_id_of_one(tmp_path: Path):
+    for path in (None, tmp_path / "words.rock"):
+        with er.Vocabulary(path, unknown="[UNK]") as vocabulary:
+            assert vocabulary.add(["a", "b"]).tolist() == [1, 2]
+            assert vocabulary.lookup(["b", "?", "[UNK]"]).tolist() == [2, 0, 0]
+            assert (vocabulary["?"], vocabulary["b"], "?" in vocabulary) == (0, 2, False)
+            assert vocabulary.lookup(["?"], missing=-1).tolist() == [-1]
+            with pytest.raises(er.UnknownStringError, match="got '\\?'"):
+                vocabulary.lookup(["?"], missing="raise")
+            with pytest.raises(IdTypeError, match="got None at"):
+                vocabulary.lookup([None])
+            if path is None:
+                assert pickle.loads(pickle.dumps(vocabulary)).lookup(["?"]).tolist() == [0]
+            else:
+                vocabulary.commit()
+    path = tmp_path / "words.rock"
+    with er.Vocabulary(path, mode="r", unknown="[UNK]") as reader:
+        assert pickle.loads(pickle.dumps(reader)).lookup(["?", "a"]).tolist() == [0, 1]
+    with er.Vocabulary(path, mode="r", unknown="[UNK]2") as reader:
+        assert reader["a"] == 1
+        with pytest.raises(er.UnknownStringError, match=r"got '\[UNK\]2' at \[\]"):
+            reader.lookup(["?"])
+    with pytest.raises(IdTypeError, match="got an int"):
+        er.Vocabulary(path, unknown=3)  # pyright: ignore[reportArgumentType]
+    with er.Vocabulary(path, unknown="b") as again:  # the lock is free, and no string was added
+        assert (again["?"], len(again)) == (2, 3)
 
 
 def test_wrong_ids(vocabulary: er.Vocabulary):

@@ -204,7 +204,7 @@ def jagged(lists: Any, to_ids: Callable[[Any], np.ndarray] | None = None) -> tup
         name, function = ("ids", "f(ids)") if to_ids is None else ("values", "er.hash_ids(f(values))")
         raise IdTypeError(
             f"{error} Of lists, `{name}` are what all of them have, end to end: er.jagged(lists, lambda {name}: "
-            f"{function}), where f does that."
+            f"{function}), where f does that; for strings er.jagged(lists, er.hash_ids)."
         ) from error
     if ids.shape != (int(sizes.sum()),):
         raise ArgumentError(

@@ -13,15 +13,12 @@ from embedrock.batch.wrong_ids import in_array, missing
 from embedrock.errors import ArgumentError, IdTypeError, with_article
 
 MOST_BUCKETS = 2**63 - 1
-# The code of messages replaces a missing value by "". Comparing a missing value gives neither True nor False.
-_EACH = "for value in np.asarray(values, object).ravel()], object).reshape(np.shape(values))"
-_IS_MISSING = "value is None or str(value != value) != 'False'"
-_FILLED = f"np.array([{{empty}} if {_IS_MISSING} else value {_EACH}"
+# It replaces a missing value by b"". Comparing a missing value gives neither True nor False.
 _AS_BYTES = (
-    f"Make bytes of all of them: np.array([b'' if {_IS_MISSING} else bytes(value) if isinstance(value, bytes | "
-    f"bytearray | memoryview) else str(value).encode() {_EACH}."
+    "Make bytes of all of them: np.array([b'' if value is None or str(value != value) != 'False' else bytes(value) if "
+    "isinstance(value, bytes | bytearray | memoryview) else str(value).encode() for value in np.asarray(values, "
+    "object).ravel()], object).reshape(np.shape(values))."
 )
-_UNFILLED = ("null", "string_view", "binary_view")  # Arrow types that cannot be filled
 _NESTED = {list, tuple, np.ndarray}
 
 
@@ -39,7 +36,9 @@ class Strings(NamedTuple):
     ends: np.ndarray
 
 
-def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | None = None) -> np.ndarray:
+def hash_ids(
+    values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | None = None, missing: int | None = None
+) -> np.ndarray:
     """Return ids of strings, int64 of the same shape. Equal strings have equal ids in all processes, on all machines.
 
     The id of a string is SipHash-2-4 of its UTF-8 bytes (Aumasson and Bernstein, 2012), keyed by `salt`, modulo
@@ -54,10 +53,12 @@ def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | Non
         salt: a number below 2**64, used twice, or a pair of them. Another salt gives other ids. Give each table its own
             salt if users could choose strings that collide.
         buckets: number of ids; None: 2**63 - 1, for a table with ``rows=None``. For ``rows=N`` pass N.
+        missing: id of missing values (None, NaN, pandas' NA, nulls of polars and Arrow, masked ones). No string has the
+            id -1, or `buckets` and above. None: they are an error.
 
     Raises:
-        IdTypeError: a value is no string or bytes, or no Unicode text.
-        ArgumentError: a salt or a number of buckets is invalid.
+        IdTypeError: a value is missing, without `missing`; or is no string or bytes, or no Unicode text.
+        ArgumentError: a salt, a number of buckets or `missing` is invalid.
 
     Example:
         >>> import embedrock as er
@@ -65,11 +66,15 @@ def hash_ids(values: Any, *, salt: int | tuple[int, int] = 0, buckets: int | Non
         array([1467964221407166206, 3943855403825246549, 1467964221407166206])
         >>> er.hash_ids(["red", "green", "red"], buckets=1000)
         array([ 13, 356,  13])
+        >>> er.hash_ids(["red", None], buckets=1000, missing=1000)
+        array([  13, 1000])
     """
     key, count = key_of(salt), checked_buckets(buckets)
-    strings, shape = strings_of(values)
+    check_missing(missing, "hash_ids")
+    strings, shape, absent = strings_of(values, fills=missing is not None)
     ids = np.empty(len(strings.starts), np.int64)
     kernels.cpu.launch(kernels.cpu.strings.hash_strings, *strings, key, count, ids)
+    ids[absent] = missing or 0
     return ids.reshape(shape)
 
 
@@ -100,6 +105,12 @@ def checked_buckets(buckets: Any, subject: str = "hash_ids") -> int:
     return int(buckets)
 
 
+def check_missing(missing: Any, subject: str, other: str = "None") -> None:
+    """Raise `ArgumentError` unless the id of missing values is an int64 or None. `other` is another choice."""
+    if missing is not None and not (_is_whole(missing) and -(2**63) <= missing < 2**63):
+        raise ArgumentError(f"`missing` of {subject} must be an id or {other}: got {missing!r}.")
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -107,20 +118,59 @@ def _is_whole(value: Any) -> bool:
 # ---------------------------------------------------------------- sources of strings
 
 
-def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[int, ...]]:
-    """Return strings and the shape of their source.
+def strings_of(
+    values: Any, subject: str = "hash_ids", fills: bool = False
+) -> tuple[Strings, tuple[int, ...], np.ndarray]:
+    """Return strings, the shape of their source, and the positions of missing ones.
+
+    Args:
+        values: the source.
+        subject: for error messages.
+        fills: give missing values as empty strings. Otherwise they are an error.
 
     Raises:
         IdTypeError: the values are invalid for `subject`.
     """
+    try:
+        return *_strings_of(values, subject), np.empty(0, np.int64)
+    except IdTypeError:
+        if not fills:
+            raise
+        filled, absent = _filled(values, subject)
+        return *_strings_of(filled, subject), absent
+
+
+def _filled(values: Any, subject: str) -> tuple[Any, np.ndarray]:
+    """Return values with empty strings in place of missing ones, and the positions of these."""
+    library = type(values).__module__.partition(".")[0]
+    if library == "pyarrow":
+        array = _as_binary(values, subject)
+        return array.fill_null(b""), np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
+    given = values.to_numpy() if library == "polars" else values
+    array = np.array(given, None if hasattr(given, "__array__") else object)  # a masked one without its mask
+    flat = array.astype(object).reshape(-1)
+    lacks = np.fromiter(map(_is_missing, flat), bool, flat.size)
+    if isinstance(values, np.ma.MaskedArray):
+        lacks |= np.ma.getmaskarray(values).reshape(-1)
+    absent = np.flatnonzero(lacks)
+    flat[absent] = b"" if any(isinstance(value, bytes) for value in flat) else ""
+    return flat.reshape(array.shape) if len(absent) else values, absent
+
+
+def _is_missing(value: Any) -> bool:
+    is_null = type(value).__module__.startswith("pandas.") and type(value).__name__ in ("NAType", "NaTType")
+    return is_null or value is None or (isinstance(value, float | np.floating) and value != value)
+
+
+def _strings_of(values: Any, subject: str) -> tuple[Strings, tuple[int, ...]]:
     library = type(values).__module__.partition(".")[0]
     if library == "pyarrow":
         found = _of_arrow(values, subject)
         return found, (len(found.starts),)
     if isinstance(values, list | tuple):
-        joined = _joined(values)  # checks no type: a nested list fails to join
+        shape, joined = (len(values),), _joined(values)  # checks no type: a nested list fails to join
         if joined is not None or _NESTED.isdisjoint(map(type, values)):
-            return _of_objects(values, (len(values),), subject, joined), (len(values),)
+            return joined or _of_objects(values, shape, subject), shape
     if "Int128" in str(getattr(values, "dtype", "")):  # as polars reads hashes in CSV; NumPy has no such integers
         raise IdTypeError(
             f"`values` of {subject} must be strings or bytes: got dtype Int128. Pass values.cast(str) to hash how they "
@@ -130,8 +180,7 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
         values = objects()  # NumPy's own strings would end before their last NULs
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         position = int(np.argmax(np.ma.getmaskarray(values)))
-        filled = f"values.filled({_empty(values.compressed().tolist())})"
-        raise _missing("a masked value", position, values.shape, subject, filled)
+        raise _missing("a masked value", position, values.shape, subject)
     # Lists become an array of objects: one of strings would have room for the longest in each.
     given, array = values, np.asarray(values, None if hasattr(values, "__array__") else object)
     flat = array.reshape(-1)
@@ -141,7 +190,7 @@ def strings_of(values: Any, subject: str = "hash_ids") -> tuple[Strings, tuple[i
         return _of_points(np.ascontiguousarray(flat, flat.dtype.newbyteorder("=")), array.shape, subject), array.shape
     if array.dtype.kind in "OT" or not array.size:
         listed = flat.tolist()
-        return _of_objects(listed, array.shape, subject, _joined(listed)), array.shape
+        return _joined(listed) or _of_objects(listed, array.shape, subject), array.shape
     remedy = "pass np.asarray(values).astype(str) to hash how they are written."
     if array.dtype.kind == "f" and np.isnan(flat).any():  # NumPy and pandas make floats of them
         remedy = missing(given).replace("ids", "values")
@@ -183,19 +232,11 @@ def _joined(values: Sequence[Any]) -> Strings | None:
     return Strings(np.frombuffer(data, np.uint8), np.append(0, ends + 1), np.append(ends, len(data)))
 
 
-def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joined: Strings | None = None) -> Strings:
-    """Return the strings of a list of ``str``, or of ``bytes``; `joined` is the result of `_joined` for it."""
-    if joined is not None:
-        return joined
-    kind = type(values[0]) if values else str
+def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str) -> Strings:
+    """Return the strings of a list of ``str``, or of ``bytes``."""
     try:
-        if issubclass(kind, bytes):
-            data, sizes = b"".join(values), map(len, values)
-        elif (text := "".join(values)).isascii():
-            data, sizes = text.encode(), map(len, values)
-        else:
-            each = [value.encode() for value in values]
-            data, sizes = b"".join(each), map(len, each)
+        each = values if values and isinstance(values[0], bytes) else [str.encode(value) for value in values]
+        data, sizes = b"".join(each), map(len, each)
     except TypeError:
         raise _among_others(values, shape, subject) from None
     except UnicodeEncodeError:
@@ -205,7 +246,8 @@ def _of_objects(values: Sequence[Any], shape: tuple[int, ...], subject: str, joi
     return Strings(np.frombuffer(data, np.uint8), offsets[:-1], offsets[1:])
 
 
-def _of_arrow(values: Any, subject: str) -> Strings:
+def _as_binary(values: Any, subject: str) -> Any:
+    """Return strings of Arrow as one array of its type for large binaries."""
     import pyarrow
 
     if not isinstance(values, pyarrow.Array | pyarrow.ChunkedArray):
@@ -217,7 +259,7 @@ def _of_arrow(values: Any, subject: str) -> Strings:
     if isinstance(array, pyarrow.ChunkedArray):  # has no chunks, or is too long for one
         array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], pyarrow.large_string())
     try:
-        array = array.cast(pyarrow.large_binary())
+        return array.cast(pyarrow.large_binary())
     except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
         remedy = (
             _in_lists(subject) if "list" in str(array.type) else 'Pass values.cast("string"), if it has ids as text.'
@@ -225,12 +267,13 @@ def _of_arrow(values: Any, subject: str) -> Strings:
         raise IdTypeError(
             f"`values` of {subject} must be strings or bytes: got an Arrow array of {array.type}. {remedy}"
         ) from None
+
+
+def _of_arrow(values: Any, subject: str) -> Strings:
+    array = _as_binary(values, subject)
     if array.null_count:  # of the cast array: a dictionary's own nulls are not counted in its indices
         where = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
-        kind = str(values.type)  # nulls may be among the values of a dictionary, and views cannot be filled
-        cast = "values.type.value_type" if "dictionary" in kind else '"string"' if kind in _UNFILLED else ""
-        filled = f'values{cast and f".cast({cast})"}.fill_null("")'
-        raise _missing("None", where, (len(array),), subject, filled)
+        raise _missing("None", where, (len(array),), subject)
     _, offsets, data = array.buffers()
     where = np.frombuffer(offsets, np.int64, len(array) + 1, array.offset * 8)
     return Strings(np.frombuffer(data or b"", np.uint8), where[:-1], where[1:])
@@ -255,9 +298,8 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
             f"`values` of {subject} must be strings in one shape: got {type(value).__name__} "
             f"{in_array(shape, 'values')(position)}, lists of several lengths. {_in_lists(subject)}"
         )
-    is_missing = type(value).__module__.startswith("pandas.") and type(value).__name__ in ("NAType", "NaTType")
-    if is_missing or value is None or (isinstance(value, float) and value != value):
-        return _missing(repr(value), position, shape, subject, _FILLED.format(empty=_empty(values)))
+    if _is_missing(value):
+        return _missing(repr(value), position, shape, subject)
     if not shape:
         return IdTypeError(
             f"`values` of {subject} must be strings in an array or a list: got {with_article(type(value).__name__)}. "
@@ -270,17 +312,19 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
     )
 
 
-def _empty(values: Sequence[Any]) -> str:
-    return "b''" if any(isinstance(value, bytes) for value in values) else "''"
-
-
 def _in_lists(subject: str) -> str:
-    function = "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
-    return f"Lists are bags: `ids, offsets = er.jagged(values, {function})`, ids end to end and where each list begins."
+    return (
+        f"Lists are bags: `ids, offsets = er.jagged(values, {_function(subject)})`, ids end to end and where each list "
+        "begins."
+    )
 
 
-def _missing(value: str, position: int, shape: Sequence[int], subject: str, filled: str) -> IdTypeError:
+def _function(subject: str) -> str:
+    return "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
+
+
+def _missing(value: str, position: int, shape: Sequence[int], subject: str) -> IdTypeError:
     return IdTypeError(
         f"`values` of {subject} must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
-        f"what is missing, or give it a string of its own: {filled}."
+        f"what is missing, or give it an id of its own: {_function(subject)}(values, missing=-1)."
     )

@@ -12,14 +12,13 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 import embedrock as er
-from embedrock.cli.formats import Format, format_to_read
+from embedrock.cli.formats import Format, base, format_to_read
 from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatch, VectorSource, fail, part_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
@@ -116,7 +115,9 @@ class ImportJob:
         source: source of the rows.
         table: path of the table.
         journal: progress so far.
-        vocabulary: vocabulary of the words to make, which gives rows their ids; None: rows are numbered.
+        rows: number of rows to read.
+        vocabulary: vocabulary that gives the words their ids; None: rows have no words.
+        needed: number of rows that the table must have, unless rows have ids.
         first: id of the first row, if rows are numbered.
     """
 
@@ -124,8 +125,10 @@ class ImportJob:
     source: VectorSource
     table: Path
     journal: Journal
+    rows: int
     vocabulary: Path | None
-    first: int = 0
+    needed: int
+    first: int
 
     @property
     def words(self) -> Path:
@@ -155,14 +158,15 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
             "table": str(job.table),
             "source": str(path),
             "format": kind.name,
-            "rows": job.source.rows,
+            "rows": job.rows,
             "continued_at": start,
             "repeated": repeated,
             "dim": job.source.dim,
             "commit": table.last_commit,
-            "words": str(job.words) if job.source.has_words else None,
+            "words": str(job.words) if job.source.has_words and not arguments.into else None,
             "vocabulary": str(job.vocabulary) if job.vocabulary is not None else None,
-            "bytes": path.stat().st_size,
+            "found": int(table.stats()["rows_touched"]) if arguments.only_words and not arguments.into else None,
+            "bytes": path.stat().st_size * job.rows // job.source.rows,
             "seconds": time.perf_counter() - began,
         }
 
@@ -173,14 +177,23 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
     if arguments.dim not in (None, source.dim):
         expected = f"vectors of {format_count(arguments.dim, 'number')}, as --dim says"
         fail(path, expected, f"{source.dim}", "Leave --dim out.")
-    vocabulary = Path(arguments.vocabulary).absolute() if arguments.vocabulary else None
+    only, rows = arguments.only_words, min(source.rows, arguments.limit or source.rows)
+    named = only or arguments.vocabulary or (f"{table}.vocabulary" if source.has_words else None)
+    vocabulary = None if named is None else Path(named).absolute()
     if vocabulary is not None and not source.has_words:
-        fail(path, "rows with words", f"{kind.name}, with ids or none", "Leave --vocabulary out.")
+        option = "only-words" if only else "vocabulary"
+        fail(path, "rows with words", f"{kind.name}, with ids or none", f"Leave --{option} out.")
+    if source.has_words and arguments.into and only is None:
+        remedy = f"Pass --only-words FOLDER, the vocabulary whose ids rows have; or --ids {base.ROW_NUMBERS}."
+        fail(path, "rows with ids or numbers, as --into is given", "words", remedy)
     first = arguments.first_row
     if first is not None and (source.has_ids or source.has_words):
-        got = "ids" if source.has_ids else "words, whose ids are the numbers of their lines"
+        got = "ids" if source.has_ids else "words, whose ids are those of a vocabulary"
         fail(path, "rows without ids, as --first-row is given", got, "Leave --first-row out.")
-    status = path.stat()
+    needed, status = (first or 0) + rows, path.stat()
+    if only is not None:
+        with er.Vocabulary(only, mode="r") as words:
+            needed = len(words)
     described = asdict(options) | {
         "source": str(path),
         "bytes": status.st_size,
@@ -189,10 +202,12 @@ def _job(arguments: Namespace, path: Path, kind: Format) -> ImportJob:
         "dim": source.dim,
         "into": arguments.into,
         "first_row": first,
+        "limit": arguments.limit,
+        "only_words": only is not None,
         "vocabulary": None if vocabulary is None else str(vocabulary),
     }
     journal = Journal(table.with_name(table.name + ".import.json"), described)
-    return ImportJob(arguments, source, table, journal, vocabulary, first or 0)
+    return ImportJob(arguments, source, table, journal, rows, vocabulary, needed, first or 0)
 
 
 def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
@@ -207,8 +222,9 @@ def _clear(job: ImportJob, kept: dict[str, Any] | None) -> None:
                 if table.steps:
                     fail(job.table, "a table as an earlier import left it", "one that was trained", CHANGED)
     if kept is None:
-        if job.vocabulary is not None and job.vocabulary.exists():
-            fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", "Choose another path.")
+        if job.vocabulary is not None and not job.arguments.only_words and job.vocabulary.exists():
+            remedy = "Move it away, or choose another path: --vocabulary FOLDER."
+            fail(job.vocabulary, "a vocabulary that is not there yet", "one that is", remedy)
         job.journal.save({"rows": 0, "table": None, "vocabulary": str(job.vocabulary)})
 
 
@@ -222,7 +238,7 @@ def _check_table(job: ImportJob, kept: dict[str, Any] | None) -> None:
             fail(job.table, "the path of a new folder", "a file", "Choose another path: a table is a folder.")
         if kept is None and not (restart and job.journal.path.exists()) and job.table.exists():
             fail(job.table, "a table that is not there yet", "one that is", NEW_OR_INTO)
-    if kept is None and not restart and job.source.has_words and job.words.exists():
+    if kept is None and not restart and job.source.has_words and not job.arguments.into and job.words.exists():
         fail(job.words, "no words of rows yet", "this file", "Move it away.")
 
 
@@ -264,14 +280,15 @@ def _unmake(job: ImportJob) -> None:
     shutil.rmtree(job.table)
     part_of(job.words).unlink(missing_ok=True)
     state = job.journal.state() or {}
-    if job.vocabulary is not None and state.get("vocabulary") == str(job.vocabulary) and job.vocabulary.exists():
-        shutil.rmtree(job.vocabulary)  # this import made it
+    made = None if job.arguments.only_words else job.vocabulary
+    if made is not None and state.get("vocabulary") == str(made) and made.exists():
+        shutil.rmtree(made)
     job.journal.path.unlink(missing_ok=True)
 
 
 def _made(job: ImportJob, arguments: Namespace) -> er.Table:
     """Return the table of this import, new or from an earlier run."""
-    rows = arguments.rows or (OPEN if job.source.has_ids else job.first + job.source.rows)
+    rows = arguments.rows or (OPEN if job.source.has_ids else job.needed)
     std = arguments.std or 0.0
     return er.Table(
         None if rows == OPEN else rows,
@@ -297,9 +314,9 @@ def _check_fit(job: ImportJob, table: er.Table) -> None:
     if source.dim != table.dim:
         remedy = f"Choose another table than {job.table}."
         fail(source.path, f"vectors of {format_count(table.dim, 'number')}, as the table has", f"{source.dim}", remedy)
-    if rows is not None and not source.has_ids and job.first + source.rows > rows:
+    if rows is not None and not source.has_ids and job.needed > rows:
         remedy = f"Choose a larger --rows, or another table than {job.table}."
-        got = f"{source.rows}" + (f" from row {job.first} on" if job.first else "")
+        got = f"{job.needed - job.first}" + (f" from row {job.first} on" if job.first else "")
         fail(source.path, f"at most {format_count(rows, 'row')}, as the table has", got, remedy)
 
 
@@ -314,62 +331,41 @@ def _start(job: ImportJob, table: er.Table, kept: dict[str, Any] | None) -> int:
             f"commit {table.last_commit}, after {format_count(table.steps, 'step')}",
             CHANGED,
         )
-    return min(kept["rows"], job.source.rows) if kept.get("table") else 0
+    return min(kept["rows"], job.rows) if kept.get("table") else 0
 
 
 def _fill(job: ImportJob, table: er.Table, start: int, repeated: int) -> int:
     """Assign rows from number `start` on. Return the number of repeated ids in a batch, or of repeated words in all."""
-    if not job.source.has_words:
+    if job.vocabulary is None:
         return _assign(job, table, None, start, repeated)
-    part = part_of(job.words)
-    if job.vocabulary is not None:
-        repeated = _fill_by_vocabulary(job, table, job.vocabulary, start)
-    else:
-        with closing(LineFile(part, start)) as words:
-            _assign(job, table, words, start, 0)
-        repeated = _count_repeated(part)
-    os.replace(part, job.words)
-    OS_SYSTEM.fsync_folder(str(job.words.parent))
-    return repeated
-
-
-def _fill_by_vocabulary(job: ImportJob, table: er.Table, path: Path, start: int) -> int:
-    """Assign rows by the ids of their words in a vocabulary, and write the words.
-
-    Return the number of repeated words.
-    """
-    vocabulary = er.Vocabulary(path)
+    vocabulary = er.Vocabulary(job.vocabulary, mode="r" if job.arguments.only_words else "w")
     try:
-        _assign(job, table, vocabulary, start, 0)
-        with closing(LineFile(part_of(job.words), 0)) as words:
-            for first in range(0, len(vocabulary), PART_WORDS):
-                ids = np.arange(first, min(first + PART_WORDS, len(vocabulary)))
-                words.write(vocabulary.strings(ids, bytes).tolist())
-            words.sync()
-        return job.source.rows - len(vocabulary)
+        repeated = _assign(job, table, vocabulary, start, repeated)
+        if not job.arguments.into:
+            _write_words(job.words, vocabulary)
+        return repeated if job.arguments.only_words else job.rows - len(vocabulary)
     finally:
         close_uncommitted(vocabulary)
 
 
-def _count_repeated(path: Path) -> int:
-    """Count the lines of a file that repeat earlier ones; takes 8 bytes of RAM for each line."""
-    hashes = [np.empty(0, np.int64)]
-    with open(path, "rb") as lines:
-        while words := list(islice(lines, PART_WORDS)):
-            hashes.append(er.hash_ids(words))
-    found = np.concatenate(hashes)
-    return len(found) - len(np.unique(found))
+def _write_words(path: Path, vocabulary: er.Vocabulary) -> None:
+    """Write the words of a vocabulary, one a line."""
+    with closing(LineFile(part_of(path), 0)) as words:
+        for first in range(0, len(vocabulary), PART_WORDS):
+            ids = np.arange(first, min(first + PART_WORDS, len(vocabulary)))
+            words.write(vocabulary.strings(ids, bytes).tolist())
+        words.sync()
+    os.replace(part_of(path), path)
+    OS_SYSTEM.fsync_folder(str(path.parent))
 
 
-Words = LineFile | er.Vocabulary | None
-
-
-def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated: int) -> int:
+def _assign(job: ImportJob, table: er.Table, words: er.Vocabulary | None, start: int, repeated: int) -> int:
     source, done, began = job.source, start, time.perf_counter()
     commit_rows = job.arguments.commit_every or max(1, COMMIT_BYTES // (4 * source.dim))
     row_megabytes, saved = source.path.stat().st_size / source.rows / 1e6, start
-    with progress(f"import {source.path.name}", source.rows, start) as advance, ahead(source.batches(start)) as batches:
-        for batch in batches:
+    with progress(f"import {source.path.name}", job.rows, start) as advance, ahead(source.batches(start)) as batches:
+        while done < job.rows and (batch := next(batches, None)) is not None:
+            batch = batch.head(job.rows - done)
             repeated += _assign_batch(job, table, words, batch, done)
             done += len(batch.ids)
             megabytes = row_megabytes * (done - start)
@@ -381,9 +377,10 @@ def _assign(job: ImportJob, table: er.Table, words: Words, start: int, repeated:
     return repeated
 
 
-def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch, done: int) -> int:
-    if isinstance(words, er.Vocabulary):
-        batch = batch._replace(ids=words.add(batch.words))
+def _assign_batch(job: ImportJob, table: er.Table, words: er.Vocabulary | None, batch: RowBatch, done: int) -> int:
+    if words is not None:
+        ids = words.lookup(batch.words) if job.arguments.only_words else words.add(batch.words)
+        batch = RowBatch(ids[ids >= 0], batch.vectors[ids >= 0])
     if job.first:
         batch = batch._replace(ids=batch.ids + job.first)
     ids, vectors = batch.ids, batch.vectors
@@ -392,15 +389,13 @@ def _assign_batch(job: ImportJob, table: er.Table, words: Words, batch: RowBatch
         vectors = batch.vectors[::-1][last]
     _check_range(job, table, batch, done)
     table.assign(ids, vectors)
-    if isinstance(words, LineFile) and batch.words is not None:
-        words.write(batch.words)
     return len(batch.ids) - len(ids)
 
 
-def _save(job: ImportJob, table: er.Table, words: Words, rows: int, repeated: int) -> None:
+def _save(job: ImportJob, table: er.Table, words: er.Vocabulary | None, rows: int, repeated: int) -> None:
     """Make the imported rows durable: words first, so that each row has its word."""
-    if words is not None:
-        words.commit(step=table.last_step) if isinstance(words, er.Vocabulary) else words.sync()
+    if words is not None and not job.arguments.only_words:
+        words.commit(step=table.last_step)
     commit = table.commit(step=table.last_step)
     state = {"rows": rows, "table": table.uuid, "steps": table.steps, "commit": commit, "repeated": repeated}
     job.journal.save(state | {"vocabulary": str(job.vocabulary)})

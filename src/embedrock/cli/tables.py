@@ -104,6 +104,9 @@ def _add_import(subparsers: Any) -> None:
     parser.add_argument("--ids", metavar="NAME", help=ids)
     first = "id of the first row of a file without ids, as of the second shard of a table (default: 0)"
     parser.add_argument("--first-row", type=lambda text: 0 if text == "0" else count(text), metavar="N", help=first)
+    text = "words of this vocabulary only, whose ids rows have (default: all words, in a new vocabulary)"
+    parser.add_argument("--only-words", type=place, metavar="FOLDER", help=text)
+    parser.add_argument("--limit", type=count, metavar="N", help="the first N rows of the file (default: all)")
     parser.add_argument("--vectors", metavar="NAME", help="name of the array or column of vectors")
     parser.add_argument("--dim", type=count, metavar="N", help="numbers in a row, where the file does not say")
     parser.add_argument("--dtype", choices=FLOATS, help="of raw numbers (default: float32)")
@@ -118,7 +121,7 @@ def _add_import(subparsers: Any) -> None:
     std = "first values of other rows are normal (default: 0, all zero)"
     new.add_argument("--std", type=number, metavar="X", help=std)
     new.add_argument("--table-dtype", choices=STORAGES, help="of the weights (default: float32)")
-    text = "make a vocabulary of the words here, whose ids rows have; of a word that comes twice the last vector holds"
+    text = "vocabulary to make of the words, whose ids rows have (default: TABLE.vocabulary)"
     new.add_argument("--vocabulary", type=place, metavar="FOLDER", help=text)
     new.add_argument("--seed", type=int, metavar="N", help="of first values (default: drawn)")
 
@@ -412,6 +415,8 @@ def _import(arguments: Namespace) -> int:
     given = [name for name in imports.NEW_TABLE if getattr(arguments, name) is not None]
     if arguments.into and given:
         arguments.parser.error(f"--into takes a table as it is: leave --{given[0].replace('_', '-')} out")
+    if arguments.only_words and arguments.vocabulary:
+        arguments.parser.error("--only-words gives rows the ids of a vocabulary that is there: leave --vocabulary out")
     if arguments.into:
         check_there(arguments.table)
     info = imports.run_import(arguments)
@@ -420,13 +425,11 @@ def _import(arguments: Namespace) -> int:
         text += f"; words: {info['words']}"
     if info["vocabulary"]:
         text += f"; vocabulary: {info['vocabulary']}"
+    if info["found"] is not None:
+        text += f"; vectors of {format_count(info['found'], 'word')} of it"
     if info["repeated"]:
-        text += f"; {format_count(info['repeated'], 'word' if info['words'] else 'id')} came again: "
-        if info["words"] and not info["vocabulary"]:
-            text += "each line has a row, and a vocabulary of the words has others. "
-            text += "For rows that fit it: --vocabulary FOLDER"
-        else:
-            text += "the last vector of each holds"
+        noun = "word" if info["vocabulary"] else "id"
+        text += f"; {format_count(info['repeated'], noun)} came again: the last vector of each holds"
     return print_result(arguments, info, text + _continued(info))
 
 

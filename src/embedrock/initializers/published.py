@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -251,9 +251,25 @@ def _damaged(path: str, expected: str, got: str, where: str = "") -> NoReturn:
 
 
 def _no_table(where: str, name: str, seen: Sequence[StoredTensor]) -> TableFileError:
-    tables = {re.sub(rf"{SHARD}\.weight$", "", tensor.name) for tensor in seen if len(tensor.shape) == 2}
-    named = ", ".join(sorted(tables, key=len)[:8]) or "no matrix"
+    tables, named = _tables(seen)
     return TableFileError(f"there is no {where}: its files have {named}. Name its tensor.{did_you_mean(name, tables)}")
+
+
+def _tables(tensors: Iterable[StoredTensor]) -> tuple[list[str], str]:
+    """Return the names of all tables, and a text with the first of them."""
+    names = {re.sub(rf"{SHARD}\.weight$", "", tensor.name) for tensor in tensors if len(tensor.shape) == 2}
+    tables = sorted(names, key=lambda name: (len(name), name))
+    return tables, ", ".join(tables[:8]) or "no matrix"
+
+
+def only_table(folder: str) -> str:
+    """Return the name of the only table in a folder or file. Raise `TableFileError` if there are several, or none."""
+    paths, _ = _files(folder, re.compile("$^"))  # of no tensor: all files
+    tensors = [tensor for path in paths for tensor in read_header(path, partial(_damaged, path)).values()]
+    tables, named = _tables(each for each in tensors if not OTHER_FORMS.search(each.name.rpartition(".")[2]))
+    if len(tables) != 1:
+        raise TableFileError(f"{folder} must have one matrix, unless you name one: got {named}. Pass tensor=.")
+    return tables[0]
 
 
 def _unread(where: str, got: str) -> UnsupportedError:

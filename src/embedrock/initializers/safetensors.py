@@ -13,7 +13,7 @@ import numpy as np
 
 from embedrock import kernels
 from embedrock.errors import ArgumentError, TableFileError
-from embedrock.initializers.published import Extents, PublishedTable
+from embedrock.initializers.published import Extents, PublishedTable, only_table
 from embedrock.initializers.values import DIGEST_ROWS, Given
 from embedrock.io.vfs import OS_SYSTEM, open_file
 from embedrock.system import forks, platform
@@ -150,7 +150,7 @@ class FromSafetensors(Given):
     Args:
         folder: with the files, as published; or one file. They must not change while a table uses them.
         tensor: name of the table's tensor, without ``.weight`` and the number of a shard: shards are ``X.weight``,
-            ``X.shard_0.weight``, ``X.shards.0.weight`` or ``X.0.weight``.
+            ``X.shard_0.weight``, ``X.shards.0.weight`` or ``X.0.weight``. "": the only matrix of the files.
         memory: of a cache of rows, in the form that the files have, which all tables of this process with the same
             files share. "map": no cache of its own, but the system's, which all processes of the machine share.
 
@@ -166,7 +166,7 @@ class FromSafetensors(Given):
 
     PLACE: ClassVar[frozenset[str]] = frozenset({"folder", "tensor", "memory"})  # in a description, not of the rows
     folder: str | os.PathLike[str]
-    tensor: str
+    tensor: str = ""
     memory: Size = "256MiB"
     table: PublishedTable = field(init=False)
 
@@ -176,9 +176,10 @@ class FromSafetensors(Given):
             raise ArgumentError(f"`tensor` of FromSafetensors must be a name: got {self.tensor!r}.")
         if self.memory != MAP:
             parse_bytes(self.memory)
-        table, subject = PublishedTable.find(folder, self.tensor), f"table {self.tensor!r} in {folder}"
-        shape = table.rows, table.dim
-        vars(self).update(folder=folder, table=table, shape=shape, dtype=table.dtype, subject=subject)
+        tensor = self.tensor or only_table(folder)
+        table, subject = PublishedTable.find(folder, tensor), f"table {tensor!r} in {folder}"
+        own = {"folder": folder, "tensor": tensor, "table": table, "subject": subject}
+        vars(self).update(own, shape=(table.rows, table.dim), dtype=table.dtype)
 
     @forks.cached_property
     def files(self) -> RowFiles:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from embedrock.batch.ids import check_ids
-from embedrock.batch.strings import Strings, strings_of
+from embedrock.batch.strings import Strings, check_missing, strings_of
 from embedrock.batch.wrong_ids import in_array
 from embedrock.errors import (
     ArgumentError,
@@ -22,6 +22,7 @@ from embedrock.errors import (
     IdTypeError,
     MemoryBudgetError,
     ReadOnlyTableError,
+    UnknownStringError,
     UnsupportedError,
     check_choice,
 )
@@ -43,7 +44,7 @@ from embedrock.vocabulary.manifest import MOST_BYTES, MOST_STRINGS
 
 DEFAULT_MEMORY = 256 << 20  # for one on disk
 FRESH_SHARE, RESIDENT_SHARE, RECENT_SHARE = 4, 2, 8  # each takes one part in this many of its memory
-PART = 1 << 20  # strings looked up or added at once
+PART, ITERATED = 1 << 20, 1 << 16  # strings looked up or added at once, and read at once
 RAISE = "raise"
 
 
@@ -61,10 +62,16 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         mode: "w" to add strings, in one process at a time. "r" to read the last commit, also beside a writer.
         step: with mode "r", the strings of the commit with that step. They fit a table's commit of the same step. The
             last 1,000 steps are known.
+        unknown: the string whose id unknown strings get in `lookup` and ``vocabulary[string]``, "[UNK]" for example. A
+            writer adds it, so it has id 0 in a new vocabulary. Pass it whenever the vocabulary is opened. None: unknown
+            strings have no id.
 
     Values are strings or bytes, in every form that `er.hash_ids` takes: arrays, lists, Series, Arrow, tensors of
-    TensorFlow. A string and its UTF-8 bytes are the same. Missing values (None, NaN) raise an error with their
-    position.
+    TensorFlow. A string and its UTF-8 bytes are the same. Missing values (None, NaN, nulls) raise an error with their
+    position, unless `missing` gives them an id.
+
+    ``string in vocabulary`` and ``vocabulary[string]`` are for one string, ``for string in vocabulary`` goes in order
+    of the ids.
 
     Attributes:
         path: the folder, absolute; None in RAM.
@@ -78,6 +85,8 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         array([ 1, -1])
         >>> words.strings([1, 0])
         array(['green', 'red'], dtype=object)
+        >>> words["green"], "blue" in words, list(words)
+        (1, False, ['red', 'green'])
     """
 
     _unlisted = "_[!_]* is_open_here subject"
@@ -89,6 +98,7 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         mode: str = "w",
         *,
         step: int | None = None,
+        unknown: str | bytes | None = None,
     ) -> None:
         self._files: StringFiles | None = None
         self._memtable, self._closed, self._process = MemTable(), False, os.getpid()
@@ -97,6 +107,7 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
         self._writes, self._lock = mode == "w", forks.lock(forks.LockRank.TABLE)
         self._step, self._as_of = step, MOST_STRINGS
+        self._unknown = unknown
         if step is not None and self._writes:
             raise ArgumentError(f'`step` ({step!r}) of a vocabulary goes with mode="r": a writer has all strings.')
         if self.path is None:
@@ -104,7 +115,7 @@ class Vocabulary(PublicNames, ClosedAtEnd):
                 raise ArgumentError('`mode="r"` goes with a path: a vocabulary in RAM is its process\' own.')
             self._memory = memory_limit() if memory is None else parse_bytes(memory)
             self._salt = (0, 0)
-            return
+            return self._add_unknown()
         self._memory = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
         (system := SYSTEM.get()).check_usable(self.subject)
         open_it = functools.partial(StringFiles.open_or_make if self._writes else StringFiles.open, system, self.path)
@@ -115,8 +126,14 @@ class Vocabulary(PublicNames, ClosedAtEnd):
                 self._as_of = self._strings_at(self._files, step)
         self._files.keep_resident(self._resident_bytes(self._files))
         self._files.recent = Recent(self._memory // RECENT_SHARE)
+        with on_failure(self._close):
+            self._add_unknown()
         if self._writes:
             note_writer(self, self.path)
+
+    def _add_unknown(self) -> None:
+        if self._unknown is not None and self._writes:
+            self.add(self._unknown)
 
     def _strings_at(self, files: StringFiles, step: int) -> int:
         known = dict(files.manifest.steps)
@@ -130,53 +147,80 @@ class Vocabulary(PublicNames, ClosedAtEnd):
 
     # ------------------------------------------------------------ strings to ids
 
-    def add(self, values: Any) -> np.ndarray:
+    def add(self, values: Any, missing: int | None = None) -> np.ndarray:
         """Return the ids of strings, int64 of their shape. New strings get the next ids, in order of occurrence.
 
         So ids depend only on the strings and their order, not on the calls or on `memory`.
 
         Args:
             values: strings.
+            missing: the id of missing values, which are not added. None: they are an error.
 
         Raises:
-            IdTypeError: a value is no string, or is missing. Nothing was added.
+            IdTypeError: a value is no string, or is missing, without `missing`. Nothing was added.
             ReadOnlyTableError: the vocabulary was opened with ``mode="r"``, or this is a child of the writer's process.
             MemoryBudgetError: the vocabulary is in RAM, and the strings do not fit.
             OSError: the disk failed. Strings added before keep their ids. Add all of these again.
         """
-        query, shape = self._query(values)
+        check_missing(missing, self.subject)
+        query, shape, absent = self._query(values, missing is not None)
+        ids = np.full(len(query.hashes), missing or 0)
+        there = np.delete(np.arange(len(ids)), absent)
         with self._lock:
             self._check_writable()
-            ids = [self._add(part) for part in _parts(query)]
-        return np.concatenate([np.empty(0, np.int64), *ids]).reshape(shape)
+            parts = [self._add(part) for part in _parts(query.some(there) if len(absent) else query)]
+        ids[there] = np.concatenate([np.empty(0, np.int64), *parts])
+        return ids.reshape(shape)
 
-    def lookup(self, values: Any, missing: int | str = -1) -> np.ndarray:
+    def lookup(self, values: Any, missing: int | str | None = None) -> np.ndarray:
         """Return the ids of strings, int64 of their shape.
 
         Args:
             values: strings.
-            missing: the id of unknown strings, or "raise" for an error. A table with ``rows=`` refuses the id -1.
-                (pandas' Categorical uses -1, too. Keras' StringLookup uses 0, and numbers strings from 1 on.)
+            missing: the id of unknown strings and of missing values. "raise": both are an error. None: unknown strings
+                get the id of the string `unknown` of the vocabulary, or -1 without it, and missing values are an error.
+                A table with ``rows=`` refuses the id -1. (pandas' Categorical uses -1, too.)
 
         Raises:
-            IdError: a string is unknown, with ``missing="raise"``.
-            IdTypeError: a value is no string, or is missing.
+            UnknownStringError: a string is unknown, with ``missing="raise"``, or the string `unknown` itself is.
+            IdTypeError: a value is no string, or is missing, without an id as `missing`.
         """
-        if missing != RAISE and (isinstance(missing, bool) or not isinstance(missing, int | np.integer)):
-            raise ArgumentError(f'`missing` of {self.subject} must be an id or "raise": got {missing!r}.')
-        query, shape = self._query(values)
+        raises = isinstance(missing, str) and missing == RAISE
+        check_missing(None if raises else missing, self.subject, f'"{RAISE}"')
+        query, shape, absent = self._query(values, not raises and missing is not None)
         with self._lock:
             self._check_open()
             ids = np.concatenate([np.empty(0, np.int64), *map(self._find, _parts(query))])
-        ids[ids >= self._as_of] = -1
+        ids[ids >= self._as_of] = ids[absent] = -1
         unknown = np.flatnonzero(ids < 0)
-        if len(unknown) and missing == RAISE:
-            raise self._unknown(query, int(unknown[0]), len(unknown), shape)
-        ids[unknown] = -1 if missing == RAISE else int(missing)
+        if len(unknown) and raises:
+            raise self._lacks(query, int(unknown[0]), len(unknown), shape)
+        if len(unknown) and missing is None:
+            missing = -1 if self._unknown is None else int(self.lookup(self._unknown, RAISE))
+        if len(unknown):
+            ids[unknown] = int(missing or 0)
         return ids.reshape(shape)
 
-    def _query(self, values: Any) -> tuple[StringQuery, tuple[int, ...]]:
-        found, shape = strings_of(values, self.subject)
+    def __getitem__(self, value: str | bytes) -> int:
+        """Return the id of one string.
+
+        Raises:
+            UnknownStringError: the string is unknown, and the vocabulary has no `unknown`. It is a `KeyError`.
+            IdTypeError: `value` is no string.
+        """
+        return self._one(value, RAISE if self._unknown is None else None)
+
+    def __contains__(self, value: object) -> bool:
+        """Return whether a string is known."""
+        return self._one(value, -1) >= 0
+
+    def _one(self, value: Any, missing: int | str | None) -> int:
+        if np.ndim(value):
+            raise IdTypeError(f"a key of {self.subject} must be one string: got {value!r:.40}. Call lookup(values).")
+        return int(self.lookup(value, missing))
+
+    def _query(self, values: Any, fills: bool) -> tuple[StringQuery, tuple[int, ...], np.ndarray]:
+        found, shape, absent = strings_of(values, self.subject, fills)
         sizes = found.ends - found.starts
         if len(sizes) and int(sizes.max()) > MOST_BYTES:
             position = int(np.argmax(sizes))
@@ -184,7 +228,7 @@ class Vocabulary(PublicNames, ClosedAtEnd):
                 f"`values` of {self.subject} must be strings of at most {format_bytes(MOST_BYTES)}: got one of "
                 f"{sizes[position]} bytes {in_array(shape, 'values')(position)}."
             )
-        return StringQuery.of(found, self._salt), shape
+        return StringQuery.of(found, self._salt), shape, absent
 
     def _find(self, query: StringQuery) -> np.ndarray:
         ids = self._memtable.find(query)
@@ -230,10 +274,10 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         left = self._memory - self._memory // RECENT_SHARE - files.index_bytes
         return self._memory // RESIDENT_SHARE if self._writes else left
 
-    def _unknown(self, query: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
+    def _lacks(self, query: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
         text = query.data[query.starts[position] : query.stops[position]].tobytes()
         others = f" and {count - 1} others" if count > 1 else ""
-        return IdError(
+        return UnknownStringError(
             f"`values` of {self.subject} must be strings that it has: got {text.decode(errors='replace')[:80]!r} "
             f"{in_array(shape, 'values')(position)}{others}. add() gives new strings ids; missing=-1 marks them."
         )
@@ -282,6 +326,16 @@ class Vocabulary(PublicNames, ClosedAtEnd):
     def __len__(self) -> int:
         """Return the number of strings."""
         return min(self._in_files + self._memtable.count, self._as_of)
+
+    def __bool__(self) -> bool:
+        return True  # without strings, too: `er.opened(path) or er.Vocabulary(path)`
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the strings in order of their ids. At most 65,536 of them are in RAM at once."""
+        first = 0
+        while first < (count := len(self)):
+            yield from self.strings(np.arange(first, min(first + ITERATED, count))).tolist()
+            first += ITERATED
 
     @property
     def _in_files(self) -> int:
@@ -438,13 +492,14 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         if self._files is None:
             count = len(self)
             texts, sizes = self._texts(np.arange(count))
-            return _restored, (texts, sizes, self._memory)
+            return _restored, (texts, sizes, self._memory, self._unknown)
         if self._writes:
             raise pickle.PicklingError(
                 f"{self.subject} is open for writing, and another process cannot have it so. Commit it, and give the "
                 'other process one that reads: er.Vocabulary(path, mode="r").'
             )
-        return functools.partial(Vocabulary, mode="r", step=self._step), (self.path, self._memory)
+        reader = functools.partial(Vocabulary, mode="r", step=self._step, unknown=self._unknown)
+        return reader, (self.path, self._memory)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -488,11 +543,13 @@ def _listed(texts: bytes, sizes: np.ndarray, kind: type, subject: str) -> list[A
         return [piece.decode() for piece in pieces]
     except UnicodeDecodeError as error:
         raise IdTypeError(
-            f"strings of {subject} must be UTF-8 to be text: got {error.object[:80]!r}. Pass kind=bytes."
+            f"strings of {subject} must be UTF-8 to be text: got {error.object[:80]!r}. Read them by strings(ids, "
+            "kind=bytes)."
         ) from None
 
 
-def _restored(texts: bytes, sizes: np.ndarray, memory: int) -> Vocabulary:
+def _restored(texts: bytes, sizes: np.ndarray, memory: int, unknown: str | bytes | None = None) -> Vocabulary:
     made, ends = Vocabulary(memory=memory), np.cumsum(sizes)
     made._add(StringQuery.of(Strings(np.frombuffer(texts, np.uint8), ends - sizes, ends), made._salt))
+    made._unknown = unknown
     return made

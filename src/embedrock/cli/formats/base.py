@@ -49,6 +49,10 @@ class RowBatch(NamedTuple):
     vectors: np.ndarray
     words: list[bytes] | None = None
 
+    def head(self, rows: int) -> RowBatch:
+        """Return the first rows."""
+        return RowBatch(self.ids[:rows], self.vectors[:rows], self.words and self.words[:rows])
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:

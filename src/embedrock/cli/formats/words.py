@@ -15,6 +15,7 @@ import numpy as np
 from embedrock.cli.formats.arrays import as_id, is_number
 from embedrock.cli.formats.base import (
     BLOCK_BYTES,
+    ROW_NUMBERS,
     LineSink,
     Output,
     ReadOptions,
@@ -130,10 +131,10 @@ class WordSource(VectorSource):
     """A source of rows with words, which become ids if the user wants that."""
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
-        if options.ids not in (None, WORDS, "row-number"):
+        if options.ids not in (None, WORDS, ROW_NUMBERS):
             got = f"--ids {options.ids}"
-            fail(path, f"--ids {WORDS} or --ids row-number", got, "Text has words, and no other ids.")
-        self.path, self.has_ids, self.has_words = path, options.ids == WORDS, options.ids != WORDS
+            fail(path, f"--ids {WORDS} or --ids {ROW_NUMBERS}", got, "Text has words, and no other ids.")
+        self.path, self.has_ids, self.has_words = path, options.ids == WORDS, options.ids is None
 
     def _named(self, words: list[bytes], vectors: np.ndarray, first: int) -> RowBatch:
         if not self.has_ids:

@@ -12,6 +12,7 @@ from keras import initializers
 
 from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean
 from embedrock.frontend.arguments import OTHERS, check_no_codes, make_table, needs_rows, scaled
+from embedrock.frontend.pretrained import weights_of
 from embedrock.initializers import (
     Constant,
     FromArray,
@@ -170,11 +171,14 @@ OF_WEIGHTS = {
 }
 
 
-def pretrained_options(layer: str, weights: Any, dtype: Any, options: dict[str, Any]) -> tuple[Table, dict[str, Any]]:
+def pretrained_options(
+    layer: str, weights: Any, tensor: str | None, dtype: Any, options: dict[str, Any]
+) -> tuple[Table, dict[str, Any]]:
     """Return a table whose rows are read from `weights` (rows, dim) on demand, and the layer's other arguments."""
     for name in options:
         if remedy := (REFUSED | OF_WEIGHTS).get(name):
             raise UnsupportedError(f"`{name}` of {layer}.from_pretrained: {remedy}.")
+    weights = weights_of(weights, tensor, f"`weights` of {layer}")
     init = weights if isinstance(weights, Given) else _given(layer, weights)
     native = init.dtype
     policy = None if dtype is None else keras.dtype_policies.get(dtype)

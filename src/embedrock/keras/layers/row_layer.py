@@ -202,22 +202,29 @@ class KerasRowLayer(PublicNames, keras.layers.Layer):
 
     @classmethod
     @shows(RowOptions, "seed")  # the rows start as the weights
-    def from_pretrained(cls, weights: Any, trainable: bool = True, *, dtype: Any = None, **options: Any) -> Any:
+    def from_pretrained(
+        cls, weights: Any, trainable: bool = True, *, tensor: str | None = None, dtype: Any = None, **options: Any
+    ) -> Any:
         """Make a layer whose rows start as those of `weights`. Rows are read when needed, without a copy.
 
         (A bfloat16 tensor is copied, because NumPy has no such dtype.)
 
         Args:
             weights: (rows, dim) float32, bfloat16 or float16: an array, a tensor, or a `np.memmap` of any size, which
-                stays on disk. Or `er.FromSafetensors`. They must not change while the layer is used.
+                stays on disk. Or `er.FromSafetensors`. Or the path of a ``.npy`` file, which is mapped; of a
+                ``.safetensors`` file or a folder of them, which is read in place; or of a table on disk, whose rows of
+                the last commit are copied to RAM. They must not change while the layer is used.
             trainable: whether rows are trained, as in any layer of Keras (PyTorch's layers freeze them). The table
                 keeps trained rows; `weights` never change.
+            tensor: name of the tensor, if safetensors files have several matrices.
             dtype: dtype of the layer, as in Keras, and so of its table; None: that of `weights`.
             options: rule, path, memory, directory, on_nonfinite, policy, keep, commit_every, device_memory: as for the
                 layer. The layer's other arguments work too (mask_zero, mode, name).
 
         Raises:
-            ArgumentError: `weights` have another shape, dtype or type.
+            ArgumentError: `weights` have another shape, dtype, type or file format.
+            MemoryBudgetError: the rows of a table do not fit in free RAM.
+            TableFileError: a file is damaged, or has no such tensor.
 
         Example:
             >>> import numpy as np, embedrock.keras as erk
@@ -225,7 +232,7 @@ class KerasRowLayer(PublicNames, keras.layers.Layer):
             array([[[0., 0., 1.]]], dtype=float32)
         """
         rule = options.pop("rule", None)  # the layer's own
-        table, more = pretrained_options(f"erk.{cls.__name__}", weights, dtype, options)
+        table, more = pretrained_options(f"erk.{cls.__name__}", weights, tensor, dtype, options)
         make: Any = cls  # the class of a concrete layer
         return make(table, trainable=trainable, rule=rule, **more)
 
@@ -402,7 +409,8 @@ class KerasRowLayer(PublicNames, keras.layers.Layer):
         Raises:
             IdTypeError: an array, or a column of pandas, polars or Arrow, does not hold integers.
         """
-        if type(inputs).__module__.partition(".")[0] in ARRAYS:
+        are_words = isinstance(inputs, list | tuple) and isinstance([*keras.tree.flatten(inputs), 0][0], str)
+        if are_words or type(inputs).__module__.partition(".")[0] in ARRAYS:
             inputs = checked_column(inputs, self.label)
         if loading.shared_objects() is not None:
             inputs = keras.tree.map_structure(_as_ids, inputs)

@@ -29,6 +29,7 @@ from embedrock.frontend.arguments import (
     open_table,
     refuse,
 )
+from embedrock.frontend.pretrained import weights_of
 from embedrock.initializers import FromArray, FromBfloat16, Given, Initializer, Normal
 from embedrock.system.log import caller_level, tell
 from embedrock.system.paths import local_path
@@ -253,12 +254,13 @@ def _opened(
 
 
 def pretrained_table(
-    layer: str, weights: Tensor | np.ndarray | Given, dtype: torch.dtype | None, options: PretrainedOptions
+    layer: str, weights: Any, tensor: str | None, dtype: torch.dtype | None, options: PretrainedOptions
 ) -> Table:
-    """Return a table that reads its rows from `weights` when they are needed."""
+    """Return a table that reads its rows from `weights` when they are needed: see `Embedding.from_pretrained`."""
     known = (declared(TableOptions).keys() - PRETRAINED_REFUSED.keys()) | OF_LAYERS
     sharded = options.get("sharded", False)
     refuse(layer, [name for name in options if name not in known], PRETRAINED_REFUSED, known=[*OWN, *known])
+    weights = weights_of(weights, tensor, f"`embeddings` of {layer}")
     init = weights if isinstance(weights, Given) else _given(layer, weights)
     if dtype is None and init.dtype not in DTYPES:
         raise ArgumentError(

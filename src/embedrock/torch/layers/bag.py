@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Unpack
 
 import numpy as np
@@ -83,7 +84,7 @@ class EmbeddingBag(RowLayer):
     @shows(PretrainedOptions)
     def from_pretrained(
         cls,
-        embeddings: Tensor | np.ndarray | FromSafetensors,
+        embeddings: Tensor | np.ndarray | FromSafetensors | str | os.PathLike[str],
         freeze: bool = True,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -92,13 +93,14 @@ class EmbeddingBag(RowLayer):
         *,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        tensor: str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[PretrainedOptions],
     ) -> EmbeddingBag:
         """Make a layer with `embeddings` as initial rows: see `Embedding.from_pretrained`."""
         given = {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq, "mode": mode}
         given |= {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
-        return cls._of_weights(embeddings, freeze, dtype, options, **given)
+        return cls._of_weights(embeddings, tensor, freeze, dtype, options, **given)
 
     @on_plain_tensors
     def forward(

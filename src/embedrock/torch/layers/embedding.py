@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
@@ -199,28 +200,37 @@ class Embedding(RowLayer):
     @shows(PretrainedOptions)
     def from_pretrained(
         cls,
-        embeddings: Tensor | np.ndarray | FromSafetensors,
+        embeddings: Tensor | np.ndarray | FromSafetensors | str | os.PathLike[str],
         freeze: bool = True,
         padding_idx: int | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         *,
+        tensor: str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[PretrainedOptions],
     ) -> Embedding:
-        """Make a layer with `embeddings` as initial rows. They are never copied.
+        """Make a layer with `embeddings` as initial rows. They are never copied, except from a table.
 
         Args:
-            embeddings: 2-D tensor, array or `np.memmap` (rows, dim), of any size, or `er.FromSafetensors`. They must
-                not change afterwards.
+            embeddings: 2-D tensor, array or `np.memmap` (rows, dim), of any size, or `er.FromSafetensors`. Or the path
+                of a ``.npy`` file, which is mapped; of a ``.safetensors`` file or a folder of them, which is read in
+                place; or of a table on disk, whose rows of the last commit are copied to RAM. They must not change
+                afterwards.
             freeze: rows do not train.
             padding_idx, max_norm, norm_type, scale_grad_by_freq: as for the layer. The row of `padding_idx` is not
                 zeroed.
+            tensor: name of the tensor, if safetensors files have several matrices.
             dtype: dtype of rows and outputs; by default that of `embeddings`.
             options: path, memory, policy, keep, commit_every, seed, name, rule, directory, on_nonfinite, missing,
                 device_memory: as for the layer. The table on disk at `path` stores stepped rows. To open it
                 again, pass `embeddings` again.
+
+        Raises:
+            ArgumentError: `embeddings` have another shape, dtype, type or file format.
+            MemoryBudgetError: the rows of a table do not fit in free RAM.
+            TableFileError: a file is damaged, or has no such tensor.
 
         Example:
             >>> import torch, embedrock.torch as ert
@@ -229,7 +239,9 @@ class Embedding(RowLayer):
             tensor([[0., 0., 1.]])
         """
         given = {"padding_idx": padding_idx, "max_norm": max_norm, "norm_type": norm_type}
-        return cls._of_weights(embeddings, freeze, dtype, options, **given, scale_grad_by_freq=scale_grad_by_freq)
+        return cls._of_weights(
+            embeddings, tensor, freeze, dtype, options, **given, scale_grad_by_freq=scale_grad_by_freq
+        )
 
     @on_plain_tensors
     def forward(self, input: Tensor, time: Any = None) -> Tensor:  # noqa: A002  # nn.Embedding's name

@@ -18,7 +18,7 @@ from embedrock.errors import ArgumentError, GradientError, IdError, UnsupportedE
 from embedrock.frontend.arguments import ROWS_AT_ONCE, lags_behind, resolve_padding, write_batches, zero_rows
 from embedrock.frontend.growing import begin_padding, growing, grows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
-from embedrock.initializers import FromArray, Given
+from embedrock.initializers import FromArray
 from embedrock.system.notebook import PublicNames
 from embedrock.table import saved
 from embedrock.table.changes import has_more
@@ -38,7 +38,7 @@ from embedrock.torch.layers.arguments import (
 )
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, handle_of
-from embedrock.torch.training.lookup import LayerLayout, needs_gradient
+from embedrock.torch.training.lookup import LayerLayout, check_ids, needs_gradient
 from embedrock.torch.training.sharing import ShardingOptions
 
 DEFAULTS = {"norm_type": 2.0, "scale_grad_by_freq": False, "include_last_offset": False, "dtype": torch.float32}
@@ -110,11 +110,11 @@ class RowLayer(PublicNames, nn.Module):
 
     @classmethod
     def _of_weights(
-        cls, weights: Tensor | np.ndarray | Given, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
+        cls, weights: Any, tensor: str | None, freeze: bool, dtype: Any, options: PretrainedOptions, **given: Any
     ) -> Self:
         """Make a layer with `weights` as initial rows. `given` are PyTorch's arguments of the layer."""
         check_positions(cls._kind, given["scale_grad_by_freq"], options)
-        table = pretrained_table(cls._kind, weights, dtype, options)
+        table = pretrained_table(cls._kind, weights, tensor, dtype, options)
         make: Any = cls  # arguments differ between layers
         layer = make(table, None, **given)
         layer.dtype, layer.missing = DTYPES[table.spec.value_dtype], options.get("missing")
@@ -353,6 +353,8 @@ class RowLayer(PublicNames, nn.Module):
         time: Any = None,
     ) -> Tensor:
         """Return the output of a lookup by an operator: see `operators.lookup`."""
+        if not isinstance(ids, Tensor):
+            check_ids(ids, self.handle.label)
         trains = self.handle.requires_grad and torch.is_grad_enabled(), needs_gradient(weights)
         own = self._number, operators.new_call(), self.embedding_dim, self.dtype
         times = None if time is None else torch.as_tensor(time, dtype=torch.float64)
