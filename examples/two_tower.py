@@ -1,10 +1,8 @@
 """Train a two-tower retrieval model with PyTorch Lightning, and answer "the top 20 for this user" from its files.
 
-    python examples/two_tower.py                      # planted clicks: trains, tests, serves
-    python examples/two_tower.py --data clicks.txt    # of your own: a line is "user item", in the order of time
-    python examples/two_tower.py --path run           # keeps all files; killed and called again, it goes on
-
-Each user's last click is held out. The loss is a softmax over the batch's items, corrected for popularity (logQ).
+python examples/two_tower.py                      # planted clicks: trains, tests, serves
+python examples/two_tower.py --data clicks.txt    # of your own: a line is "user item", in the order of time
+python examples/two_tower.py --path run           # keeps all files; killed and called again, it goes on
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ def planted_clicks(rows: int, clusters: int = 100) -> tuple[np.ndarray, np.ndarr
 
 
 def recall(ranked: np.ndarray, seen: np.ndarray, last: np.ndarray) -> float:
-    """Return the share of `last` (n, 2) whose item is among the first 20 of `ranked` (n, k) that are not `seen`."""
+    """Return the share of users' `last` clicks (n, 2) whose item is in the first 20 unseen of `ranked` (n, k)."""
     is_new = ~np.isin(last[:, :1] * BASE + ranked, seen @ [BASE, 1])
     return float((is_new & (is_new.cumsum(1) <= TOP) & (ranked == last[:, 1:])).sum() / len(last))
 
 
 class TwoTowers(lightning.LightningModule):
-    """Towers of users and items, each with rows on disk. It goes on with the checkpoint in its folder."""
+    """Towers of users and items, with rows on disk. The loss is the batch's softmax, corrected for popularity."""
 
     def __init__(self, folder: Path, users: int, seen_of: np.ndarray) -> None:
         super().__init__()
@@ -56,7 +54,7 @@ class TwoTowers(lightning.LightningModule):
         self.item_tower = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.ReLU(), nn.Linear(2 * DIM, DIM))
         self.log_q = torch.from_numpy(seen_of / seen_of.sum()).float().log()
         self.optimizer = ert.optimizer(self, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-2)
-        self.checkpoints, self.epoch, self.losses = folder / "checkpoints", 0, list[float]()
+        self.checkpoints, self.epoch = folder / "checkpoints", 0
         with contextlib.suppress(ert.NoCheckpointError):
             self.epoch = ert.load(self, self.checkpoints, self.optimizer)
 
@@ -64,9 +62,7 @@ class TwoTowers(lightning.LightningModule):
         users, items = clicks.T
         logits = self.user_tower(self.users(users)) @ self.item_tower(self.items(items)).T - self.log_q[items]
         logits[(items == items[:, None]).fill_diagonal_(False)] = -torch.inf  # the same item is no negative
-        loss = nn.functional.cross_entropy(logits, torch.arange(len(items)))
-        self.losses.append(loss.item())
-        return loss
+        return nn.functional.cross_entropy(logits, torch.arange(len(items)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer
@@ -74,10 +70,6 @@ class TwoTowers(lightning.LightningModule):
     def on_train_epoch_end(self) -> None:
         self.epoch += 1
         ert.save(self, self.checkpoints, self.epoch, self.optimizer)  # rows and dense weights as one
-        print(
-            f"epoch {self.epoch}: loss {np.mean(self.losses[-100:]):.3f}, {ert.num_parameters(self):,} weights",
-            flush=True,
-        )
 
 
 def serve(folder: Path, users: np.ndarray, count: int) -> np.ndarray:
@@ -107,7 +99,8 @@ def main() -> None:
     seen_of, most = np.bincount(seen[:, 1], minlength=clicks[:, 1].max() + 1), TOP + np.bincount(seen[:, 0]).max()
     torch.manual_seed(0)
     model = TwoTowers(folder, clicks[:, 0].max() + 1, seen_of)
-    trainer = lightning.Trainer(max_epochs=EPOCHS - model.epoch, accelerator="cpu", barebones=True)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    trainer = lightning.Trainer(max_epochs=EPOCHS - model.epoch, accelerator="cpu", **quiet)
     trainer.fit(model, DataLoader(torch.from_numpy(seen), batch_size=512, shuffle=True, drop_last=True))
     with ert.publish(model, folder / "served") as publisher:
         publisher.publish(step=model.epoch)

@@ -32,7 +32,13 @@ class Example(NamedTuple):
     least: tuple[float, float]
 
 
-TESTED: dict[str, Example] = {}
+TESTED: dict[str, Example] = {
+    "dlrm.py": Example(("torch",), "--lines 20000", r"AUC ([\d.]+) of DLRM", (0.6, 0.8)),
+    "torchrun.py": Example(("torch",), "--steps 8", r"equal bits: (\d)", (1, 1)),
+    "two_tower.py": Example(
+        ("torch", "lightning", "faiss"), "--rows 1000", r"recall@20 ([\d.]+)  two towers", (0.1, 0.2)
+    ),
+}
 
 
 def check(name: str, options: str, least: float, folder: Path) -> None:
