@@ -23,6 +23,7 @@ from embedrock.errors import (
     UnknownTableError,
     UnsupportedError,
     did_you_mean,
+    listed,
     with_article,
 )
 from embedrock.initializers import Initializer
@@ -294,7 +295,7 @@ class Group(StoredVerbs):
 
     def _unknown(self, name: str) -> UnknownTableError:
         names = self.members.names
-        known, meant = f"it has {_names(names)}" if names else "it is empty", did_you_mean(name, names)
+        known, meant = f"it has {listed(names)}" if names else "it is empty", did_you_mean(name, names)
         if not meant and self.mode == "r":
             meant = (
                 f" This reader shows commit {self.last_commit}: a table that was made since comes by refresh(), once "
@@ -390,7 +391,7 @@ class Group(StoredVerbs):
         _check_by_name("grads", grads)
         if ids.keys() != grads.keys():
             raise ArgumentError(
-                f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
+                f"`grads` of the group must be for the tables in `ids`, {listed(ids)}: got {listed(grads)}."
             )
         if not ids:
             return
@@ -508,7 +509,7 @@ class Group(StoredVerbs):
     def __repr__(self) -> str:
         used, budget = format_bytes(self.pools.bytes_used), format_bytes(self.pools.budget_bytes)
         where = "" if self.path is None else f" on disk at {self.path!r}"
-        return f"Group({_names(self.members.names)}{where}: {used} of {budget})"
+        return f"Group({listed(self.members.names)}{where}: {used} of {budget})"
 
     def __reduce__(self) -> Any:
         remedy = "Copy its tables, which gives tables alone, or save what state() of each returns"
@@ -631,7 +632,3 @@ def _check_by_name(name: str, given: Any) -> None:
     if not isinstance(given, Mapping):
         got = with_article(type(given).__name__)
         raise ArgumentError(f"`{name}` of the group must be a dict, by the names of its tables: got {got}.")
-
-
-def _names(tables: Iterable[str]) -> str:
-    return ", ".join(map(repr, tables)) or "none"

@@ -40,8 +40,8 @@ class EmbeddingBag(RowLayer):
         mode: "sum", "mean" or "max" of the rows of a bag.
         include_last_offset: `offsets` has one more entry: the end of the last bag.
         padding_idx: id of the padding row, which starts as zeros, gets no gradient and counts in no bag.
-        path, memory, policy, keep, commit_every, init, seed, dtype, name, sharded, reshard, wire, positions, rule,
-            directory, on_nonfinite, device_memory: as in `Embedding`.
+        path, memory, policy, keep, commit_every, init, seed, dtype, name, group, sharded, reshard, wire, positions,
+            rule, directory, on_nonfinite, device_memory, admission, eviction, frozen: as in `Embedding`.
         missing: as in `Embedding`. A row that is not there counts in its bag, with that value.
 
     Raises:
