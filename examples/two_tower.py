@@ -20,7 +20,7 @@ import lightning
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import embedrock as er
 import embedrock.torch as ert
@@ -58,8 +58,8 @@ class TwoTowers(lightning.LightningModule):
         with contextlib.suppress(ert.NoCheckpointError):
             self.epoch = ert.load(self, self.checkpoints, self.optimizer)
 
-    def training_step(self, clicks: Tensor, batch: int) -> Tensor:
-        users, items = clicks.T
+    def training_step(self, clicks: list[Tensor], batch: int) -> Tensor:
+        users, items = clicks
         logits = self.user_tower(self.users(users)) @ self.item_tower(self.items(items)).T - self.log_q[items]
         logits[(items == items[:, None]).fill_diagonal_(False)] = -torch.inf  # the same item is no negative
         return nn.functional.cross_entropy(logits, torch.arange(len(items)))
@@ -101,7 +101,9 @@ def main() -> None:
     model = TwoTowers(folder, clicks[:, 0].max() + 1, seen_of)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     trainer = lightning.Trainer(max_epochs=EPOCHS - model.epoch, accelerator="cpu", **quiet)
-    trainer.fit(model, DataLoader(torch.from_numpy(seen), batch_size=512, shuffle=True, drop_last=True))
+    trainer.fit(
+        model, DataLoader(TensorDataset(*torch.from_numpy(seen.T)), batch_size=512, shuffle=True, drop_last=True)
+    )
     with ert.publish(model, folder / "served") as publisher:
         publisher.publish(step=model.epoch)
     index, items = faiss.IndexFlatIP(DIM), torch.arange(len(seen_of))  # exact; IndexHNSWFlat for millions of items
