@@ -146,6 +146,7 @@ class OtherRankError(EmbedrockError, RuntimeError):
 
 
 LEAST_LIKENESS = 0.6
+MOST_NAMES = 8  # that a message shows
 
 
 def plural(number: int, noun: str) -> str:
@@ -176,6 +177,18 @@ def counted(number: int, noun: str) -> str:
         ('1 row', '12345 rows')
     """
     return f"{number} {plural(number, noun)}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return quoted names with commas between: all, or of more than `MOST_NAMES` the first ones and a count.
+
+    Example:
+        >>> listed(["user", "item"]), listed([]), listed(f"c{k}" for k in range(26))
+        ("'user', 'item'", 'none', "'c0', 'c1', 'c2', 'c3', 'c4', 'c5' and 20 others")
+    """
+    known = list(map(repr, names))
+    others = len(known) - MOST_NAMES
+    return f"{', '.join(known[: MOST_NAMES - 2])} and {others + 2} others" if others > 0 else ", ".join(known) or "none"
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

@@ -46,6 +46,11 @@ TESTED: dict[str, Example] = {
         ("torch",), "--users 5000 --steps 56 --memory 64MiB", r"AUC (0\.\d+)   .*ms a step", (0.8, 0.78)
     ),
     "word_vectors.py": Example(("torch",), "--sentences 100 --epochs 30", r"tuned (\d\.\d+)", (0.45, 0.6)),
+    "dlrm.py": Example(("torch",), "--lines 20000", r"AUC ([\d.]+) of DLRM", (0.6, 0.8)),
+    "torchrun.py": Example(("torch",), "--steps 8", r"equal bits: (\d)", (1, 1)),
+    "two_tower.py": Example(
+        ("torch", "lightning", "faiss"), "--rows 1000", r"recall@20 ([\d.]+)  two towers", (0.1, 0.2)
+    ),
 }
 
 

@@ -918,3 +918,41 @@ def test_a_layer_that_shrinks_rows_does_so_before_later_features_of_the_table(in
     with torch.no_grad():
         norms = [float(out.norm()) for out in model({"a": torch.tensor([1]), "b": torch.tensor([1])}).values()]
     assert norms == pytest.approx([0.5, 0.5])
+
+
+def test_pooling_types_are_their_strings():
+    assert [ert.EmbeddingBagConfig(9, 4, "a", pooling=each).pooling for each in ert.PoolingType] == [
+        "sum",
+        "mean",
+        "max",
+    ]
+    with pytest.raises(ArgumentError, match="must be one of sum, mean, max: got 'avg'"):
+        ert.EmbeddingBagConfig(9, 4, "a", pooling="avg")
+
+
+def test_errors_of_many_features_are_short():
+    names = [f"c{k}" for k in range(26)]
+    joint = ert.EmbeddingCollection([ert.EmbeddingConfig(9, 4, name) for name in names])
+    given = {name.replace("c25", "c52"): torch.tensor([1]) for name in names}
+    told = (
+        "ert.EmbeddingCollection has no feature 'c52', and was given nothing for 'c25'. It takes 'c0', 'c1', 'c2', "
+        "'c3', 'c4', 'c5' and 20 others: got 'c0', 'c1', 'c2', 'c3', 'c4', 'c5' and 20 others. Did you mean 'c25'?"
+    )
+    with pytest.raises(ArgumentError) as error:
+        joint(given)
+    assert str(error.value) == told
+    with pytest.raises(ArgumentError) as error:
+        ert.EmbeddingBagCollection([ert.EmbeddingConfig(9, 4, name) for name in names])
+    assert len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), "meta"])
+def test_the_device_of_a_collection(device: Any):
+    joint = ert.EmbeddingBagCollection([ert.EmbeddingBagConfig(9, 4, "a")], device=device)
+    assert joint({"a": torch.tensor([1])})["a"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", [3.5, "nope"])
+def test_what_is_no_device(device: Any):
+    with pytest.raises(ArgumentError, match=r"`device` of ert.EmbeddingCollection must be one of PyTorch's, such as"):
+        ert.EmbeddingCollection([ert.EmbeddingConfig(9, 4, "a")], device=device)

@@ -23,7 +23,7 @@ from embedrock.distributed import resharding
 from embedrock.distributed.commits import layout_of
 from embedrock.distributed.copying import copy_table
 from embedrock.distributed.reader import verify_parts
-from embedrock.errors import CorruptTableError, did_you_mean
+from embedrock.errors import CorruptTableError, did_you_mean, listed
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.planner.demand import RULE_NAMES
 from embedrock.spec.codecs import CODECS
@@ -353,7 +353,7 @@ def _compact(arguments: Namespace) -> int:
     with er.open(folder, memory=arguments.memory, keep=arguments.keep) as table:
         known = {one["name"] for one in table.commits()} - {None}
         if unknown := [name for name in arguments.drop if name not in known]:
-            has = f"it has {', '.join(map(repr, sorted(known)))}" if known else "none has a name"
+            has = f"it has {listed(sorted(known))}" if known else "none has a name"
             raise er.ArgumentError(f"{folder} has no commit {unknown[0]!r}: {has}.{did_you_mean(unknown[0], known)}")
         for name in arguments.drop:
             table.release(name)

@@ -23,6 +23,7 @@ from embedrock.errors import (
     UnknownTableError,
     UnsupportedError,
     did_you_mean,
+    listed,
     with_article,
 )
 from embedrock.initializers import Initializer
@@ -296,7 +297,7 @@ class Group(StoredVerbs):
 
     def _unknown(self, name: str) -> UnknownTableError:
         names = self.members.names
-        known, meant = f"it has {_names(names)}" if names else "it is empty", did_you_mean(name, names)
+        known, meant = f"it has {listed(names)}" if names else "it is empty", did_you_mean(name, names)
         if not meant and self.mode == "r":
             meant = (
                 f" This reader shows commit {self.last_commit}: a table that was made since comes by refresh(), once "
@@ -403,7 +404,7 @@ class Group(StoredVerbs):
         _check_by_name("grads", grads)
         if ids.keys() != grads.keys():
             raise ArgumentError(
-                f"`grads` of the group must be for the tables in `ids`, {_names(ids)}: got {_names(grads)}."
+                f"`grads` of the group must be for the tables in `ids`, {listed(ids)}: got {listed(grads)}."
             )
         if not ids:
             return
@@ -529,7 +530,7 @@ class Group(StoredVerbs):
         return pools
 
     def __repr__(self) -> str:
-        return f"Group({_names(self.members.names)}{self._place})"
+        return f"Group({listed(self.members.names)}{self._place})"
 
     @property
     def _place(self) -> str:
@@ -659,7 +660,3 @@ def _check_by_name(name: str, given: Any) -> None:
     if not isinstance(given, Mapping):
         got = with_article(type(given).__name__)
         raise ArgumentError(f"`{name}` of the group must be a dict, by the names of its tables: got {got}.")
-
-
-def _names(tables: Iterable[str]) -> str:
-    return ", ".join(map(repr, tables)) or "none"

@@ -19,6 +19,7 @@ from embedrock.torch.layers.collection import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    PoolingType,
 )
 from embedrock.torch.layers.embedding import Embedding
 from embedrock.torch.optim import (
@@ -66,6 +67,7 @@ __all__ = [
     "Momentum",
     "NoCheckpointError",
     "PlacementWarning",
+    "PoolingType",
     "Publisher",
     "RMSprop",
     "RowOptimizer",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from embedrock.batch.ids import check_ids
-from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError
+from embedrock.errors import ArgumentError, MemoryBudgetError, UnsupportedError, did_you_mean, listed
 from embedrock.system.ram import available_bytes
 from embedrock.table.missing import FIRST, Missing, check_reads
 from embedrock.table.table import rows_of
@@ -137,8 +137,8 @@ def _by_layer(layers: Mapping[str, RowLayer], ids: Ids) -> dict[RowLayer, np.nda
     for key, values in ids.items():
         layer = layers.get(key) if isinstance(key, str) else key
         if layer is None or not any(layer is known for known in layers.values()):
-            names = ", ".join(map(repr, layers)) or "none"
-            raise ArgumentError(f"`ids` of ert.freeze must name embedding layers of the model ({names}): got {key!r}.")
+            known = f"embedding layers of the model ({listed(layers)})"
+            raise ArgumentError(f"`ids` of ert.freeze must name {known}: got {key!r}.{did_you_mean(key, layers)}")
         array = np.unique(check_ids(np.asarray(values), layer.num_embeddings, layer.handle.label))
         if not len(array):
             raise ArgumentError(f"`ids` of ert.freeze for {layer.handle.label} must not be empty.")

@@ -85,6 +85,15 @@ class GraphedStep:
     Args:
         step, warmup: see `graphed`.
         optimizers: optimizers of rows.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> layer = ert.Embedding(1000, 4)
+        >>> rows = ert.Adam(layer)
+        >>> if torch.cuda.is_available():
+        ...     layer.to("cuda")
+        ...     step = ert.graphed(lambda ids: layer(ids).sum().backward() or rows.step(), rows)
+        ...     assert isinstance(step, ert.GraphedStep)
     """
 
     def __init__(self, step: Callable[..., Any], optimizers: Sequence[RowOptimizer], warmup: int) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -54,6 +55,26 @@ REMEDIES = {
 
 SCALING = "grad_scale", "found_inf"  # attributes that `GradScaler` sets for a step
 
+ARGS = """
+
+    Args:
+        layers: a model, layers, handles, or param groups: see `RowOptimizer`.
+{}        clip_value: clamp every element of the rows' gradients to ``[-clip_value, clip_value]``; None: do not.
+        reset_state: reset optimizer state of another kind of rule. The weights stay.
+
+    Raises:
+        ArgumentError, UnsupportedError: as for `RowOptimizer`.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> layer = ert.Embedding(10**9, 4)
+        >>> optimizer = ert.{}(layer, lr=0.01)
+        >>> layer(torch.tensor([3, 14])).sum().backward()
+        >>> optimizer.step(); optimizer.zero_grad()
+        >>> layer.table.steps
+        1
+    """
+
 
 class RowOptimizer(PublicNames, torch.optim.Optimizer):
     """Optimizer that steps rows of embedding layers by a rule: base of `SGD`, `Adam` and the others.
@@ -78,6 +99,12 @@ class RowOptimizer(PublicNames, torch.optim.Optimizer):
         ArgumentError: no embedding layer among `layers`, or a hyperparameter is invalid. Or a table has a `rule=` of
             another kind, or its rows have state of another kind, without `reset_state`.
         UnsupportedError: the optimizer lacks an argument of PyTorch's, or a layer with `max_norm` has `dense=True`.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> optimizer = ert.Adagrad(ert.Embedding(10, 4), lr=0.1)
+        >>> isinstance(optimizer, ert.RowOptimizer), optimizer.param_groups[0]["lr"]
+        (True, 0.1)
     """
 
     rule_type: ClassVar[type[Rule]]
@@ -102,6 +129,9 @@ class RowOptimizer(PublicNames, torch.optim.Optimizer):
             inspect.Parameter("reset_state", by_name, default=False),
         ]
         cls.__signature__ = inspect.Signature(parameters)
+        hyperparameters = re.search(r" {8}lr: .*?\n(?=\n)", rule.__doc__ or "", re.DOTALL)  # None under python -OO
+        if hyperparameters and cls.__doc__:
+            cls.__doc__ += ARGS.format(hyperparameters[0], cls.__name__)
 
     def __init__(
         self,
@@ -439,36 +469,36 @@ def _check_clip_value(clip_value: float | None) -> None:
 
 
 class SGD(RowOptimizer, rule=rules.SGD):
-    """Optimizer of rows by `er.SGD`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.SGD`, which documents the formula."""
 
 
 class Momentum(RowOptimizer, rule=rules.Momentum):
-    """Optimizer of rows by `er.Momentum`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.Momentum`, which documents the formula."""
 
 
 class Adagrad(RowOptimizer, rule=rules.Adagrad):
-    """Optimizer of rows by `er.Adagrad`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.Adagrad`, which documents the formula."""
 
 
 class RowwiseAdagrad(RowOptimizer, rule=rules.RowwiseAdagrad):
-    """Optimizer of rows by `er.RowwiseAdagrad`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.RowwiseAdagrad`, which documents the formula."""
 
 
 class RowwiseRMSprop(RowOptimizer, rule=rules.RowwiseRMSprop):
-    """Optimizer of rows by `er.RowwiseRMSprop`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.RowwiseRMSprop`, which documents the formula."""
 
 
 class RMSprop(RowOptimizer, rule=rules.RMSprop):
-    """Optimizer of rows by `er.RMSprop`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.RMSprop`, which documents the formula."""
 
 
 class Adam(RowOptimizer, rule=rules.Adam):
-    """Optimizer of rows by `er.Adam`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.Adam`, which documents the formula."""
 
 
 class AdamW(RowOptimizer, rule=rules.AdamW):
-    """Optimizer of rows by `er.AdamW`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.AdamW`, which documents the formula."""
 
 
 class Ftrl(RowOptimizer, rule=rules.Ftrl):
-    """Optimizer of rows by `er.Ftrl`, which documents the formula and the hyperparameters."""
+    """Optimizer of rows by `er.Ftrl`, which documents the formula."""

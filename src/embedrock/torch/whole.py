@@ -140,6 +140,13 @@ class ModelOptimizer(Optimizer):
 
     Attributes:
         rows, dense: the two optimizers.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> model = nn.Sequential(ert.Embedding(10, 4), nn.Linear(4, 1))
+        >>> optimizer = ert.optimizer(model, rows=ert.Adam, dense=torch.optim.Adam, lr=1e-3)
+        >>> type(optimizer.rows).__name__, type(optimizer.dense).__name__, len(optimizer.param_groups)
+        ('Adam', 'Adam', 2)
     """
 
     rows: RowOptimizer

@@ -29,7 +29,7 @@ from embedrock.cli.formats.base import (
 from embedrock.cli.formats.columns import CHECK, ColumnFile
 from embedrock.cli.formats.files import opened_text
 from embedrock.cli.terminal.tables import format_count
-from embedrock.errors import did_you_mean
+from embedrock.errors import did_you_mean, listed
 
 BLOCK_BYTES = 4 << 20  # of text, parsed at a time
 CHUNK_BYTES = 1 << 20  # of text per thread
@@ -39,7 +39,6 @@ QUOTES, OPEN_QUOTE = "columns, and quotes in pairs", "a quote that its line does
 SEPARATORS = (",", ";", "\t")  # alternatives if the first line lacks the separator of the file's suffix
 IDS = ("id", "ids", "")  # names of a column of ids; pandas gives its index no name
 SAY_HEADER = "Say whether it names the columns: --header or --no-header."
-SHOWN_NAMES = 8  # in error messages
 EXPECTED = "rows"
 # pyarrow's messages for refused rows.
 NO_VALUE = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to \w+: invalid value '(.*)'", re.DOTALL)
@@ -261,8 +260,7 @@ class Delimited(VectorSource):
         return found
 
     def _refuse_names(self, expected: str, remedy: str) -> NoReturn:
-        more = f", ... ({len(self.names)} in all)" if len(self.names) > SHOWN_NAMES else ""
-        self.fail(expected, f"columns {', '.join(map(repr, self.names[:SHOWN_NAMES]))}{more}", remedy)
+        self.fail(expected, f"columns {listed(self.names)}", remedy)
 
     def place(self, row: int, column: int | None = None) -> str:
         return self.named_place(row, None if column is None else self._vectors[column])

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError, listed
 from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.training.lookup import look_up, whole_seconds
 
@@ -115,11 +115,9 @@ class EmbeddingCollection(keras.layers.Layer):
         raise self._misfit("inputs", "a dict of", inputs)
 
     def _misfit(self, argument: str, wanted: str, given: Any) -> ArgumentError:
-        got = f"a dict of {', '.join(map(repr, given))}" if isinstance(given, Mapping) else type(given).__name__
-        names = ", ".join(map(repr, self._names))
-        return ArgumentError(
-            f"`{argument}` of {self.name!r}, an erk.EmbeddingCollection, must be {wanted} {names}: got {got}."
-        )
+        got = f"a dict of {listed(given)}" if isinstance(given, Mapping) else type(given).__name__
+        wanted = f"{wanted} {listed(self._names)}"
+        return ArgumentError(f"`{argument}` of {self.name!r}, an erk.EmbeddingCollection, must be {wanted}: got {got}.")
 
 
 def fuse(model: Any) -> Any:

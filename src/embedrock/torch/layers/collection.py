@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -21,10 +23,24 @@ from embedrock.torch.layers.features import BagInput, KeyedFeatures, check_names
 from embedrock.torch.layers.row_layer import HOOKS, RowLayer
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.lookup import DeviceLookupState, HostLookup, LayerLayout, looked_up
+from embedrock.torch.training.parameters import device_of
 from embedrock.torch.training.ranks import are_there_groups
 
 NOT_OF_LAYERS = ("feature_names", "options", "pooling")  # fields of a config
-POOLINGS = ("sum", "mean", "max")
+
+
+class PoolingType(StrEnum):
+    """Kinds of pooling of an `EmbeddingBagConfig`, under TorchRec's name. Each equals its string, such as "sum".
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> ert.EmbeddingBagConfig(10**6, 32, "genre", pooling=ert.PoolingType.MEAN).pooling
+        'mean'
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
 
 
 @dataclass(frozen=True)
@@ -82,8 +98,8 @@ class EmbeddingBagConfig(EmbeddingConfig):
     """Description of a table of an `EmbeddingBagCollection`.
 
     Args:
-        pooling: "sum", "mean" or "max" of the rows of a bag, or TorchRec's `PoolingType`. The default is "sum" as in
-            TorchRec, not "mean" as in `torch.nn.EmbeddingBag`.
+        pooling: "sum", "mean" or "max" of the rows of a bag, or a `PoolingType`, also TorchRec's. The default is "sum"
+            as in TorchRec, not "mean" as in `torch.nn.EmbeddingBag`.
         num_embeddings, embedding_dim, name, feature_names: as for `EmbeddingConfig`.
         padding_idx, rule, init, seed, dtype: as for `EmbeddingBag`.
         options: further arguments of the layer, by name.
@@ -99,9 +115,9 @@ class EmbeddingBagConfig(EmbeddingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         named = getattr(self.pooling, "value", self.pooling)  # TorchRec's PoolingType has names such as "SUM"
-        object.__setattr__(self, "pooling", named.lower() if isinstance(named, str) else named)
-        if self.pooling not in POOLINGS:
-            raise not_one_of("`pooling` of ert.EmbeddingBagConfig", self.pooling, POOLINGS)
+        object.__setattr__(self, "pooling", str(named).lower() if isinstance(named, str) else named)
+        if self.pooling not in list(PoolingType):
+            raise not_one_of("`pooling` of ert.EmbeddingBagConfig", self.pooling, PoolingType)
 
     def arguments(self, group: Group) -> dict[str, Any]:
         return {**super().arguments(group), "mode": self.pooling}
@@ -184,7 +200,7 @@ class Collection(PublicNames, nn.Module):
         tables: Mapping[str, RowLayer] | Sequence[EmbeddingConfig],
         *,
         group: Group | None = None,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         self._places: list[int] | None = None  # input feature of each output; None: one output for each feature
@@ -196,7 +212,7 @@ class Collection(PublicNames, nn.Module):
         if self._places is None:
             self._inputs = self.features
         if device is not None:
-            self.to(device)
+            self.to(device_of(self.kind, device))
 
     def _from_layers(self, layers: Mapping[str, RowLayer]) -> dict[str, RowLayer]:
         are_names = all(isinstance(feature, str) for feature in layers)
@@ -227,7 +243,7 @@ class Collection(PublicNames, nn.Module):
         layer, config = f"ert.{self.layer_type.__name__}", f"ert.{self.config_type.__name__}"
         return ArgumentError(
             f"`tables` of {self.kind} must be a dict from features to {layer} layers, or a list of {config}s, of "
-            f"at least one: got {tables!r}."
+            f"at least one: got {reprlib.repr(tables)}."
         )
 
     def _names(self, by_feature: Mapping[str, RowLayer]) -> dict[RowLayer, str]:
@@ -385,7 +401,8 @@ class EmbeddingBagCollection(Collection):
         tables: `EmbeddingBag` layers by feature, or a list of `EmbeddingBagConfig`. One layer may have several
             features.
         group: `er.Group` of tables made from configs; None: a new group, with all of the machine's RAM.
-        device: device of the outputs; None: the CPU. Rows do not move.
+        device: device of the outputs and the rows' handles, as of ``to(device)``. None and "meta": the CPU, where rows
+            take no room before they are stepped.
 
     A feature may be in several configs. As in TorchRec, the names of its outputs are then ``feature@table``.
 
@@ -458,7 +475,8 @@ class EmbeddingCollection(Collection):
     Args:
         tables: `Embedding` layers by feature, or a list of `EmbeddingConfig`. One layer may have several features.
         group: `er.Group` of tables made from configs; None: a new group, with all of the machine's RAM.
-        device: device of the outputs; None: the CPU. Rows do not move.
+        device: device of the outputs and the rows' handles, as of ``to(device)``. None and "meta": the CPU, where rows
+            take no room before they are stepped.
 
     A feature may be in several configs. As in TorchRec, the names of its outputs are then ``feature@table``.
 

@@ -175,7 +175,16 @@ class Embedding(RowLayer):
         positions: several processes get the bits of one process with all batches as one batch. Gradients are sent for
             each position, and summed in that order. False: each rank sums gradients before it sends them, which sends
             less. See docs/shards.md.
-        policy, keep, rule, directory, on_nonfinite, device_memory: as in `er.Table`.
+        group: `er.Group` that the table is a member of, under its `name`. Its members share one budget of memory, and
+            are looked up in one call. None: a table by itself.
+        device_memory: GPU memory for rows, in bytes or as "8GiB" or "50%"; None: what is free.
+        rule: optimizer of the rows, such as ``er.Adam()``; None: that of the first optimizer that steps them.
+        directory: index of rows in RAM: "direct", "hashed" or "auto".
+        on_nonfinite: action on gradients with NaN or Inf: "raise" or "skip".
+        policy: eviction from the RAM of a table on disk: "lfu" or "lru".
+        keep: number of commits to keep on disk.
+        admission, eviction: which ids get a row, and which rows leave: `er.Admission`, `er.Eviction`.
+        frozen: ids and ranges of rows that do not train.
         commit_every: as in `er.Table`. It commits rows only. `ert.save` also saves dense weights.
 
     Raises:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedrock.errors import ArgumentError, UnsupportedError
+from embedrock.errors import ArgumentError, UnsupportedError, did_you_mean, listed
 from embedrock.torch.training.backward import as_it_is
 from embedrock.torch.training.lookup import ID_DTYPES, host_ids
 
@@ -61,23 +61,19 @@ def is_keyed(features: Any) -> TypeGuard[KeyedFeatures]:
 def check_names(given: Sequence[str], wanted: Sequence[str], label: str, are_keys: bool = False) -> None:
     """Raise `ArgumentError` unless features are those of a collection. Keys of a `KeyedFeatures` must differ."""
     if are_keys and len(set(given)) != len(given):
-        raise ArgumentError(f"{label} must be called with each key once: got {_names(given)}.")
+        raise ArgumentError(f"{label} must be called with each key once: got {listed(given)}.")
     if set(given) == set(wanted):
         return
     unknown = [name for name in given if name not in wanted]
     missing = [name for name in wanted if name not in given]
-    faults = [f"has no feature {_names(unknown)}"] * bool(unknown)
-    faults += [f"was given nothing for {_names(missing)}"] * bool(missing)
-    remedy = ""
+    faults = [f"has no feature {listed(unknown)}"] * bool(unknown)
+    faults += [f"was given nothing for {listed(missing)}"] * bool(missing)
+    remedy = did_you_mean(unknown[0], missing) if unknown else ""
     if are_keys and not missing:
         known = [place for place, key in enumerate(given) if key in wanted]
         remedy = f" For a KeyedJaggedTensor of those that it has: features.permute({known})."
-    takes = f"{'the keys ' * are_keys}{_names(wanted)}"
-    raise ArgumentError(f"{label} {', and '.join(faults)}. It takes {takes}: got {_names(given)}.{remedy}")
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"
+    takes = f"{'the keys ' * are_keys}{listed(wanted)}"
+    raise ArgumentError(f"{label} {', and '.join(faults)}. It takes {takes}: got {listed(given)}.{remedy}")
 
 
 @as_it_is  # a graph does not know the number of ids of a feature

@@ -359,6 +359,13 @@ def load(
         NoCheckpointError: the folder has no checkpoint. (It is also a `FileNotFoundError`.)
         CorruptTableError: the file is damaged.
         ArgumentError: the checkpoint belongs to another model, or to other tables.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> model = torch.nn.Sequential(ert.Embedding(10, 4), torch.nn.Linear(4, 1))
+        >>> file = ert.save(model, "saved", step=7)
+        >>> ert.load(model, "saved")
+        7
     """
     model = uncompiled(model)
     folder, parts = Path(local_path(folder, "`folder` of ert.load")), _named(optimizer)

@@ -97,6 +97,17 @@ class Publisher(ClosedAtEnd):
     Attributes:
         last: the last published step, None before the first.
         error: the error of the last try. None: it had none.
+
+    Args:
+        model, folder, every: as for `publish`.
+        options: how rows are published.
+
+    Example:
+        >>> import torch, embedrock.torch as ert
+        >>> model = torch.nn.Sequential(ert.Embedding(100, 4, path="offers.rock"))
+        >>> with ert.publish(model, "offered") as publisher:
+        ...     print(publisher.last, publisher.publish(step=1).number, publisher.error)
+        None 1 None
     """
 
     def __init__(

@@ -290,6 +290,17 @@ class AveragedModel(swa_utils.AveragedModel):
         module: the model with averages in place of weights and rows. It does not train. A model like the first can load
             ``module.state_dict()``, which has the averages of stepped rows.
         n_averaged: number of updates.
+
+    Args:
+        model, decay: as for `average`.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> model = ert.Embedding(10, 4)
+        >>> averaged = ert.average(model, decay=0.99)
+        >>> averaged.update_parameters(model)
+        >>> int(averaged.n_averaged)
+        1
     """
 
     def __init__(self, model: nn.Module, decay: float | None) -> None:

@@ -73,6 +73,20 @@ class Handle(HandleValue, nn.Parameter):
         max_norm: `max_norm` of the layers on the table; None without one.
         is_applied: a step has applied the pending gradients.
         is_watched: other code may look at ``.grad`` when autograd accumulates it.
+
+    Args:
+        table: the rows.
+        of_weights: none are accepted.
+
+    Raises:
+        UnsupportedError: other code makes the handle anew, with weights.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> layer = ert.Embedding(10, 4)
+        >>> layer(torch.tensor([3, 3])).sum().backward()
+        >>> layer.handle.grad.item()  # the norm of a row's gradient (2, 2, 2, 2)
+        4.0
     """
 
     table: Table

@@ -32,6 +32,12 @@ def handles(layers: nn.Module | Handle | Iterable[Any]) -> list[Handle]:
 
     Raises:
         ArgumentError: `layers` has something else.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> model = nn.Sequential(ert.Embedding(10, 4), nn.Linear(4, 1))
+        >>> [tuple(handle.shape) for handle in ert.handles(model)]
+        [()]
     """
     if isinstance(layers, Handle):
         return [layers]
@@ -48,6 +54,9 @@ def handles(layers: nn.Module | Handle | Iterable[Any]) -> list[Handle]:
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return all parameters of a model except the handles of its embedding layers, for an optimizer of PyTorch's.
+
+    Args:
+        model: has any number of embedding layers.
 
     Example:
         >>> import embedrock.torch as ert
@@ -79,23 +88,38 @@ def num_parameters(model: nn.Module, touched: bool = False) -> int:
     return weights
 
 
+def device_of(subject: str, device: Any) -> torch.device:
+    """Return one of PyTorch's devices. Raise `ArgumentError` if it is none."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ArgumentError(
+            f"`device` of {subject} must be one of PyTorch's, such as 'cuda' or torch.device('cuda', 1): got "
+            f"{device!r}."
+        ) from error
+
+
 def place(layers: nn.Module | Handle | Iterable[Any], device: torch.device | str) -> None:
     """Move the rows and outputs of layers to a GPU.
 
     ``model.to("cuda")`` calls it. "cpu" runs the GPU kernels on a machine without a GPU, slowly. Triton must interpret
     its kernels then (``TRITON_INTERPRET=1``).
 
+    Args:
+        layers: a model, a layer, a handle, or an iterable of these.
+        device: one of PyTorch's, such as "cuda" or ``torch.device("cuda", 1)``.
+
     Raises:
         ArgumentError: `device` is no device.
         UnsupportedError: `device` is "cpu" without Triton's interpreter, or gradients are pending.
+
+    Example:
+        >>> import embedrock.torch as ert
+        >>> layer = ert.Embedding(10**6, 4)
+        >>> if torch.cuda.is_available():
+        ...     ert.place(layer, "cuda")
     """
-    try:
-        where = torch.device(device)
-    except TypeError as error:
-        raise ArgumentError(
-            "`device` of ert.place must be one of PyTorch's, such as 'cuda' or torch.device('cuda', 1): got "
-            f"{device!r}."
-        ) from error
+    where = device_of("ert.place", device)
     if where.type == "cpu":
         from embedrock.device.attach import check_interpreter
 
