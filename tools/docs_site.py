@@ -68,7 +68,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": 8 if name == "api/tables.md" else 4}
     folder = ROOT if source else (ROOT / "docs" / page.file.src_uri).parent
     text = LINK.sub(lambda link: _link(link, folder, page.file.src_uri), markdown)
-    text = re.sub(r'((?:src|srcset)=")docs/', r"\1", text) if source else text
+    text = re.sub(r'((?:src|srcset)="|!\[[^]]*\]\()docs/', r"\1", text) if source else text
     text = re.sub(r"^```python no-run: .*", "```python", text, flags=re.MULTILINE)
     shown = shown_names()
     parts = CODE.split(text)

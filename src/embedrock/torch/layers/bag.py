@@ -97,7 +97,13 @@ class EmbeddingBag(RowLayer):
         dtype: torch.dtype | None = None,
         **options: Unpack[PretrainedOptions],
     ) -> EmbeddingBag:
-        """Make a layer with `embeddings` as initial rows: see `Embedding.from_pretrained`."""
+        """Make a layer with `embeddings` as initial rows.
+
+        Args:
+            mode, include_last_offset: as for the layer.
+            embeddings, freeze, max_norm, norm_type, scale_grad_by_freq, padding_idx, tensor, dtype, options: as in
+                `Embedding.from_pretrained`.
+        """
         given = {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq, "mode": mode}
         given |= {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         return cls._of_weights(embeddings, tensor, freeze, dtype, options, **given)

@@ -160,9 +160,13 @@ class RowLayer(PublicNames, nn.Module):
         self.handle.stand_for(table)
 
     def grow(self, num_embeddings: int | None, init: FromArray | None = None) -> None:
-        """Add rows, None for open ids: see `Table.grow`. Optimizers go on, and pending gradients stay.
+        """Add rows: see `Table.grow`. Optimizers go on, and pending gradients stay.
 
         Rows on a GPU are written back first. The next use copies them to the GPU again.
+
+        Args:
+            num_embeddings: number of rows afterwards; None for open ids.
+            init: as for `Table.grow`.
 
         Raises:
             ArgumentError, MemoryBudgetError: as for `Table.grow`.
@@ -181,6 +185,9 @@ class RowLayer(PublicNames, nn.Module):
 
     def shrink(self, num_embeddings: int) -> int:
         """Delete rows from the end, with their state. Return the number that had records: see `Table.shrink`.
+
+        Args:
+            num_embeddings: number of rows afterwards.
 
         Raises:
             ArgumentError: as for `Table.shrink`; or `padding_idx` would be deleted. Set it to None first.
@@ -245,6 +252,9 @@ class RowLayer(PublicNames, nn.Module):
         """Delete rows at once. Return the number of deleted rows: see `Table.forget`.
 
         Rows with a GPU planner are written back first. The next use copies them to the GPU again.
+
+        Args:
+            ids: integers of any shape.
 
         Raises:
             ArgumentError: a batch without its step has some of the rows.
