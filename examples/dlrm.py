@@ -110,7 +110,7 @@ def main() -> None:
             if step % 100 == 0 or len(label) < BATCH:
                 print(f"{(step - 1) * BATCH + len(label):9,} lines  AUC {auc(labels, scores):.4f}", flush=True)
                 ert.save(model, folder / "checkpoints", step, optimizer)
-    print(f"{ert.num_parameters(model):,} weights, {sum(map(len, group.open_tables())):,} rows")
+    print(f"{ert.num_parameters(model):,} weights, {sum(len(group[name]) for name in group):,} rows")
     if chances is not None and len(labels):
         print(f"AUC {auc(labels, chances[-len(labels) :]):.4f} of the planted chances, which no model beats")
     print(f"AUC {auc(labels, scores) if len(labels) else np.nan:.4f} of DLRM, on lines before it trained on them")

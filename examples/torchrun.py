@@ -81,7 +81,8 @@ def run(folder: Path, steps: int, die_at: int = -1) -> int:
     """Run this file by torchrun in two processes; return its exit status."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     command = [*launch, f"--path={folder}", f"--steps={steps}", f"--die-at={die_at}"]
-    return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode
+    quiet = None if die_at < 0 else subprocess.DEVNULL  # torchrun tells at length that a process was killed
+    return subprocess.run(command, check=False, stderr=quiet).returncode
 
 
 def rows(folder: Path, table: str) -> tuple[np.ndarray, np.ndarray]:
