@@ -4,8 +4,7 @@
     python examples/dlrm.py --data train.txt     # reads yours, of any size; fields may be empty
     python examples/dlrm.py --path run           # rows on disk behind 16 MiB of RAM; killed, it goes on
 
-Categories are hashed to ids without buckets, so no two of them share a row. Each line is scored before the model
-trains on it, so one pass is training and test: the AUC is that of the last 20,000 lines.
+Hashes of categories are the ids: no two share a row. The AUC is of the last 20,000 lines, before it trained on them.
 """
 
 from __future__ import annotations
@@ -101,11 +100,12 @@ def main() -> None:
         optimizer = ert.optimizer(model, rows=ert.Adagrad, dense=torch.optim.Adagrad, lr=0.05)
         with contextlib.suppress(ert.NoCheckpointError):
             step = ert.load(model, folder / "checkpoints", optimizer)
-        labels, scores = np.empty(0), np.empty(0)
+        labels = scores = np.empty(0)
         for step, (label, numbers, ids) in enumerate(batches(data, step * BATCH), step + 1):  # noqa: B020
             logits = model(numbers, ids)
             nn.functional.binary_cross_entropy_with_logits(logits, label).backward()
-            optimizer.step(), optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             labels, scores = np.append(labels, label)[-SCORED:], np.append(scores, logits.detach())[-SCORED:]
             if step % 100 == 0 or len(label) < BATCH:
                 print(f"{(step - 1) * BATCH + len(label):9,} lines  AUC {auc(labels, scores):.4f}", flush=True)

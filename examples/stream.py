@@ -54,8 +54,8 @@ def serve(path: Path, last_step: int, options: argparse.Namespace) -> str:
     """Answer requests of 64 items from the newest commit, until that is the last one. Return what was measured."""
     table = er.open(path, mode="r", memory="64MiB")
     seconds, refreshes, due = list[float](), 0, time.monotonic()
-    while len(seconds) < 100 or table.last_step < last_step:
-        names = impressions(options, table.last_step, 64, seed=len(seconds))[0]
+    while len(seconds) < 100 or (table.last_step or 0) < last_step:
+        names = impressions(options, table.last_step or 0, 64, seed=len(seconds))[0]
         start = time.perf_counter()
         scores = table.lookup(er.hash_ids(names)).sum(1)  # an item without a row scores `BIAS`
         _answer = names[scores.argsort()[::-1][:10]]  # the best first

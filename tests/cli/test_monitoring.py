@@ -135,8 +135,8 @@ def lost(given: Any, read: Any) -> list[str]:
 
 def test_grafana_reads_all_of_the_dashboard(dashboard: dict[str, Any]):
     models = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
-    from grafana_foundation_sdk.cog import plugins  # pyright: ignore[reportMissingImports]
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder  # pyright: ignore[reportMissingImports]
+    from grafana_foundation_sdk.cog import plugins
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
     plugins.register_default_plugins()
 

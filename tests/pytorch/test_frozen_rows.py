@@ -133,7 +133,7 @@ def test_a_collection_gives_each_table_its_own(on_disk: bool, tmp_path: Path):
     group = er.Group(path=tmp_path / "group") if on_disk else None
     options = {"frozen": FROZEN}
     configs = [ert.EmbeddingBagConfig(ROWS, DIM, "a", options=options), ert.EmbeddingBagConfig(ROWS, DIM, "b")]
-    collection = ert.EmbeddingBagCollection(configs, **({} if group is None else {"group": group}))
+    collection = ert.EmbeddingBagCollection(configs, group=group)
     layers = {layer.table.name: layer for layer in collection.modules() if isinstance(layer, ert.EmbeddingBag)}
     optimizer, before = ert.SGD(collection, lr=1.0), {name: rows_of(layer) for name, layer in layers.items()}
     found = collection(dict.fromkeys("ab", EVERY[:, None]))

@@ -153,7 +153,8 @@ def test_features_of_a_collection(bags: bool):
     each = {"a": [0.0, 0.0], "b": [7.0, 7.0], "c": [0.0, 0.0], "d": [0.5, 0.5], "e": [1.0, 5.0]}
     assert found == ({name: [sum(own)] for name, own in each.items()} if bags else each)
     if bags:
-        assert model(ids, concatenate=True)[0, ::DIM].tolist() == [sum(own) for own in each.values()]
+        together: Any = model(ids, concatenate=True)
+        assert together[0, ::DIM].tolist() == [sum(own) for own in each.values()]
     ids["e"] = torch.tensor([[3, 9]])
     with pytest.raises(IdError, match=r"must have rows.*: 1 id without one, \[9\]"):
         model(ids)
