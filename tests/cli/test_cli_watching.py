@@ -459,6 +459,7 @@ def test_the_end_of_keep_stats_takes_the_last_steps(tmp_path: Path):
         ("", 2**22 + 1, r"process 4194305 is gone: killed after 20\d\d-.*, step 5"),
         ("elsewhere", 7, r"no sample for \d+ s: does process 7 run on elsewhere\?"),
     ],
+    ids=["alive", "gone", "elsewhere"],
 )
 def test_a_run_without_an_end(told: Path, host: str, pid: int, said: str):
     found = StatsFile.read(told)
