@@ -366,7 +366,7 @@ def test_only_the_words_of_a_vocabulary(
     if fails_at:
         assert main(command + ["--into"] * into) == 130
     assert main(command + ["--into"] * into) == 0
-    assert ("vectors of 2 words of it" in capsys.readouterr().out) is not into
+    assert ("vectors of 2 of its 4 words" in capsys.readouterr().out) is not into
     with er.Vocabulary("mine.rock", mode="r") as words, er.open(command[2], mode="r") as table:
         assert list(words) == ["[UNK]", "cat", "dog", "the"]
         first = 7 if into else 0

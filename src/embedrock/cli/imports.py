@@ -166,6 +166,7 @@ def run_import(arguments: Namespace) -> dict[str, Any]:
             "words": str(job.words) if job.source.has_words and not arguments.into else None,
             "vocabulary": str(job.vocabulary) if job.vocabulary is not None else None,
             "found": int(table.stats()["rows_touched"]) if arguments.only_words and not arguments.into else None,
+            "strings": table.rows if arguments.only_words and not arguments.into else None,
             "bytes": path.stat().st_size * job.rows // job.source.rows,
             "seconds": time.perf_counter() - began,
         }

@@ -426,7 +426,7 @@ def _import(arguments: Namespace) -> int:
     if info["vocabulary"]:
         text += f"; vocabulary: {info['vocabulary']}"
     if info["found"] is not None:
-        text += f"; vectors of {format_count(info['found'], 'word')} of it"
+        text += f"; vectors of {info['found']:,} of its {format_count(info['strings'], 'word')}"
     if info["repeated"]:
         noun = "word" if info["vocabulary"] else "id"
         text += f"; {format_count(info['repeated'], noun)} came again: the last vector of each holds"
