@@ -118,9 +118,19 @@ def advised_source(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "ids", [["a", None, "a"], np.array(["a", 7, "a"], object), Series(["a", np.nan, "a"])], ids=["None", "int", "NaN"]
+    "ids",
+    [["a", None, "a"], Series(["a", np.nan, "a"]), pyarrow.array(["a", None, "a"])],
+    ids=["None", "NaN", "pyarrow"],
 )
-def test_strings_among_others(ids: Any):
+def test_missing_strings(ids: Any):
+    text = refused(ids)
+    assert "'a' at [0] of ids of shape (3,). Some are missing. " in text
+    codes = advised(text, r"er\.hash_ids\(ids, missing=-1\)", ids)
+    assert codes[0] == codes[2] != codes[1] == -1
+
+
+def test_strings_among_others():
+    ids = np.array(["a", 7, "a"], object)
     text = refused(ids)
     assert "got dtype object, 'a' at [0] of ids of shape (3,). First make bytes of all of them, " in text
     strings = advised(text, r"ids = np\.array\(\[b'' if.*?np\.shape\(ids\)\)", ids)

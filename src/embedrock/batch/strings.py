@@ -313,18 +313,13 @@ def _among_others(values: Sequence[Any], shape: Sequence[int], subject: str) -> 
 
 
 def _in_lists(subject: str) -> str:
-    return (
-        f"Lists are bags: `ids, offsets = er.jagged(values, {_function(subject)})`, ids end to end and where each list "
-        "begins."
-    )
-
-
-def _function(subject: str) -> str:
-    return "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
+    call = "er.hash_ids" if subject == "hash_ids" else "vocabulary.lookup"
+    return f"Lists are bags: `ids, offsets = er.jagged(values, {call})`, ids end to end and where each list begins."
 
 
 def _missing(value: str, position: int, shape: Sequence[int], subject: str) -> IdTypeError:
+    remedy = "er.hash_ids(values, missing=-1)" if subject == "hash_ids" else "pass missing=-1"
     return IdTypeError(
         f"`values` of {subject} must be strings or bytes: got {value} {in_array(shape, 'values')(position)}. Leave out "
-        f"what is missing, or give it an id of its own: {_function(subject)}(values, missing=-1)."
+        f"what is missing, or give it an id of its own: {remedy}."
     )

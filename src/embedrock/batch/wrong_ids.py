@@ -33,6 +33,7 @@ _MIXED = (
     "First make bytes of all of them, `ids = np.array([b'' if id is None or str(id != id) != 'False' else id if "
     f"isinstance(id, bytes) else str(id).encode() {_EACH}, object).reshape(np.shape(ids))`. "
 )
+_LACKING = "Some are missing. Give these an id of their own by missing=, as er.hash_ids(ids, missing=-1) does. "
 _AS_LISTED = f"Pass np.array([int(id) {_EACH}, np.int64).reshape(np.shape(ids))."
 _MISSING = "Leave out what is missing{left_out}, or give it an id that no other has, 0 for example: {filled}."
 _FILLED = f"np.array([0 if str(id) in ('None', 'nan', '<NA>') else int(id) {_EACH}, np.int64).reshape(np.shape(ids))"
@@ -217,8 +218,8 @@ def _objects(array: np.ndarray, given: Any) -> tuple[str, str]:
     position = next(iter(words or others or absent), 0)
     got = f"dtype {array.dtype}, {_shown(flat[position])} {in_array(array.shape)(position)}"
     if words:
-        is_mixed = len({type(value) for value in flat}) > 1
-        return got, (_MIXED if is_mixed else "") + OF_STRINGS
+        kinds = {type(value) for value in flat if isinstance(value, str | bytes) or not _is_missing(value)}
+        return got, (_MIXED if len(kinds) > 1 else _LACKING if len({*map(type, flat)}) > 1 else "") + OF_STRINGS
     if absent and not others:
         return got, missing(given)
     if others:
