@@ -274,7 +274,7 @@ def test_missing_values_get_an_id(vocabulary: er.Vocabulary):
     assert vocabulary.lookup(["b", None, "?", ""], missing=9).tolist() == [1, 9, 9, 2]
     for missing in (None, "raise"):
         with pytest.raises(
-            IdTypeError, match=r"got None at \[1\].*give it an id of its own: vocabulary\.lookup\(values, missing=-1\)"
+            IdTypeError, match=r"got None at \[1\].*give it an id of its own: pass missing=-1\."
         ):
             vocabulary.lookup(["b", None], missing=missing)
 
@@ -295,7 +295,7 @@ def test_as_a_mapping(vocabulary: er.Vocabulary, monkeypatch: pytest.MonkeyPatch
     for use in uses:
         with pytest.raises(IdTypeError, match=r"must be one string: got \['a'\]\. Call lookup\(values\)"):
             use(["a"])
-    with pytest.raises(IdTypeError, match="must be strings in an array or a list: got an int"):
+    with pytest.raises(IdTypeError, match=r"must be one string: got 3\. Call strings\(\[3\]\) for the string of an id"):
         vocabulary[3]  # pyright: ignore[reportArgumentType]
 
 
@@ -319,10 +319,12 @@ def test_unknown_strings_get_the_id_of_one(tmp_path: Path):
         assert pickle.loads(pickle.dumps(reader)).lookup(["?", "a"]).tolist() == [0, 1]
     with er.Vocabulary(path, mode="r", unknown="[UNK]2") as reader:
         assert reader["a"] == 1
-        with pytest.raises(er.UnknownStringError, match=r"got '\[UNK\]2' at \[\]"):
+        with pytest.raises(er.UnknownStringError, match=r"got '\[UNK\]2' at \[\].*unknown=\. Open .* once for writing"):
             reader.lookup(["?"])
     with pytest.raises(IdTypeError, match="got an int"):
         er.Vocabulary(path, unknown=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ArgumentError, match=r"must be a folder: got strings\. Pass these to add\(\)"):
+        er.Vocabulary(["a", "b"])  # pyright: ignore[reportArgumentType]
     with er.Vocabulary(path, unknown="b") as again:  # the lock is free, and no string was added
         assert (again["?"], len(again)) == (2, 3)
 

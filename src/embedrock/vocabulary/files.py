@@ -63,7 +63,7 @@ class StringFiles(Folder[VocabularyManifest]):
         """Open the last commit of a vocabulary for reading. Open files stay readable after the writer removes them."""
         if not holds_vocabulary(system, folder):
             held = what_is_at(system, folder)
-            make = "Make one, where there is nothing yet: er.Vocabulary(path), or look for a typing error"
+            make = "Make one, er.Vocabulary(path) or `embedrock vocabulary build FILE`, or look for a typing error"
             expected = "there is no vocabulary here: a folder with vocabulary/*.json was expected"
             raise TableFileError(errno.ENOENT, f"{expected}. {held or make}", folder)
         while True:

@@ -103,6 +103,8 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         self._files: StringFiles | None = None
         self._memtable, self._closed, self._process = MemTable(), False, os.getpid()
         check_choice("mode", mode, MODES)
+        if isinstance(path, list | tuple | np.ndarray):
+            raise ArgumentError("`path` of a vocabulary must be a folder: got strings. Pass these to add().")
         self.path = None if path is None else os.path.abspath(local_path(path))
         self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
         self._writes, self._lock = mode == "w", forks.lock(forks.LockRank.TABLE)
@@ -215,8 +217,9 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         return self._one(value, -1) >= 0
 
     def _one(self, value: Any, missing: int | str | None) -> int:
-        if np.ndim(value):
-            raise IdTypeError(f"a key of {self.subject} must be one string: got {value!r:.40}. Call lookup(values).")
+        if np.ndim(value) or isinstance(value, int | np.integer):
+            call = "lookup(values)" if np.ndim(value) else f"strings([{value}]) for the string of an id"
+            raise IdTypeError(f"a key of {self.subject} must be one string: got {value!r:.40}. Call {call}.")
         return int(self.lookup(value, missing))
 
     def _query(self, values: Any, fills: bool) -> tuple[StringQuery, tuple[int, ...], np.ndarray]:
@@ -276,10 +279,12 @@ class Vocabulary(PublicNames, ClosedAtEnd):
 
     def _lacks(self, query: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
         text = query.data[query.starts[position] : query.stops[position]].tobytes()
-        others = f" and {count - 1} others" if count > 1 else ""
+        others, remedy = f" and {count - 1} others" if count > 1 else "", "add() gives new strings ids; missing=-1 marks them"
+        if self._unknown in (text, text.decode(errors="replace")):
+            remedy = "It is that of unknown=. Open the vocabulary once for writing with it, and commit"
         return UnknownStringError(
             f"`values` of {self.subject} must be strings that it has: got {text.decode(errors='replace')[:80]!r} "
-            f"{in_array(shape, 'values')(position)}{others}. add() gives new strings ids; missing=-1 marks them."
+            f"{in_array(shape, 'values')(position)}{others}. {remedy}."
         )
 
     # ------------------------------------------------------------ ids to strings
