@@ -1,7 +1,7 @@
 """Train a two-tower retrieval model with PyTorch Lightning, and answer "the top 20 for this user" from its files.
 
 python examples/two_tower.py                      # planted clicks: trains, tests, serves
-python examples/two_tower.py --data clicks.txt    # of your own: a line is "user item", in the order of time
+python examples/two_tower.py --data clicks.txt    # of your own: a line is "user item" (words or numbers), by time
 python examples/two_tower.py --path run           # keeps all files; killed and called again, it goes on
 """
 
@@ -88,9 +88,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000, help="planted users, and planted items")
     options = parser.parse_args()
     clicks, best = planted_clicks(options.rows)
+    names = [np.arange(1 + each.max()) for each in clicks.T]
     if options.data:
-        columns, best = np.loadtxt(options.data, int).T, None
-        clicks = np.stack([np.unique(each, return_inverse=True)[1] for each in columns], 1)
+        numbered = [np.unique(each, return_inverse=True) for each in np.loadtxt(options.data, str).T]
+        names, clicks, best = [each[0] for each in numbered], np.stack([each[1] for each in numbered], 1), None
     folder = Path(options.path or tempfile.mkdtemp(prefix="two_tower-"))
     folder.mkdir(parents=True, exist_ok=True)
     at_end = len(clicks) - 1 - np.unique(clicks[::-1, 0], return_index=True)[1]
@@ -101,9 +102,8 @@ def main() -> None:
     model = TwoTowers(folder, clicks[:, 0].max() + 1, seen_of)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     trainer = lightning.Trainer(max_epochs=EPOCHS - model.epoch, accelerator="cpu", **quiet)
-    trainer.fit(
-        model, DataLoader(TensorDataset(*torch.from_numpy(seen.T)), batch_size=512, shuffle=True, drop_last=True)
-    )
+    loader = DataLoader(TensorDataset(*torch.from_numpy(seen.T)), batch_size=512, shuffle=True, drop_last=True)
+    trainer.fit(model, loader)
     with ert.publish(model, folder / "served") as publisher:
         publisher.publish(step=model.epoch)
     index, items = faiss.IndexFlatIP(DIM), torch.arange(len(seen_of))  # exact; IndexHNSWFlat for millions of items
@@ -112,7 +112,8 @@ def main() -> None:
     ranked = {} if best is None else {"planted clusters, the best possible": best[last[:, 0]]}
     ranked |= {"most popular": np.argsort(-seen_of)[None, :most], "two towers": serve(folder, last[:, 0], int(most))}
     print(*(f"recall@{TOP} {recall(found, seen, last):.3f}  {name}" for name, found in ranked.items()), sep="\n")
-    print(f"top {TOP} of user {last[0, 0]}: {ranked['two towers'][0, :TOP].tolist()}\nfiles in {folder}")
+    top = names[1][ranked["two towers"][0, :TOP]].tolist()
+    print(f"top {TOP} of user {names[0][last[0, 0]]}: {top}\nfiles in {folder}")
 
 
 if __name__ == "__main__":
