@@ -273,9 +273,7 @@ def test_missing_values_get_an_id(vocabulary: er.Vocabulary):
     assert list(vocabulary) == ["a", "b", ""]  # no missing value was added
     assert vocabulary.lookup(["b", None, "?", ""], missing=9).tolist() == [1, 9, 9, 2]
     for missing in (None, "raise"):
-        with pytest.raises(
-            IdTypeError, match=r"got None at \[1\].*give it an id of its own: pass missing=-1\."
-        ):
+        with pytest.raises(IdTypeError, match=r"got None at \[1\].*give it an id of its own: pass missing=-1\."):
             vocabulary.lookup(["b", None], missing=missing)
 
 

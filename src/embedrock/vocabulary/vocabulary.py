@@ -279,7 +279,8 @@ class Vocabulary(PublicNames, ClosedAtEnd):
 
     def _lacks(self, query: StringQuery, position: int, count: int, shape: tuple[int, ...]) -> IdError:
         text = query.data[query.starts[position] : query.stops[position]].tobytes()
-        others, remedy = f" and {count - 1} others" if count > 1 else "", "add() gives new strings ids; missing=-1 marks them"
+        others = f" and {count - 1} others" if count > 1 else ""
+        remedy = "add() gives new strings ids; missing=-1 marks them"
         if self._unknown in (text, text.decode(errors="replace")):
             remedy = "It is that of unknown=. Open the vocabulary once for writing with it, and commit"
         return UnknownStringError(
