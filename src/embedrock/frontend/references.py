@@ -199,10 +199,8 @@ def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str
     if not isinstance(relocate, Mapping):
         where = relocate or (lambda path: path)
         return lambda path: local_path(where(path), f"what `relocate` of {function} returns")
-    by_place = {
-        os.path.abspath(old): local_path(new, f"a new path in `relocate` of {function}")
-        for old, new in relocate.items()
-    }
+    subject = f"a new path in `relocate` of {function}"
+    by_place = {os.path.abspath(old): local_path(new, subject) for old, new in relocate.items()}
     if unknown := by_place.keys() - set(map(os.path.abspath, old_paths)):
         raise ArgumentError(
             f"`relocate` of {function} must have old paths as its keys, here {', '.join(old_paths) or 'none'}: "

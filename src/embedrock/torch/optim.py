@@ -356,7 +356,8 @@ class RowOptimizer(PublicNames, torch.optim.Optimizer):
         bound = list(self._checked(group))
         are_laid_out = all(part.rule is None or part.rule.same_layout(part.handle.table.rule) for part in bound)
         if are_laid_out and _PLAIN.issuperset(map(type, values)):
-            self._checked_groups[id(group)] = _CheckedGroup.of(group, values, bound)
+            rows = [part.rows for part in bound]
+            self._checked_groups[id(group)] = _CheckedGroup(group, values, bound, rows, _rests(group["params"], rows))
         return bound
 
     def _checked(self, group: dict[str, Any]) -> Iterator[OptimizedRows]:
@@ -413,11 +414,6 @@ class _CheckedGroup(NamedTuple):
     bound: list[OptimizedRows]
     rows: list[TableState]
     rests: tuple[list[Any], ...]
-
-    @staticmethod
-    def of(group: dict[str, Any], values: tuple[Any, ...], bound: list[OptimizedRows]) -> _CheckedGroup:
-        rows = [part.rows for part in bound]
-        return _CheckedGroup(group, values, bound, rows, _rests(group["params"], rows))
 
     def is_current(self, group: dict[str, Any], values: tuple[Any, ...]) -> bool:
         is_same = group is self.group and values == self.values

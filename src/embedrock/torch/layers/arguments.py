@@ -183,8 +183,8 @@ def _owns(sharded: Sharded, table: Table, row_id: int) -> bool:
     group = None if sharded is False else group_of(sharded)
     if group is None:
         return True
-    holder = holder_of(sharded) if isinstance(sharded, str) else None
-    return bool(Shard(group.rank(), group.size(), holder, table.spec.segments).owns(np.array([row_id]))[0])
+    shard = Shard(group.rank(), group.size(), holder_of(sharded), table.spec.segments)
+    return bool(shard.owns(np.array([row_id]))[0])
 
 
 def _segments(sharded: Sharded) -> int | None:

@@ -129,9 +129,8 @@ def lookup(
     (own,) = layout.handles
     if weights is not None and (trains or weights_train):
         weights = weights.clone()  # a graph may overwrite its inputs
-    out, found = layer.looked_up(
-        layout, [own] if trains else [], _own(ids, own), times, offsets, weights, weights_train
-    )
+    trained = [own] if trains else []
+    out, found = layer.looked_up(layout, trained, _own(ids, own), times, offsets, weights, weights_train)
     return out, _ticket_for(found if trains or weights_train else None)
 
 
@@ -152,11 +151,11 @@ def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Te
     """Return the handle's gradient, float32 ()."""
     found = _found(ticket)
     (handle,) = found.trained
-    summed = found.sums(found.taken([grads]))[id(handle)]
+    ((sums, _),) = found.blocks(found.taken([grads]))
     run = BackwardPass.current()
     if found.time is not None:
         run.pass_at(found.time, [handle])
-    number = handle.receive(summed, accumulator(handle), run)
+    number = handle.receive(sums.of(0), accumulator(handle), run)
     return number.clone()  # a graph may overwrite its inputs
 
 

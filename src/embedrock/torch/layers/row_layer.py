@@ -454,7 +454,8 @@ class RowLayer(PublicNames, nn.Module):
         self._check_part(state)
         check_state(self._table, state, self.handle.label, REMEDIES)
         if "weight" in state:
-            self._import_weight(state["weight"])
+            self._check_weight(state["weight"])
+            self.write_rows(np.arange(len(state["weight"])), state["weight"])
         elif is_reference(state):
             go_to(self._table, state)
             self.name_in_errors()  # the table may have had fewer rows then
@@ -482,10 +483,6 @@ class RowLayer(PublicNames, nn.Module):
                 "the checkpoint by ert.load on all ranks, which takes each row from the part that has it."
             )
 
-    def _import_weight(self, weight: Tensor) -> None:
-        self._check_weight(weight)
-        self.write_rows(np.arange(len(weight)), weight)
-
     def write_rows(self, ids: np.ndarray, weights: Tensor) -> None:
         """Assign rows of this process, with weights (n, dim) for ids (n,), in batches."""
         for part in write_batches(self._table, len(ids)):
@@ -507,7 +504,8 @@ class RowLayer(PublicNames, nn.Module):
                 "checkpoint before you make the optimizer."
             )
         stored = DTYPES[self._table.spec.value_dtype]
-        for start, rows in _batches(weight):
+        for start in range(0, len(weight), ROWS_AT_ONCE):
+            rows = weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)
             finite = rows.to(stored).isfinite().all(dim=1)
             if not finite.all():
                 raise GradientError(
@@ -571,9 +569,3 @@ class RowLayer(PublicNames, nn.Module):
         with self._handle_aside():
             found = missing_keys, unexpected_keys, error_msgs
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
-
-
-def _batches(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Return a weight as batches of (first row, rows float32 on the CPU)."""
-    for start in range(0, len(weight), ROWS_AT_ONCE):
-        yield start, weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)

@@ -116,11 +116,10 @@ def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[st
     """Iterate over the embedding layers with rows in ``model.state_dict()``: (label, layer, description of the
     rows).
     """
-    for name, layer in model.named_modules():
-        if isinstance(layer, RowLayer):
-            state = row_meta(states, f"{name}." if name else "", layer.handle.label)
-            if state is not None:
-                yield layer.handle.label, layer, state
+    for name, layer in _row_layers(model).items():
+        state = row_meta(states, f"{name}." if name else "", layer.handle.label)
+        if state is not None:
+            yield layer.handle.label, layer, state
 
 
 def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:

@@ -595,12 +595,6 @@ class Handle(HandleValue, nn.Parameter):
         """Return the executor of the pending gradients, or a new one if the rows' layout has changed."""
         return self.pending.executor if self.pending.executor.is_current else self.executor()
 
-    side_of_gradients = executor_of_gradients  # its name in earlier checkouts
-
-    def side(self) -> Executor:
-        """Return `executor`, of a subclass too: its name in earlier checkouts."""
-        return self.executor()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         Handle.before_copy(memo)
         if id(self) not in memo:

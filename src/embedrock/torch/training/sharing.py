@@ -135,9 +135,9 @@ def check_sharded(layer: str, sharded: Sharded) -> None:
         )
 
 
-def holder_of(sharded: str) -> int:
-    """Return the rank that has all rows."""
-    return int(sharded.removeprefix("rank "))
+def holder_of(sharded: Sharded) -> int | None:
+    """Return the rank that has all rows; None: several have some."""
+    return int(sharded.removeprefix("rank ")) if isinstance(sharded, str) else None
 
 
 class RankGroup:
@@ -226,13 +226,10 @@ class RankGroup:
         for member, part in zip(members, parts, strict=True):
             member.follow(part["factor"])
             rule = replace(member.table.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
-            grads = member.handle.pending.grads
-            if grads is not None:
-                due.append(
-                    StepRequest(
-                        (rows_of(member.table),), rule, grads.clipped(part["clip"]), time=member.handle.pending.time
-                    )
-                )
+            pending = member.handle.pending
+            if pending.grads is not None:
+                grads = pending.grads.clipped(part["clip"])
+                due.append(StepRequest((rows_of(member.table),), rule, grads, time=pending.time))
         step_all(due)
         for member in members:
             member.handle.stepped()
@@ -452,7 +449,7 @@ def _placement(handle: Any, ranks: Ranks) -> Placement:
     sharded = handle.terms.sharded
     if sharded is False:
         return Replica(ranks.rank, ranks.ranks)
-    holder = holder_of(sharded) if isinstance(sharded, str) else None
+    holder = holder_of(sharded)
     if holder is not None and holder >= ranks.ranks:
         raise ArgumentError(f"`sharded` of {handle.label} must be a rank below {ranks.ranks}: got {sharded!r}.")
     if handle.max_norm is not None:

@@ -16,18 +16,15 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from embedrock.errors import ForgottenGradientsError
 from embedrock.system.log import caller_level
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
 
 # An optimizer made of layers does not reveal the other optimizers of the same model. One step of another may
 # belong to a second network. Two such steps, each after new gradients and without a step of ours, are a mistake.
