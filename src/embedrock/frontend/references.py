@@ -31,17 +31,11 @@ class HeldCommitsWarning(UserWarning):
 
 
 class ReferenceRemedies(NamedTuple):
-    """Remedies for a reference that does not fit, in a front end's words: sentences for error messages.
+    """Remedies for a reference that does not fit, in a front end's words: sentences for error messages."""
 
-    Attributes:
-        moved: remedy if the reference is to another table than the layer's.
-        dropped: remedy if its commit is no longer kept.
-        owner: what has the table: "layer", or "table" itself.
-    """
-
-    moved: str
-    dropped: str
-    owner: str = "layer"
+    moved: str  # if the reference is to another table than the layer's
+    dropped: str  # if its commit is no longer kept
+    owner: str = "layer"  # what has the table: "layer", or "table" itself
 
 
 def tell_resumed(what: object, step: int | None, more: str = "") -> None:

@@ -38,28 +38,18 @@ _VERSION = attrgetter("version.now")
 
 @dataclass(eq=False)
 class FetchedRows:
-    """A batch of a `RowFetcher`. Lists have an item for each table.
-
-    Attributes:
-        fetcher: that planned it.
-        missing: the value of rows that are not there.
-        shapes: of the arrays of ids.
-        parts: the batch of each lock, and the batch of its rows, each once; none once it is read with `missing`.
-        unique: ids of the rows, int64 (n,).
-        sizes: powers of two, of the padded arrays.
-        rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
-        versions: of the tables when the rows were read: the number of their changes.
-        is_stepped: the rows were stepped.
-    """
+    """A batch of a `RowFetcher`. Lists have an item for each table."""
 
     fetcher: RowFetcher
-    missing: Missing | None
-    shapes: list[list[tuple[int, ...]]]
+    missing: Missing | None  # the value of rows that are not there
+    shapes: list[list[tuple[int, ...]]]  # of the arrays of ids
+    # The batch of each lock, and the batch of its rows, each once; none once it is read with `missing`.
     parts: list[tuple[Batch, Batch]]
-    unique: list[np.ndarray]
-    sizes: list[int] = field(default_factory=list)
+    unique: list[np.ndarray]  # ids of the rows, int64 (n,)
+    sizes: list[int] = field(default_factory=list)  # powers of two, of the padded arrays
+    # The padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
     rows: list[np.ndarray] = field(default_factory=list)
-    versions: Sequence[int] = ()
+    versions: Sequence[int] = ()  # of the tables when the rows were read: the number of their changes
     is_stepped: bool = False
 
 

@@ -399,21 +399,13 @@ class RowOptimizer(PublicNames, torch.optim.Optimizer):
 
 
 class _CheckedGroup(NamedTuple):
-    """The rows of a param group that a step may change, as long as nothing changes that their checks rest on.
-
-    Attributes:
-        group: the param group.
-        values: its hyperparameters.
-        bound: the rows.
-        rows: states of the handles' tables.
-        rests: for each handle its identity, its table and the optimizer that holds it, and its rule.
-    """
+    """The rows of a param group that a step may change, as long as nothing changes that their checks rest on."""
 
     group: dict[str, Any]
-    values: tuple[Any, ...]
+    values: tuple[Any, ...]  # its hyperparameters
     bound: list[OptimizedRows]
-    rows: list[TableState]
-    rests: tuple[list[Any], ...]
+    rows: list[TableState]  # of the handles' tables
+    rests: tuple[list[Any], ...]  # each handle's identity, its table and the optimizer that holds it, and its rule
 
     def is_current(self, group: dict[str, Any], values: tuple[Any, ...]) -> bool:
         is_same = group is self.group and values == self.values

@@ -54,9 +54,7 @@ def _own(ids: Tensor, handle: Handle) -> Tensor:
 
 
 def new_call() -> Tensor:
-    """Return an empty tensor that makes a lookup unique in its graph: compilers never take two empty tensors for
-    one.
-    """
+    """Return an empty tensor, which makes a lookup unique in its graph: no compiler takes two of them for one."""
     return torch.empty(0, device="cpu")
 
 

@@ -152,8 +152,7 @@ class PrefetchedBatch:
 
 
 class BatchPrefetcher:
-    """`Prefetcher` that loads the rows of shared tables for the batches of a loop. The ids that it prefetches are whole
-    batches.
+    """`Prefetcher` of shared tables' rows for the batches of a loop. The ids that it prefetches are whole batches.
 
     Args:
         rank_group: the ranks.

@@ -95,15 +95,10 @@ _made_alone: dict[str, int] = {}
 
 
 class ShardingOptions(NamedTuple):
-    """Options for sharing a layer's rows with other processes.
-
-    Attributes:
-        sharded, wire, positions: as in `Embedding`.
-        path: folder of sharded rows on disk; None: in RAM.
-    """
+    """Options of `Embedding` for sharing a layer's rows with other processes."""
 
     sharded: Sharded = False
-    path: str | None = None
+    path: str | None = None  # of sharded rows on disk; None: in RAM
     wire: str = "float32"
     positions: bool = False
 
@@ -181,9 +176,7 @@ class RankGroup:
         return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
 
     def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
-        """Take a table's gradients of a backward. One exchange sends all gradients to their owners when the backward
-        ends.
-        """
+        """Take a table's gradients of a backward. At its end, one exchange sends those of all tables to the owners."""
         run = BackwardPass.current()
         if run not in self._arrived:
             self._arrived[run] = {}
@@ -236,18 +229,11 @@ class RankGroup:
 
 
 class OptimizedRows(NamedTuple):
-    """Rows that an optimizer steps.
-
-    Attributes:
-        handle: handle of the rows.
-        rule: current rule of their steps; None: the table is only read.
-        clip_value: bound of each element of their gradients; None: no bound.
-        rows: state of the table.
-    """
+    """Rows that an optimizer steps."""
 
     handle: Any
-    rule: Rule | None
-    clip_value: float | None
+    rule: Rule | None  # current one of their steps; None: the table is only read
+    clip_value: float | None  # bound of each element of their gradients
     rows: TableState
 
 
@@ -479,17 +465,11 @@ SNAP = 2.0**-20  # relative to a power of two: possible loss when float32 number
 
 @dataclass(eq=False, kw_only=True)
 class SharedGradients(RowGradients):
-    """Row gradients summed over ranks. Outside code sees the norm of their mean over all ranks.
+    """Row gradients summed over ranks. Outside code sees the norm of their mean over all ranks."""
 
-    Attributes:
-        factor: factor of the sums in a step: 1 / ranks, times all later scaling of `shown`. It is applied once.
-        is_finite_everywhere: no rank has NaN or Inf.
-        sharing: the table on this rank.
-    """
-
-    factor: float
-    is_finite_everywhere: bool
-    sharing: SharedTable
+    factor: float  # of the sums in a step: 1 / ranks, times all later scaling of `shown`. It is applied once.
+    is_finite_everywhere: bool  # no rank has NaN or Inf
+    sharing: SharedTable  # the table on this rank
 
     @staticmethod
     def of_ranks(rows: RowGradients, square: float, sharing: SharedTable) -> SharedGradients:
@@ -548,9 +528,7 @@ class SharedGradients(RowGradients):
 
 
 def _snapped(factor: float) -> float:
-    """Return a factor, rounded to a power of two if it is close to one. The average of three equal numbers may be
-    inexact.
-    """
+    """Round a factor to a power of two that is close: the average of three equal numbers may be inexact."""
     if not math.isfinite(factor):
         return factor
     power = math.copysign(2.0 ** round(math.log2(abs(factor))), factor)
@@ -559,13 +537,9 @@ def _snapped(factor: float) -> float:
 
 @dataclass(eq=False, kw_only=True)
 class PositionGradients(RowGradients):
-    """Row gradients of this rank, with the gradients of positions that they sum.
+    """Row gradients of this rank, with the gradients of positions that they sum."""
 
-    Attributes:
-        lookups: gradients of the positions of each lookup, in the order of the backward.
-    """
-
-    lookups: tuple[GradientBlock, ...]
+    lookups: tuple[GradientBlock, ...]  # of each lookup, in the order of the backward
 
     @staticmethod
     def of_sums(sums: RowGradients, lookups: tuple[GradientBlock, ...]) -> PositionGradients:
