@@ -155,9 +155,7 @@ class RowOptimizer(PublicNames, torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `step`, as PyTorch does for profilers and hooks. Without them, PyTorch's wrapper takes a 20th of a
-        step.
-        """
+        """Wrap `step`, as PyTorch does for profilers and hooks. Without these, its wrapper takes a 20th of a step."""
         seen = torch.optim.Optimizer.profile_hook_step(func)
 
         @functools.wraps(func)

@@ -423,17 +423,13 @@ class EmbeddingBagCollection(Collection):
         if not concatenate:
             return self._each(given, route, time)
         try:
-            return self._concatenated(given, route, time)
+            if len(route.shares) != 1 or route.alone:
+                return torch.cat(list(self._each(given, route, time).values()), dim=1)
+            found = self._looked_up(route.shares[0], given, time, side_by_side=True)
+            return found[0] if len(found) == 1 else torch.cat(list(found), dim=1)
         except RuntimeError as error:
             self._check_batch(given, error)
             raise
-
-    def _concatenated(self, given: Mapping[str, Any], route: Route, time: Any) -> Tensor:
-        shares = route.shares
-        if len(shares) != 1 or route.alone:
-            return torch.cat(list(self._each(given, route, time).values()), dim=1)
-        found = self._looked_up(shares[0], given, time, side_by_side=True)
-        return found[0] if len(found) == 1 else torch.cat(list(found), dim=1)
 
     def _check_batch(self, given: Mapping[str, Any], error: RuntimeError) -> None:
         counts = dict[int, str]()

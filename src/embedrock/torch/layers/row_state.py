@@ -110,16 +110,12 @@ def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
 
 
 _are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own", default=False)
+are_apart = _are_apart.get  # whether state dicts may contain shards of rows
 
 
 def apart() -> AbstractContextManager[None]:
     """Allow state dicts to contain only this process's shard of rows."""
     return set_within(_are_apart, True)
-
-
-def are_apart() -> bool:
-    """Return whether state dicts may contain shards of rows."""
-    return _are_apart.get()
 
 
 def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:

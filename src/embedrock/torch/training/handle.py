@@ -483,9 +483,7 @@ class Handle(HandleValue, nn.Parameter):
         self.name_for_others()
 
     def name_for_others(self) -> str:
-        """Return the name of the table among processes that share it. All processes name their tables in the same
-        order.
-        """
+        """Return the name of the table among processes that share it. All name their tables in the same order."""
         self.known_as = self.known_as or known_as(self)
         return self.known_as
 
