@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from typing import Any, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from embedrock.distributed.exchange import Exchange
 from embedrock.errors import UnsupportedError
 from embedrock.frontend.checkpoints import Checkpoint
 from embedrock.torch.training.parameters import handles
-from embedrock.torch.training.ranks import own_rank
+from embedrock.torch.training.ranks import are_there_groups
 
 
 def is_part(tensor: Any) -> bool:
@@ -127,7 +128,8 @@ class SavingRanks:
             )
         rank_group = next(iter(found), None)
         self._exchange: Exchange | None = None if rank_group is None else rank_group.exchange
-        self.members: Sequence[int] = (own_rank(),) if rank_group is None else rank_group.ranks.members
+        alone = dist.get_rank() if are_there_groups() else 0
+        self.members: Sequence[int] = (alone,) if rank_group is None else rank_group.ranks.members
         self.rank, self.ranks = (0, 1) if rank_group is None else (rank_group.ranks.rank, rank_group.ranks.ranks)
         self.is_alone, self.is_first = self._exchange is None, self.rank == 0
 

@@ -144,7 +144,7 @@ class LayerLayout:
         self.paddings = [layer.padding_idx for layer in layers]
         self.dtypes, self.by_frequency = [layer.dtype for layer in layers], layers[0].scale_grad_by_freq
         executor: Any = self.handles[0].executor()
-        self.joins, self.executor = executor.joins, executor if isinstance(executor, CpuExecutor) else None
+        self.executor = executor if isinstance(executor, CpuExecutor) else None
         self.features: FeatureLayout | None = None
         self.missing: Missing | None = layers[0].missing
         is_elsewhere = self.executor is None or self.executor.rows is not None

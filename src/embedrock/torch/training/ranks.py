@@ -244,11 +244,6 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timedelta(minutes=30)
 
 
-def own_rank() -> int:
-    """Return the global rank of this process."""
-    return dist.get_rank() if are_there_groups() else 0
-
-
 def group_of(given: Any) -> dist.ProcessGroup | None:
     """Return the group of processes that train together; None without a group, or alone in it.
 

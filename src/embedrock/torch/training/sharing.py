@@ -187,8 +187,6 @@ class RankGroup:
         for member, grads, square in self.exchange.share(arrived, self.members.get):
             member.handle.show(SharedGradients.of_ranks(grads, square, member), member.time)
 
-    # ------------------------------------------------------------ ranks that have left
-
     def leave(self, members: Sequence[SharedTable]) -> None:
         """Answer the other ranks without own data until all have left. Then drop the gradients of these tables."""
         handles = [member.handle for member in members]  # the program may have dropped them by then
@@ -342,8 +340,6 @@ class SharedTable:
         assert isinstance(self.placement, Shard)
         return self.placement
 
-    # ------------------------------------------------------------ lookups
-
     def plan(self, ids: np.ndarray, trains: bool) -> SharedPlan:
         """Plan a lookup, from the prefetched batch if one has the table."""
         ids = check_ids(ids, self.table.rows, self.table.subject)
@@ -367,8 +363,6 @@ class SharedTable:
             ahead.rows(self)  # the other ranks request it, and it refuses wrong ids of theirs, too
             raise error
         self.rank_group.exchange.refuse([self], error, trains)
-
-    # ------------------------------------------------------------ gradients
 
     def arrive(self, grads: RowGradients, time: float | None) -> None:
         split = grads.plan.split if isinstance(grads.plan, SharedPlan) else None
