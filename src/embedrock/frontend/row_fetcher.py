@@ -23,6 +23,7 @@ from embedrock.optimizers import Rule
 from embedrock.storage.backend import Pin
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
+from embedrock.system.scopes import on_failure
 from embedrock.table import batches, checks
 from embedrock.table.batches import Batch, FeatureLayout
 from embedrock.table.event_time import newest_event
@@ -151,13 +152,10 @@ class RowFetcher:
     def bring(self, ids: Callable[[], FetchedRows]) -> Pin:
         """Load the rows of a batch from disk, where `read` then finds them. `ids` returns the planned batch."""
         fetched, pins = ids(), list[Pin]()
-        try:
+        with on_failure(lambda: Pin(pins).release()):
             for numbers, (batch, once) in zip(self._numbers, fetched.parts, strict=True):
                 wanted = dict(zip([self._rows[k] for k in numbers], once.ids, strict=True))
                 pins.append(bring(batch.layout.table_lock, wanted))
-        except BaseException:
-            Pin(pins).release()
-            raise
         return Pin(pins)
 
     def room_for(self, batches: Sequence[Callable[[], FetchedRows]]) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from embedrock.frontend.growing import begin_padding, growing, grows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
 from embedrock.system.notebook import PublicNames
+from embedrock.system.scopes import on_failure
 from embedrock.table import saved
 from embedrock.table.changes import has_more
 from embedrock.table.missing import Missing
@@ -143,11 +144,8 @@ class RowLayer(PublicNames, nn.Module):
         if self.max_norm is None:
             return
         before, self.handle.max_norm = self.handle.max_norm, self.max_norm
-        try:
+        with on_failure(lambda: setattr(self.handle, "max_norm", before)):  # the layer was not made
             self.handle.check_rule(self.table.rule)
-        except UnsupportedError:
-            self.handle.max_norm = before  # the layer was not made
-            raise
 
     @property
     def table(self) -> Table:

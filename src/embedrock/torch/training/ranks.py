@@ -237,10 +237,8 @@ def _at(rank: int) -> str:
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of a group, preferably that of its CPU backend."""
     for device in ("cpu", "cuda"):
-        try:
+        with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
     return timedelta(minutes=30)
 
 

@@ -170,11 +170,6 @@ class RankGroup:
             self._ahead = Ranks(self._group, is_near=False)
         return self._ahead
 
-    @property
-    def carriers(self) -> list[Ranks]:
-        """Transports made so far, whose bytes a benchmark counts."""
-        return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
-
     def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
         """Take a table's gradients of a backward. At its end, one exchange sends those of all tables to the owners."""
         run = BackwardPass.current()
