@@ -359,12 +359,7 @@ class RowLayer(PublicNames, nn.Module):
         return operators.lookup(self.handle, ids, offsets, weights, last_is_end, *own, *trains, times)[0]
 
     def enter_graph(self, handle: Tensor, trains: bool) -> LayerLayout:
-        """Check at each run of a graph what `forward` checks. Return the layout.
-
-        Args:
-            handle: the handle that the graph received.
-            trains: the rows trained when the graph was made.
-        """
+        """Check what `forward` checks at each run of a graph, in whose making the rows trained or not."""
         layout = self._layout()
         if handle.data_ptr() != layout.handles[0].data_ptr():
             raise UnsupportedError(REPLACED)

@@ -104,15 +104,10 @@ class HandleGradient(Tensor):
 
 
 class GradientBucket(Tensor):
-    """Bucket, or part of one: numbers of several gradients, moved and scaled but not added up.
+    """Bucket, or part of one: numbers of several gradients, moved and scaled but not added up."""
 
-    Attributes:
-        behind: the gradients. Views of one tensor share one list.
-        viewed: gradient with the same number in another shape; None: this is a copy.
-    """
-
-    behind: list[_Proxied]
-    viewed: HandleGradient | None
+    behind: list[_Proxied]  # the gradients; views of one tensor share one list
+    viewed: HandleGradient | None  # gradient with the same number in another shape; None: this is a copy
 
     @staticmethod
     def of(done: Any, args: Any) -> Any:
