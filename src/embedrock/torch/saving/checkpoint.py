@@ -456,10 +456,8 @@ def _torch_read(file: Path, **how: Any) -> Any:
     try:
         opened(_check_sums, file)
         return opened(torch.load, file, map_location="cpu", weights_only=True, **how)
-    except MemoryError:
-        raise
     except Exception as error:  # damaged bytes can raise any error
-        if lacks_files(error):  # the error does not depend on the file
+        if isinstance(error, MemoryError) or lacks_files(error):  # the error does not depend on the file
             raise
         raise CorruptTableError(
             f"checkpoint {str(file)!r} cannot be read: {error!r}. If it is damaged, move it to another folder: "
