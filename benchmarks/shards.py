@@ -75,7 +75,8 @@ class Rank:
         found = {"cpu_ms": time.process_time() * 1e3}
         if self._handle is None:
             return found
-        carriers = self._handle.sharing.rank_group.carriers
+        group = self._handle.sharing.rank_group
+        carriers = [one for one in (group.ranks, group._ahead) if one is not None]
         waited_s, sent = (sum(getattr(one, name) for one in carriers) for name in ("waited_s", "sent"))
         return found | {"waited_ms": waited_s * 1e3, "sent_bytes": sent, "formula_bytes": self._formula}
 

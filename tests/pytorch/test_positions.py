@@ -27,9 +27,9 @@ def gradients(executor: CpuExecutor, ids: np.ndarray, grads: np.ndarray, weights
     given = [torch.from_numpy(weights.reshape(-1))] if mode == "sum" else ()
     lookup = HostLookup(layout, layout.handles, [ids], weights=given)
     lookup.read(for_weights=False)
-    return lookup.sums([np.repeat(grads, EACH, axis=0).reshape(*ids.shape, DIM) if mode == "rows" else grads])[
-        id(layer.handle)
-    ]
+    of_ids = np.repeat(grads, EACH, axis=0).reshape(*ids.shape, DIM)
+    ((sums, _),) = lookup.blocks([of_ids if mode == "rows" else grads])
+    return sums.of(0)
 
 
 @pytest.mark.parametrize("mode", ["rows", "sum", "mean", "max"])

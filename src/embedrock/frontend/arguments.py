@@ -21,6 +21,7 @@ from embedrock.spec.eviction import Eviction
 from embedrock.spec.frozen import FrozenRows
 from embedrock.spec.spec import OPEN_IDS, check_count
 from embedrock.system.interrupts import held_back
+from embedrock.system.scopes import on_failure
 from embedrock.table.changes import RuleTaker, check_may_bind, set_rule
 from embedrock.table.group import GIVEN, Group
 from embedrock.table.opening import InitialValuesOf, make_rows
@@ -100,11 +101,8 @@ def open_table(
     else:
         table = _member(layer, group, rows, dim, options, first)
         _note_layer(layer, table, is_loaded)
-    try:
+    with on_failure(table.close):  # the error may keep the array, and the array its path
         padding = resolve_padding(padding_idx, table.rows)
-    except ArgumentError:
-        table.close()  # the error may keep the array, and the array its path
-        raise
     if padding is not None and not rows_of(table).tier.count and owns(table, padding):
         zero_rows(table, [padding])
     return table

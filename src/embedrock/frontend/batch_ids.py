@@ -23,20 +23,15 @@ def asked_by_table(
     Raises:
         ArgumentError: `ids_of` is not such a dict.
     """
+    must = f"`ids_of` of {function} must"
     if not isinstance(ids_of, Mapping):
-        raise ArgumentError(
-            f"`ids_of` of {function} must be a dict from layers to functions: got {ids_of!r}. {example}"
-        )
+        raise ArgumentError(f"{must} be a dict from layers to functions: got {ids_of!r}. {example}")
     by_table: dict[Table, list[tuple[Any, Callable[..., Any]]]] = {}
     for layer, ids_of_batch in ids_of.items():
         if not isinstance(layer, kind | Table):
-            raise ArgumentError(
-                f"`ids_of` of {function} must have layers of Embedrock's as its keys: got {layer!r}. {example}"
-            )
+            raise ArgumentError(f"{must} have layers of Embedrock's as its keys: got {layer!r}. {example}")
         if not callable(ids_of_batch):
-            raise ArgumentError(
-                f"`ids_of` of {function} must have functions of a batch as its values: got {ids_of_batch!r}. {example}"
-            )
+            raise ArgumentError(f"{must} have functions of a batch as its values: got {ids_of_batch!r}. {example}")
         table = layer if isinstance(layer, Table) else layer.table
         by_table.setdefault(table, []).append((layer, ids_of_batch))
     return by_table

@@ -47,18 +47,11 @@ class CheckpointSuffixes(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, by its place.
+    """A checkpoint, by its place."""
 
-    Attributes:
-        folder: folder of the checkpoints.
-        step: step of the training.
-        token: unique number of the checkpoint. It survives a rename of the folder.
-        endings: suffixes of its files.
-    """
-
-    folder: Path
-    step: int
-    token: str
+    folder: Path  # of the checkpoints
+    step: int  # of the training
+    token: str  # unique number of the checkpoint, which survives a rename of the folder
     endings: CheckpointSuffixes
 
     @classmethod

@@ -31,17 +31,11 @@ class HeldCommitsWarning(UserWarning):
 
 
 class ReferenceRemedies(NamedTuple):
-    """Remedies for a reference that does not fit, in a front end's words: sentences for error messages.
+    """Remedies for a reference that does not fit, in a front end's words: sentences for error messages."""
 
-    Attributes:
-        moved: remedy if the reference is to another table than the layer's.
-        dropped: remedy if its commit is no longer kept.
-        owner: what has the table: "layer", or "table" itself.
-    """
-
-    moved: str
-    dropped: str
-    owner: str = "layer"
+    moved: str  # if the reference is to another table than the layer's
+    dropped: str  # if its commit is no longer kept
+    owner: str = "layer"  # what has the table: "layer", or "table" itself
 
 
 def tell_resumed(what: object, step: int | None, more: str = "") -> None:
@@ -199,10 +193,8 @@ def relocation(function: str, relocate: Relocate | None, old_paths: Sequence[str
     if not isinstance(relocate, Mapping):
         where = relocate or (lambda path: path)
         return lambda path: local_path(where(path), f"what `relocate` of {function} returns")
-    by_place = {
-        os.path.abspath(old): local_path(new, f"a new path in `relocate` of {function}")
-        for old, new in relocate.items()
-    }
+    subject = f"a new path in `relocate` of {function}"
+    by_place = {os.path.abspath(old): local_path(new, subject) for old, new in relocate.items()}
     if unknown := by_place.keys() - set(map(os.path.abspath, old_paths)):
         raise ArgumentError(
             f"`relocate` of {function} must have old paths as its keys, here {', '.join(old_paths) or 'none'}: "

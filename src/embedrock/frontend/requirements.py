@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import re
@@ -47,10 +48,8 @@ def _version(name: str) -> str | None:
     if (version := getattr(sys.modules.get(name), "__version__", None)) is not None:
         return str(version)
     for distribution in DISTRIBUTIONS.get(name, (name,)):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 

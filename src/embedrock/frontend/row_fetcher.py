@@ -23,6 +23,7 @@ from embedrock.optimizers import Rule
 from embedrock.storage.backend import Pin
 from embedrock.system import forks
 from embedrock.system.buffers import buffers
+from embedrock.system.scopes import on_failure
 from embedrock.table import batches, checks
 from embedrock.table.batches import Batch, FeatureLayout
 from embedrock.table.event_time import newest_event
@@ -38,28 +39,18 @@ _VERSION = attrgetter("version.now")
 
 @dataclass(eq=False)
 class FetchedRows:
-    """A batch of a `RowFetcher`. Lists have an item for each table.
-
-    Attributes:
-        fetcher: that planned it.
-        missing: the value of rows that are not there.
-        shapes: of the arrays of ids.
-        parts: the batch of each lock, and the batch of its rows, each once; none once it is read with `missing`.
-        unique: ids of the rows, int64 (n,).
-        sizes: powers of two, of the padded arrays.
-        rows: the padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
-        versions: of the tables when the rows were read: the number of their changes.
-        is_stepped: the rows were stepped.
-    """
+    """A batch of a `RowFetcher`. Lists have an item for each table."""
 
     fetcher: RowFetcher
-    missing: Missing | None
-    shapes: list[list[tuple[int, ...]]]
+    missing: Missing | None  # the value of rows that are not there
+    shapes: list[list[tuple[int, ...]]]  # of the arrays of ids
+    # The batch of each lock, and the batch of its rows, each once; none once it is read with `missing`.
     parts: list[tuple[Batch, Batch]]
-    unique: list[np.ndarray]
-    sizes: list[int] = field(default_factory=list)
+    unique: list[np.ndarray]  # ids of the rows, int64 (n,)
+    sizes: list[int] = field(default_factory=list)  # powers of two, of the padded arrays
+    # The padded arrays, float32 (size, dim): row k is that of unique id k, or zeros. The caller takes them.
     rows: list[np.ndarray] = field(default_factory=list)
-    versions: Sequence[int] = ()
+    versions: Sequence[int] = ()  # of the tables when the rows were read: the number of their changes
     is_stepped: bool = False
 
 
@@ -161,13 +152,10 @@ class RowFetcher:
     def bring(self, ids: Callable[[], FetchedRows]) -> Pin:
         """Load the rows of a batch from disk, where `read` then finds them. `ids` returns the planned batch."""
         fetched, pins = ids(), list[Pin]()
-        try:
+        with on_failure(lambda: Pin(pins).release()):
             for numbers, (batch, once) in zip(self._numbers, fetched.parts, strict=True):
                 wanted = dict(zip([self._rows[k] for k in numbers], once.ids, strict=True))
                 pins.append(bring(batch.layout.table_lock, wanted))
-        except BaseException:
-            Pin(pins).release()
-            raise
         return Pin(pins)
 
     def room_for(self, batches: Sequence[Callable[[], FetchedRows]]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from embedrock.errors import ArgumentError
 from embedrock.frontend.row_fetcher import FetchedRows, RowFetcher
@@ -159,10 +160,8 @@ class Tables(PublicNames):
 
     def __init__(self, tables: Tree, sharding: NamedSharding | None = None) -> None:
         tree = jax.tree.map(lambda own: {name: own[name] for name in own} if isinstance(own, Group) else own, tables)
-        paths, self._tree = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda own: own is None)
-        self.by_name: dict[str, Table] = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): table for path, table in paths
-        }
+        paths, self._tree = tree_flatten_with_path(tree, is_leaf=lambda own: own is None)
+        self.by_name = {keystr(path, simple=True, separator="/"): table for path, table in paths}
         for name, table in self.by_name.items():
             if not isinstance(table, Table):
                 raise ArgumentError(
@@ -175,7 +174,7 @@ class Tables(PublicNames):
                     "Fetch several arrays of its ids by a dict in their place, {'clicked': ids, 'shown': other_ids}."
                 )
         if len(self.by_name) < len(paths):
-            keys = [jax.tree_util.keystr(path) for path, _ in paths]
+            keys = [keystr(path) for path, _ in paths]
             raise ArgumentError(f"`tables` of ej.Tables must have different names: got {', '.join(keys)}. Rename one.")
         if not isinstance(sharding, NamedSharding | None):
             remedy = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))"

@@ -38,7 +38,6 @@ from embedrock.torch.prefetch import prefetch
 from embedrock.torch.saving.checkpoint import NoCheckpointError, load, load_state_dict, release, save
 from embedrock.torch.saving.publishing import Publisher, publish
 from embedrock.torch.stats import log_stats
-from embedrock.torch.training import backward as _spans  # noqa: F401  # shows phases to torch.profiler
 from embedrock.torch.training.averages import AveragedModel, average
 from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.parameters import dense_parameters, handles, num_parameters, place

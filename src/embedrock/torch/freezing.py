@@ -62,9 +62,7 @@ class KnownRows(nn.Module):
 
 
 def _count_below(ids: Tensor, wanted: Tensor) -> Tensor:
-    """Return the number of known ids below each wanted id: int64. ONNX lacks `torch.searchsorted`, ten times as
-    fast.
-    """
+    """Return the number of known ids below each wanted id: int64. `torch.searchsorted` is faster; ONNX lacks it."""
     found = torch.zeros_like(wanted)
     for bit in reversed(range(len(ids).bit_length())):
         more = found + (1 << bit)

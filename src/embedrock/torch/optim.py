@@ -155,9 +155,7 @@ class RowOptimizer(PublicNames, torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `step`, as PyTorch does for profilers and hooks. Without them, PyTorch's wrapper takes a 20th of a
-        step.
-        """
+        """Wrap `step`, as PyTorch does for profilers and hooks. Without these, its wrapper takes a 20th of a step."""
         seen = torch.optim.Optimizer.profile_hook_step(func)
 
         @functools.wraps(func)
@@ -356,7 +354,8 @@ class RowOptimizer(PublicNames, torch.optim.Optimizer):
         bound = list(self._checked(group))
         are_laid_out = all(part.rule is None or part.rule.same_layout(part.handle.table.rule) for part in bound)
         if are_laid_out and _PLAIN.issuperset(map(type, values)):
-            self._checked_groups[id(group)] = _CheckedGroup.of(group, values, bound)
+            rows = [part.rows for part in bound]
+            self._checked_groups[id(group)] = _CheckedGroup(group, values, bound, rows, _rests(group["params"], rows))
         return bound
 
     def _checked(self, group: dict[str, Any]) -> Iterator[OptimizedRows]:
@@ -398,26 +397,13 @@ class RowOptimizer(PublicNames, torch.optim.Optimizer):
 
 
 class _CheckedGroup(NamedTuple):
-    """The rows of a param group that a step may change, as long as nothing changes that their checks rest on.
-
-    Attributes:
-        group: the param group.
-        values: its hyperparameters.
-        bound: the rows.
-        rows: states of the handles' tables.
-        rests: for each handle its identity, its table and the optimizer that holds it, and its rule.
-    """
+    """The rows of a param group that a step may change, as long as nothing changes that their checks rest on."""
 
     group: dict[str, Any]
-    values: tuple[Any, ...]
+    values: tuple[Any, ...]  # its hyperparameters
     bound: list[OptimizedRows]
-    rows: list[TableState]
-    rests: tuple[list[Any], ...]
-
-    @staticmethod
-    def of(group: dict[str, Any], values: tuple[Any, ...], bound: list[OptimizedRows]) -> _CheckedGroup:
-        rows = [part.rows for part in bound]
-        return _CheckedGroup(group, values, bound, rows, _rests(group["params"], rows))
+    rows: list[TableState]  # of the handles' tables
+    rests: tuple[list[Any], ...]  # each handle's identity, its table and the optimizer that holds it, and its rule
 
     def is_current(self, group: dict[str, Any], values: tuple[Any, ...]) -> bool:
         is_same = group is self.group and values == self.values

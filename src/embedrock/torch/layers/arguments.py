@@ -44,7 +44,6 @@ from embedrock.torch.training.sharing import RankGroup, Sharded, check_sharded, 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-RESHARD = ("error", "auto")
 SIZES = ("num_embeddings", "embedding_dim")
 
 REFUSED = {
@@ -130,7 +129,7 @@ def _path_here(layer: str, sharded: Sharded, path: Any, how: str) -> Any:
         return path if group is None or holder_of(sharded) == group.rank() else None
     if group is None and layout_of(path) is None and not _is_launched(layer):
         return path
-    check_choice("reshard", how, RESHARD)
+    check_choice("reshard", how, ("error", "auto"))
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     found = layout_of(path)
     if how == "auto" and group is not None:
@@ -183,8 +182,8 @@ def _owns(sharded: Sharded, table: Table, row_id: int) -> bool:
     group = None if sharded is False else group_of(sharded)
     if group is None:
         return True
-    holder = holder_of(sharded) if isinstance(sharded, str) else None
-    return bool(Shard(group.rank(), group.size(), holder, table.spec.segments).owns(np.array([row_id]))[0])
+    shard = Shard(group.rank(), group.size(), holder_of(sharded), table.spec.segments)
+    return bool(shard.owns(np.array([row_id]))[0])
 
 
 def _segments(sharded: Sharded) -> int | None:

@@ -135,37 +135,22 @@ class Layers(nn.ModuleDict):
 
 
 class Share(NamedTuple):
-    """Features of a collection that one call looks up.
+    """Features of a collection that one call looks up."""
 
-    Attributes:
-        layers: of the features, by the names of their outputs.
-        each: the layers.
-        layout: of the layers.
-    """
-
-    layers: dict[str, Any]
-    each: Sequence[Any]
+    layers: dict[str, Any]  # of the features, by the names of their outputs
+    each: Sequence[Any]  # the layers
     layout: LayerLayout
 
 
 class Route(NamedTuple):
-    """How a collection looks up its features.
+    """How a collection looks up its features."""
 
-    Attributes:
-        generation: of the layers and handles, as of which it holds.
-        container: layers by name.
-        layers: layers of the outputs.
-        shares: features that are looked up together.
-        alone: outputs of layers that are called by themselves.
-        hooks: of the layers, by the layer and the kind of hook.
-    """
-
-    generation: int
-    container: dict[str, Any]
-    layers: dict[str, Any]
-    shares: list[Share]
-    alone: list[str]
-    hooks: list[Any]
+    generation: int  # of the layers and handles, as of which it holds
+    container: dict[str, Any]  # layers by name
+    layers: dict[str, Any]  # layers of the outputs
+    shares: list[Share]  # features that are looked up together
+    alone: list[str]  # outputs of layers that are called by themselves
+    hooks: list[Any]  # of the layers, by the layer and the kind of hook
 
     @property
     def may_be_kept(self) -> bool:
@@ -180,13 +165,7 @@ class Route(NamedTuple):
 
 
 class Collection(PublicNames, nn.Module):
-    """Base of both collections.
-
-    Args:
-        tables: layers by feature, or configs.
-        group: group of tables made from configs; None: a new group.
-        device: device of the outputs, as `to(device)`; None: the CPU.
-    """
+    """Base of both collections, which describe the arguments."""
 
     kind: ClassVar[str]
     container: ClassVar[str]  # attribute with the layers
@@ -444,17 +423,13 @@ class EmbeddingBagCollection(Collection):
         if not concatenate:
             return self._each(given, route, time)
         try:
-            return self._concatenated(given, route, time)
+            if len(route.shares) != 1 or route.alone:
+                return torch.cat(list(self._each(given, route, time).values()), dim=1)
+            found = self._looked_up(route.shares[0], given, time, side_by_side=True)
+            return found[0] if len(found) == 1 else torch.cat(list(found), dim=1)
         except RuntimeError as error:
             self._check_batch(given, error)
             raise
-
-    def _concatenated(self, given: Mapping[str, Any], route: Route, time: Any) -> Tensor:
-        shares = route.shares
-        if len(shares) != 1 or route.alone:
-            return torch.cat(list(self._each(given, route, time).values()), dim=1)
-        found = self._looked_up(shares[0], given, time, side_by_side=True)
-        return found[0] if len(found) == 1 else torch.cat(list(found), dim=1)
 
     def _check_batch(self, given: Mapping[str, Any], error: RuntimeError) -> None:
         counts = dict[int, str]()

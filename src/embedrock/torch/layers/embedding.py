@@ -247,10 +247,8 @@ class Embedding(RowLayer):
             >>> layer(torch.tensor([2]))
             tensor([[0., 0., 1.]])
         """
-        given = {"padding_idx": padding_idx, "max_norm": max_norm, "norm_type": norm_type}
-        return cls._of_weights(
-            embeddings, tensor, freeze, dtype, options, **given, scale_grad_by_freq=scale_grad_by_freq
-        )
+        given = {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq}
+        return cls._of_weights(embeddings, tensor, freeze, dtype, options, padding_idx=padding_idx, **given)
 
     @on_plain_tensors
     def forward(self, input: Tensor, time: Any = None) -> Tensor:  # noqa: A002  # nn.Embedding's name

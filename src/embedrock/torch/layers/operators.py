@@ -22,10 +22,7 @@ from torch import Tensor
 
 from embedrock.errors import UnsupportedError
 from embedrock.torch.training.backward import BackwardPass, accumulator
-from embedrock.torch.training.handle import Handle
 from embedrock.torch.training.lookup import LookupState, refuse_second_derivative
-
-# ---------------------------------------------------------------- layers
 
 _count = itertools.count()
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -48,19 +45,9 @@ def _layer(number: Tensor) -> Any:
     return layer
 
 
-def _own(ids: Tensor, handle: Handle) -> Tensor:
-    """Return ids that a plan may keep, because a graph may overwrite its ids. The CPU's plans keep none."""
-    return ids if handle.rows_on is None else ids.clone()
-
-
 def new_call() -> Tensor:
-    """Return an empty tensor that makes a lookup unique in its graph: compilers never take two empty tensors for
-    one.
-    """
+    """Return an empty tensor, which makes a lookup unique in its graph: no compiler takes two of them for one."""
     return torch.empty(0, device="cpu")
-
-
-# ---------------------------------------------------------------- tickets
 
 
 class _TicketTensor(np.ndarray):
@@ -92,9 +79,6 @@ def _found(ticket: Tensor) -> LookupState:
             "outside of what is compiled."
         )
     return found.lookup
-
-
-# ---------------------------------------------------------------- operators
 
 
 @torch.library.custom_op("embedrock::lookup", mutates_args=())
@@ -129,9 +113,9 @@ def lookup(
     (own,) = layout.handles
     if weights is not None and (trains or weights_train):
         weights = weights.clone()  # a graph may overwrite its inputs
-    out, found = layer.looked_up(
-        layout, [own] if trains else [], _own(ids, own), times, offsets, weights, weights_train
-    )
+    ids = ids if own.rows_on is None else ids.clone()  # the CPU's plans keep none
+    trained = [own] if trains else []
+    out, found = layer.looked_up(layout, trained, ids, times, offsets, weights, weights_train)
     return out, _ticket_for(found if trains or weights_train else None)
 
 
@@ -152,11 +136,11 @@ def lookup_backward(grads: Tensor, weights: Tensor | None, ticket: Tensor) -> Te
     """Return the handle's gradient, float32 ()."""
     found = _found(ticket)
     (handle,) = found.trained
-    summed = found.sums(found.taken([grads]))[id(handle)]
+    ((sums, _),) = found.blocks(found.taken([grads]))
     run = BackwardPass.current()
     if found.time is not None:
         run.pass_at(found.time, [handle])
-    number = handle.receive(summed, accumulator(handle), run)
+    number = handle.receive(sums.of(0), accumulator(handle), run)
     return number.clone()  # a graph may overwrite its inputs
 
 

@@ -20,6 +20,7 @@ from embedrock.frontend.growing import begin_padding, growing, grows
 from embedrock.frontend.references import ReferenceRemedies, check_state, go_to, is_kept, is_reference
 from embedrock.initializers import FromArray
 from embedrock.system.notebook import PublicNames
+from embedrock.system.scopes import on_failure
 from embedrock.table import saved
 from embedrock.table.changes import has_more
 from embedrock.table.missing import Missing
@@ -143,11 +144,8 @@ class RowLayer(PublicNames, nn.Module):
         if self.max_norm is None:
             return
         before, self.handle.max_norm = self.handle.max_norm, self.max_norm
-        try:
+        with on_failure(lambda: setattr(self.handle, "max_norm", before)):  # the layer was not made
             self.handle.check_rule(self.table.rule)
-        except UnsupportedError:
-            self.handle.max_norm = before  # the layer was not made
-            raise
 
     @property
     def table(self) -> Table:
@@ -371,12 +369,7 @@ class RowLayer(PublicNames, nn.Module):
         return operators.lookup(self.handle, ids, offsets, weights, last_is_end, *own, *trains, times)[0]
 
     def enter_graph(self, handle: Tensor, trains: bool) -> LayerLayout:
-        """Check at each run of a graph what `forward` checks. Return the layout.
-
-        Args:
-            handle: the handle that the graph received.
-            trains: the rows trained when the graph was made.
-        """
+        """Check what `forward` checks at each run of a graph, in whose making the rows trained or not."""
         layout = self._layout()
         if handle.data_ptr() != layout.handles[0].data_ptr():
             raise UnsupportedError(REPLACED)
@@ -464,7 +457,8 @@ class RowLayer(PublicNames, nn.Module):
         self._check_part(state)
         check_state(self._table, state, self.handle.label, REMEDIES)
         if "weight" in state:
-            self._import_weight(state["weight"])
+            self._check_weight(state["weight"])
+            self.write_rows(np.arange(len(state["weight"])), state["weight"])
         elif is_reference(state):
             go_to(self._table, state)
             self.name_in_errors()  # the table may have had fewer rows then
@@ -492,10 +486,6 @@ class RowLayer(PublicNames, nn.Module):
                 "the checkpoint by ert.load on all ranks, which takes each row from the part that has it."
             )
 
-    def _import_weight(self, weight: Tensor) -> None:
-        self._check_weight(weight)
-        self.write_rows(np.arange(len(weight)), weight)
-
     def write_rows(self, ids: np.ndarray, weights: Tensor) -> None:
         """Assign rows of this process, with weights (n, dim) for ids (n,), in batches."""
         for part in write_batches(self._table, len(ids)):
@@ -517,7 +507,8 @@ class RowLayer(PublicNames, nn.Module):
                 "checkpoint before you make the optimizer."
             )
         stored = DTYPES[self._table.spec.value_dtype]
-        for start, rows in _batches(weight):
+        for start in range(0, len(weight), ROWS_AT_ONCE):
+            rows = weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)
             finite = rows.to(stored).isfinite().all(dim=1)
             if not finite.all():
                 raise GradientError(
@@ -581,9 +572,3 @@ class RowLayer(PublicNames, nn.Module):
         with self._handle_aside():
             found = missing_keys, unexpected_keys, error_msgs
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *found)
-
-
-def _batches(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Return a weight as batches of (first row, rows float32 on the CPU)."""
-    for start in range(0, len(weight), ROWS_AT_ONCE):
-        yield start, weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)

@@ -71,9 +71,7 @@ class _RowField(NamedTuple):
 
 
 def row_tensors(table: Table) -> dict[str, Tensor]:
-    """Return the entries of a table for a state dict, by key. A table on disk gives a reference to a retained
-    commit.
-    """
+    """Return the entries of a table for a state dict. One on disk gives a reference to a retained commit."""
     if table.is_on_disk:
         return {META: _json_tensor(lasting_reference_to(table, HOLDER))}
     rows = rows_of(table)
@@ -112,16 +110,12 @@ def part_tensors(path: str, ranks: int) -> dict[str, Tensor]:
 
 
 _are_apart: ContextVar[bool] = ContextVar("parts of rows have keys of their own", default=False)
+are_apart = _are_apart.get  # whether state dicts may contain shards of rows
 
 
 def apart() -> AbstractContextManager[None]:
     """Allow state dicts to contain only this process's shard of rows."""
     return set_within(_are_apart, True)
-
-
-def are_apart() -> bool:
-    """Return whether state dicts may contain shards of rows."""
-    return _are_apart.get()
 
 
 def own_part(states: Mapping[str, Any], prefix: str, shard: Shard | None, label: str) -> dict[str, Any]:
@@ -189,9 +183,7 @@ def _lifecycle(
 
 
 def averaged_tensors(average: RowAverage, label: str) -> dict[str, Tensor]:
-    """Return the entries of row averages for a state dict: those of a table in RAM without a rule. A table on disk
-    gives a reference, and the averages that differ from its rows.
-    """
+    """Return the entries of averages: of a table on disk, a reference and the averages that differ from its rows."""
     table = average.table
     tensors = row_tensors(table)
     meta = {**_meta(tensors[META], label), **({} if table.is_on_disk else {"rule": None})}
@@ -274,13 +266,7 @@ def _state(meta: Mapping[str, Any], spec: Spec, tensors: Mapping[str, Tensor], l
 
 
 class _LazyRecords:
-    """Records assembled from their columns on access, so that they take no RAM.
-
-    Args:
-        shape: (n, record_bytes).
-        columns: fields of each record.
-        tensors: tensors of the columns, contiguous and on the CPU.
-    """
+    """Records (n, record_bytes) assembled on access from tensors of their columns, so that they take no RAM."""
 
     dtype = np.dtype(np.uint8)
 
@@ -307,9 +293,7 @@ def _columns(spec: Spec) -> list[_RowField]:
 
 
 def _checked(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], dtype: torch.dtype, label: str) -> Tensor:
-    """Return a tensor of a state on the CPU, contiguous. Raise an error unless it has the shape and dtype of
-    `rows.meta`.
-    """
+    """Return a tensor on the CPU, contiguous, if it has the shape and dtype of `rows.meta`: else an error."""
     got = tensors.get(key)
     if got is None and 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")

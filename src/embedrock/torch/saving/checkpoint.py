@@ -84,11 +84,7 @@ def _remove_parts(folder: Path, kept: Iterable[Checkpoint]) -> None:
 
 
 def _with_all_parts(states: dict[str, Any], made: Checkpoint) -> dict[str, Any]:
-    """Return a model's state with the rows of all parts of a checkpoint, of which layers take their own.
-
-    Args:
-        states: states in the checkpoint's file, with the first part.
-        made: the checkpoint.
+    """Return the state in a checkpoint's file with the rows of all its parts, of which layers take their own.
 
     Raises:
         CorruptTableError: a part is missing.
@@ -113,14 +109,11 @@ def _with_all_parts(states: dict[str, Any], made: Checkpoint) -> dict[str, Any]:
 
 
 def references(model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, RowLayer, Mapping[str, Any]]]:
-    """Iterate over the embedding layers with rows in ``model.state_dict()``: (label, layer, description of the
-    rows).
-    """
-    for name, layer in model.named_modules():
-        if isinstance(layer, RowLayer):
-            state = row_meta(states, f"{name}." if name else "", layer.handle.label)
-            if state is not None:
-                yield layer.handle.label, layer, state
+    """Iterate over layers with rows in ``model.state_dict()``: (label, layer, description of the rows)."""
+    for name, layer in _row_layers(model).items():
+        state = row_meta(states, f"{name}." if name else "", layer.handle.label)
+        if state is not None:
+            yield layer.handle.label, layer, state
 
 
 def _open_moved(model: nn.Module, states: Mapping[str, Any], relocate: Relocate) -> None:
@@ -463,10 +456,8 @@ def _torch_read(file: Path, **how: Any) -> Any:
     try:
         opened(_check_sums, file)
         return opened(torch.load, file, map_location="cpu", weights_only=True, **how)
-    except MemoryError:
-        raise
     except Exception as error:  # damaged bytes can raise any error
-        if lacks_files(error):  # the error does not depend on the file
+        if isinstance(error, MemoryError) or lacks_files(error):  # the error does not depend on the file
             raise
         raise CorruptTableError(
             f"checkpoint {str(file)!r} cannot be read: {error!r}. If it is damaged, move it to another folder: "

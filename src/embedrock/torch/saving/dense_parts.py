@@ -9,34 +9,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from typing import Any, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from embedrock.distributed.exchange import Exchange
 from embedrock.errors import UnsupportedError
 from embedrock.frontend.checkpoints import Checkpoint
 from embedrock.torch.training.parameters import handles
-from embedrock.torch.training.ranks import own_rank
+from embedrock.torch.training.ranks import are_there_groups
 
 
 def is_part(tensor: Any) -> bool:
-    """Return whether a tensor is sharded over processes. The check imports no module, because a DTensor's is
-    imported.
-    """
+    """Return whether a tensor is sharded over processes. A DTensor's module is imported already."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_parts(model: nn.Module, optimizers: Mapping[str, Any], ranks: Collection[int]) -> None:
-    """Raise an error unless the saving processes can gather the sharded dense tensors.
-
-    Args:
-        model: model to save.
-        optimizers: further objects to save, by name.
-        ranks: global ranks of the saving processes.
-
-    Raises:
-        UnsupportedError: they cannot gather a tensor.
-    """
+    """Raise `UnsupportedError` unless the saving processes, by global rank, can gather the sharded dense tensors."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules()):
         raise UnsupportedError(
@@ -79,11 +69,9 @@ def _state_of(optimizer: Any) -> Iterator[tuple[Tensor, str, Any]]:
 
 
 def whole(state: Any, is_kept: bool) -> Any:
-    """Return a state with full tensors on the CPU in place of shards. All processes call it with equal structures.
+    """Return a state with full tensors on the CPU in place of shards; None in place of each one unless `is_kept`.
 
-    Args:
-        state: nested dicts, lists and tuples.
-        is_kept: this process needs the tensors; False: it gets None in place of each one.
+    All processes call it with equal structures.
     """
     if is_part(state):
         made = state.detach().full_tensor()
@@ -126,16 +114,9 @@ Result = TypeVar("Result")
 
 
 class SavingRanks:
-    """Processes that share tables of a model, or this process alone.
+    """Processes that share tables of a model, by their global ranks `members`; or this process alone.
 
-    Args:
-        model: model of all these processes.
-
-    Attributes:
-        members: their global ranks.
-        rank, ranks: rank of this process among them, and their number.
-        is_alone: this process saves alone.
-        is_first: this process writes the files.
+    The one that `is_first` writes the files.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,7 +128,8 @@ class SavingRanks:
             )
         rank_group = next(iter(found), None)
         self._exchange: Exchange | None = None if rank_group is None else rank_group.exchange
-        self.members: Sequence[int] = (own_rank(),) if rank_group is None else rank_group.ranks.members
+        alone = dist.get_rank() if are_there_groups() else 0
+        self.members: Sequence[int] = (alone,) if rank_group is None else rank_group.ranks.members
         self.rank, self.ranks = (0, 1) if rank_group is None else (rank_group.ranks.rank, rank_group.ranks.ranks)
         self.is_alone, self.is_first = self._exchange is None, self.rank == 0
 

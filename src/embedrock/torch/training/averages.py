@@ -52,15 +52,11 @@ class RowAverage:
     """
 
     def __init__(self, handle: Handle) -> None:
-        table = handle.table
-        self.table, self.handle, self.is_copy, self.changes = table, handle, False, 0
+        self.table, self.handle, self.changes = handle.table, handle, 0
         self._log_kept = 0.0  # logarithm of the product of all `keep`
-        self.check_rule(table.rule)
-        # Distances of averages from rows. The last two columns are the logarithm at the time of the distance, as a
-        # float32 and its rest. Open ids, because the table may grow.
-        self._distances = Table(None, table.dim + 2, init=Zeros(), seed=0)
+        self.check_rule(self.table.rule)
         self._loaded: tuple[np.ndarray, np.ndarray] | None = None  # ids and averages
-        self._follow_from_here()
+        self._clear()
         handle.followers = handle.followers or weakref.WeakSet()
         handle.followers.add(self)
 
@@ -131,6 +127,8 @@ class RowAverage:
     def _clear(self) -> None:
         """Set all averages to the rows."""
         self._follow_from_here()
+        # Distances of averages from rows. The last two columns are the logarithm at the time of the distance, as a
+        # float32 and its rest. Open ids, because the table may grow.
         self._distances = Table(None, self.table.dim + 2, init=Zeros(), seed=0)
         self.is_copy, self.changes = False, self.changes + 1
 

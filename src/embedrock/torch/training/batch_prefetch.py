@@ -33,7 +33,6 @@ from embedrock.storage.backend import Pin
 from embedrock.torch.training.sharing import RankGroup, SharedTable
 
 T = TypeVar("T")
-IdsOf = Callable[[Any], np.ndarray]
 
 AT_END = -1
 LOOP = 2**32  # difference between the batch numbers of two loops
@@ -66,8 +65,6 @@ class PrefetchedBatch:
         self._ask: IdRequest | None = None
         self._rows: dict[SharedTable, np.ndarray] = {}
         self._as_of = -1
-
-    # ------------------------------------------------------------ sending
 
     def tell(self, number: int, gradients: Sequence[int]) -> None:
         """Begin to send all ranks the number of their ids, and the length of the gradients that will come back."""
@@ -110,8 +107,6 @@ class PrefetchedBatch:
             self.error = error
         return pins
 
-    # ------------------------------------------------------------ lookups
-
     def plan(self, sharing: SharedTable, ids: np.ndarray) -> SharedPlan:
         """Return the plan of ids of the batch, int64 of any shape.
 
@@ -152,8 +147,7 @@ class PrefetchedBatch:
 
 
 class BatchPrefetcher:
-    """`Prefetcher` that loads the rows of shared tables for the batches of a loop. The ids that it prefetches are whole
-    batches.
+    """`Prefetcher` of shared tables' rows for the batches of a loop. The ids that it prefetches are whole batches.
 
     Args:
         rank_group: the ranks.
@@ -165,7 +159,7 @@ class BatchPrefetcher:
     def __init__(
         self,
         rank_group: RankGroup,
-        ids_of: Mapping[SharedTable, IdsOf],
+        ids_of: Mapping[SharedTable, Callable[[Any], np.ndarray]],
         paddings: Mapping[SharedTable, set[int | None]],
         pooled: Collection[SharedTable],
     ) -> None:

@@ -21,19 +21,13 @@ from embedrock.table.table import Table, rows_of
 
 @dataclass(eq=False)
 class CpuExecutor:
-    """`Executor` that reads and steps rows on the CPU.
-
-    Attributes:
-        table: the rows.
-        planner: plans ids, and is told whether a step may follow; None: the table plans them.
-        rows: returns the rows of a plan, float32 (unique, dim); None: the table reads them.
-        sums_positions: gradients are `PositionGradients`.
-    """
+    """`Executor` that reads and steps rows on the CPU."""
 
     table: Table
+    # Plans ids, and is told whether a step may follow; None: the table plans them.
     planner: Callable[[np.ndarray, bool], Plan] | None = None
-    rows: Callable[[Any], np.ndarray] | None = None
-    sums_positions: bool = False
+    rows: Callable[[Any], np.ndarray] | None = None  # of a plan, float32 (unique, dim); None: the table reads them
+    sums_positions: bool = False  # gradients are `PositionGradients`
 
     is_current, judge = True, None
 
@@ -42,9 +36,7 @@ class CpuExecutor:
 
     @property
     def joins(self) -> TableLock | None:
-        """Lock of the table, and of the others of its group; None for gradients by position, and for rows that other
-        processes have, or that are averages.
-        """
+        """Lock of the table; None for gradients by position, for rows of other processes, and for averages."""
         return None if self.sums_positions or self.rows is not None else rows_of(self.table).table_lock
 
     def no_gradients(self) -> RowGradients:

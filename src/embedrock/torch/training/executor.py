@@ -19,11 +19,9 @@ class Gradients(Protocol):
 
     @property
     def shown(self) -> float | Tensor: ...
+    # A 0 that autograd may keep, and `shown`, which then replaces it in a handle; empty on the CPU.
     @property
-    def spare(self) -> Sequence[Tensor]:
-        """A 0 that autograd may keep, and `shown`, which then replaces it in a handle; empty on the CPU."""
-        ...
-
+    def spare(self) -> Sequence[Tensor]: ...
     def row_ids(self) -> np.ndarray: ...
     def rescaled_by(self, number: Tensor) -> Any: ...
     def clipped(self, clip_value: float | None) -> Any: ...
@@ -33,63 +31,34 @@ class Gradients(Protocol):
 
 
 class JointGradients(Protocol):
-    """Row gradients of one table or several that were summed together: `RowGradients`, or `RowSums` of
-    `embedrock.device`.
-    """
+    """Gradients of tables that were summed together: `RowGradients`, or `RowSums` of `embedrock.device`."""
 
     @property
     def count_of_tables(self) -> int: ...
+    # The `GpuExecutor` of the first table; None: the CPU has the rows.
     @property
-    def executor(self) -> Any:
-        """The `GpuExecutor` of the first table; None: the CPU has the rows."""
-        ...
-
+    def executor(self) -> Any: ...
+    # A step can take them as they are.
     @property
-    def is_current(self) -> bool:
-        """True if a step can take them as they are."""
-        ...
-
-    def of(self, table: int) -> Gradients:
-        """Return the gradients of one table."""
-        ...
+    def is_current(self) -> bool: ...
+    def of(self, table: int) -> Gradients: ...  # those of one table
 
 
 class Executor(Protocol):
     """Executor of a table's rows: `CpuExecutor`, or `GpuExecutor` of `embedrock.device`."""
 
+    # This executor holds the table's rows.
     @property
-    def is_current(self) -> bool:
-        """True while this executor holds the table's rows."""
-        ...
-
-    def is_used_on(self, device: torch.device) -> bool:
-        """Return whether this executor still holds the rows on a GPU."""
-        ...
-
+    def is_current(self) -> bool: ...
+    def is_used_on(self, device: torch.device) -> bool: ...  # it still holds the rows on a GPU
+    # Key that executors share if one call can look up their tables together; None: no table joins. It is a `TableLock`,
+    # or belongs to a GPU.
     @property
-    def joins(self) -> Any:
-        """Key that executors share if one call can look up their tables together; None: no table joins.
-
-        It is a `TableLock`, or belongs to a GPU.
-        """
-        ...
-
+    def joins(self) -> Any: ...
+    # Prepares a step of tables: it steps all of them or, after an error, none. None: the CPU steps. The arguments are
+    # the tables, all of this type, and whether no other tables are stepped with them.
     @property
-    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[CheckedStep]] | None:
-        """Function that prepares a step of tables: it steps all of them or, after an error, none. None: the CPU steps.
-
-        The arguments are the tables, all of this type, and whether no other tables are stepped with them.
-        """
-        ...
-
-    def no_gradients(self) -> Gradients:
-        """Return the gradients of no rows."""
-        ...
-
-    def merge(self, earlier: Any, later: Any) -> Any:
-        """Return the sum of two gradients. In a row of both, the earlier gradient comes first."""
-        ...
-
-    def prepare(self, grads: Any) -> Any:
-        """Raise the errors of a step by these gradients. No row changes."""
-        ...
+    def judge(self) -> Callable[[Sequence[Any], bool], Sequence[CheckedStep]] | None: ...
+    def no_gradients(self) -> Gradients: ...  # of no rows
+    def merge(self, earlier: Any, later: Any) -> Any: ...  # their sum; in a row of both, the earlier comes first
+    def prepare(self, grads: Any) -> Any: ...  # raises the errors of a step by them, and changes no row

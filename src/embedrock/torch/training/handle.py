@@ -90,22 +90,23 @@ class Handle(HandleValue, nn.Parameter):
     """
 
     table: Table
-    max_norm: float | None
-    followers: weakref.WeakSet[Any] | None
+    max_norm: float | None = None
+    followers: weakref.WeakSet[Any] | None = None
     average: Any = None
     shown: Any = None
     before_copy: ClassVar[Callable[[dict[int, Any]], None]]
-    terms: ShardingOptions
-    known_as: str | None
-    _sharing: SharedTable | None
+    terms = ShardingOptions()
+    known_as: str | None = None
+    is_applied = False
+    _sharing: SharedTable | None = None
     _host: CpuExecutor
-    _placed_on: torch.device | None  # device set by `place`; None: the device of the handle
-    _stays_on_cpu: torch.device | None  # a GPU that cannot hold the rows
+    _placed_on: torch.device | None = None  # device set by `place`; None: the device of the handle
+    _stays_on_cpu: torch.device | None = None  # a GPU that cannot hold the rows
     # Version and bits of the value, None (no watched state dict), and its address. None: other code wrote to it.
     _untouched: tuple[int, int, None, int] | None
     _zero_bits: int  # expected bits of the value: 0.0, or -0.0 of a copy, so that averages of the two are detected
     _bits: memoryview  # the value as an int32, faster than a tensor; 0 for a value that is not on the CPU
-    _is_original: bool  # no copy of the kind that weight averaging writes to
+    _is_original = True  # no copy of the kind that weight averaging writes to
 
     def __new__(cls, table: Table, **of_weights: Any) -> Self:
         if of_weights:  # as for a parameter of a subclass that is put elsewhere
@@ -120,16 +121,10 @@ class Handle(HandleValue, nn.Parameter):
 
     def __init__(self, table: Table) -> None:
         self.table, self.label = table, f"an embedding layer of {table!r}"
-        self._host, self.unapplied, self.max_norm = CpuExecutor(table), UnappliedGradientsCheck(self), None
-        self.followers, self.terms, self._sharing = None, ShardingOptions(), None
-        self.known_as = None
-        self.state_dicts = StateDictCheck()
-        self.pending = Pending(self._host)
-        self._is_original = True
+        self._host, self.unapplied = CpuExecutor(table), UnappliedGradientsCheck(self)
+        self.pending, self.state_dicts = Pending(self._host), StateDictCheck()
         self._write_zero(0)
         self._nothing = torch.zeros((), dtype=torch.float32, device=self.device)  # a constant zero
-        self._placed_on = self._stays_on_cpu = None
-        self.is_applied = False
         self.register_post_accumulate_grad_hook(_accumulated)
         self.is_watched = False
 
@@ -488,9 +483,7 @@ class Handle(HandleValue, nn.Parameter):
         self.name_for_others()
 
     def name_for_others(self) -> str:
-        """Return the name of the table among processes that share it. All processes name their tables in the same
-        order.
-        """
+        """Return the name of the table among processes that share it. All name their tables in the same order."""
         self.known_as = self.known_as or known_as(self)
         return self.known_as
 
@@ -594,12 +587,6 @@ class Handle(HandleValue, nn.Parameter):
     def executor_of_gradients(self) -> Executor:
         """Return the executor of the pending gradients, or a new one if the rows' layout has changed."""
         return self.pending.executor if self.pending.executor.is_current else self.executor()
-
-    side_of_gradients = executor_of_gradients  # its name in earlier checkouts
-
-    def side(self) -> Executor:
-        """Return `executor`, of a subclass too: its name in earlier checkouts."""
-        return self.executor()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         Handle.before_copy(memo)

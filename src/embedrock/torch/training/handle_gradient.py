@@ -104,15 +104,10 @@ class HandleGradient(Tensor):
 
 
 class GradientBucket(Tensor):
-    """Bucket, or part of one: numbers of several gradients, moved and scaled but not added up.
+    """Bucket, or part of one: numbers of several gradients, moved and scaled but not added up."""
 
-    Attributes:
-        behind: the gradients. Views of one tensor share one list.
-        viewed: gradient with the same number in another shape; None: this is a copy.
-    """
-
-    behind: list[_Proxied]
-    viewed: HandleGradient | None
+    behind: list[_Proxied]  # the gradients; views of one tensor share one list
+    viewed: HandleGradient | None  # gradient with the same number in another shape; None: this is a copy
 
     @staticmethod
     def of(done: Any, args: Any) -> Any:
@@ -227,9 +222,6 @@ def _tensors(tensors: Any) -> Any:
     return tensors if isinstance(tensors, list | tuple) else (tensors,)
 
 
-# ---------------------------------------------------------------- what rows cannot follow
-
-
 def _refuse(name: str) -> NoReturn:
     raise UnsupportedError(
         f"`{name}` cannot be done to handle.grad, a number that stands for the gradients of all rows: they can "
@@ -288,9 +280,6 @@ def _stands_for_rows(gradient: HandleGradient, value: Any) -> bool:
     return number == 0 or not math.isfinite(number) or 0 < number <= shown * ranks * (1 + ROUNDING)
 
 
-# ---------------------------------------------------------------- norms
-
-
 def _norm(gradient: HandleGradient, order: Any, dtype: torch.dtype | None) -> Tensor:
     power = 2.0 if order in ("fro", None) else float(order)
     if power < 0:
@@ -315,9 +304,6 @@ def _answer_norms(func: Any, tensors: Any, ord: Any = 2.0, dtype: Any = None) ->
         plain = list(func(tensors, ord, dtype=dtype))
     norms = zip(tensors, plain, strict=True)
     return tuple(_norm(part, ord, dtype) if isinstance(part, HandleGradient) else norm for part, norm in norms)
-
-
-# ---------------------------------------------------------------- clamps
 
 
 def _answer_clamp(func: Any, input: Any, min: Any = None, max: Any = None) -> HandleGradient:  # noqa: A002

@@ -95,9 +95,8 @@ def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         done = func(*args, **(kwargs or {}))
         if name not in _COPIES:
             return done
-    return _value(
-        done, args[0], factors_of(args[0]) if name in ("_to_copy", "clone") else args[0].__dict__.get("_factors")
-    )
+    factors = factors_of(args[0]) if name in ("_to_copy", "clone") else args[0].__dict__.get("_factors")
+    return _value(done, args[0], factors)
 
 
 def _value(number: Tensor, of: HandleValue, factors: Factors | None) -> HandleValue:

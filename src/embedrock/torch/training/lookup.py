@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
-from embedrock.batch.gradients import RowGradients
 from embedrock.batch.wrong_ids import AS_BITS, OF_LISTS, in_array, rounded, told
 from embedrock.distributed.stages import GradientBlock
 from embedrock.errors import IdTypeError, UnsupportedError
@@ -27,7 +26,6 @@ from embedrock.table.missing import Missing, check_reads
 from embedrock.table.table import rows_of
 from embedrock.torch.training.backward import ANCHOR, NODE_OF_ANCHOR, BackwardPass, Block, as_it_is, each_once
 from embedrock.torch.training.cpu_executor import WORDS, CpuExecutor, host_grads, host_weights, tensor_of
-from embedrock.torch.training.executor import Gradients
 from embedrock.torch.training.generation import generation
 from embedrock.torch.training.handle import Handle, check_untouched
 from embedrock.torch.training.ranks import are_there_groups
@@ -92,9 +90,8 @@ def _other_fault(ids: Any) -> tuple[str, str]:
     made = "torch.from_numpy(np.asarray(ids).astype('int64'))"
     if array.size and array.dtype.kind not in "iu":
         got, remedy = told(array, ids)
-        return f"{name} of {got}", f"{remedy} Make a tensor of that: {made}." if re.search(
-            r"\(ids|ids\.\w", remedy
-        ) else remedy
+        is_code = re.search(r"\(ids|ids\.\w", remedy)
+        return f"{name} of {got}", f"{remedy} Make a tensor of that: {made}." if is_code else remedy
     if array.size and int(array.max()) >= 2**63:  # PyTorch makes no tensor of these
         return name, f"{AS_BITS} Make a tensor of that: {made}."
     return name, f"Make a tensor of it: {made}."
@@ -147,7 +144,7 @@ class LayerLayout:
         self.paddings = [layer.padding_idx for layer in layers]
         self.dtypes, self.by_frequency = [layer.dtype for layer in layers], layers[0].scale_grad_by_freq
         executor: Any = self.handles[0].executor()
-        self.joins, self.executor = executor.joins, executor if isinstance(executor, CpuExecutor) else None
+        self.executor = executor if isinstance(executor, CpuExecutor) else None
         self.features: FeatureLayout | None = None
         self.missing: Missing | None = layers[0].missing
         is_elsewhere = self.executor is None or self.executor.rows is not None
@@ -375,10 +372,6 @@ class LookupState(ABC):
     def blocks(self, grads: Sequence[Any]) -> list[Block]:
         """Return row gradients that were summed together, with the handle of each table; None: none trains."""
 
-    @abstractmethod
-    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
-        """Return the row gradients of each table that has some, by the id of its handle."""
-
     def weight_grads(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return the gradients (n,) of the positions' weights, for each feature with weights."""
         found = self._weight_grads(grads)
@@ -436,9 +429,6 @@ class DeviceLookupState(LookupState):
             for sums, executors in part.sums(list(map(grads.__getitem__, share))):
                 blocks.append((sums, list(map(by_executor, executors))))
         return blocks
-
-    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
-        return {id(handle): sums.of(k) for sums, handles in self.blocks(grads) for k, handle in enumerate(handles)}
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         found = dict[int, Tensor]()
@@ -518,22 +508,14 @@ class HostLookup(LookupState):
         else:
             blocks = batches.sum_blocks(self._batch, grads)
             if self._executor.sums_positions:
-                blocks = [(tables, self._with_positions(blocks, grads))]
+                lookups = (GradientBlock(*batches.by_position(self._batch, grads)),)
+                blocks = [(tables, PositionGradients.of_sums(blocks[0][1], lookups))]
             if type(None) in set(map(type, grads)):
                 given = {table for table, own in zip(tables, grads, strict=True) if own is not None}
                 handles = {table: handle for table, handle in handles.items() if table in given}
         if len(handles) < len(self.layout.distinct):
             batches.bind_unstepped(self._batch, handles)
         return [(own, list(map(handles.get, tables))) for tables, own in blocks]
-
-    def sums(self, grads: Sequence[Any]) -> dict[int, Gradients]:
-        check_reads(self.layout.missing, self.handles[0].label, trains=True)
-        blocks = batches.sum_blocks(self._batch, grads)  # one, of one feature: others come by `bring`
-        summed = self._with_positions(blocks, grads) if self._executor.sums_positions else blocks[0][1]
-        return {id(self.handles[0]): summed}
-
-    def _with_positions(self, blocks: Sequence[batches.Block], grads: Sequence[Any]) -> RowGradients:
-        return PositionGradients.of_sums(blocks[0][1], (GradientBlock(*batches.by_position(self._batch, grads)),))
 
     def _weight_grads(self, grads: Sequence[Any]) -> Any:
         return batches.weight_gradients(self._batch, grads)

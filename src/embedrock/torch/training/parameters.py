@@ -15,9 +15,7 @@ COMPILED = "_orig_mod."  # prefix of torch.compile for the names of a model's mo
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the original of a model from `torch.compile`. Other models stay as they are. The two differ only in
-    names.
-    """
+    """Return the original of a model from `torch.compile`, which differs in names. Other models stay as they are."""
     return getattr(model, COMPILED.removesuffix("."), model)
 
 

@@ -32,10 +32,7 @@ _near_ones: weakref.WeakSet[Ranks] = weakref.WeakSet()  # of this process
 
 
 # As `dist.is_initialized`, without calls of Python: each step asks several times.
-are_there_groups: Callable[[], Any] = bool
-if dist.is_available():
-    _default = "_default_pg" if hasattr(distributed_c10d._world, "_default_pg") else "default_pg"
-    are_there_groups = functools.partial(getattr, distributed_c10d._world, _default)
+are_there_groups: Callable[[], Any] = functools.partial(getattr, distributed_c10d._world, "_default_pg")
 
 
 class Ranks:
@@ -109,9 +106,8 @@ class Ranks:
     def begin_rows(self, numbers: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin a `swap_rows`. Return a function that waits for its end."""
         self._count_rows(numbers)
-        end = self._begin(
-            torch.empty(numbers.shape, dtype=torch.int64), torch.from_numpy(np.ascontiguousarray(numbers))
-        )
+        got = torch.empty(numbers.shape, dtype=torch.int64)
+        end = self._begin(got, torch.from_numpy(np.ascontiguousarray(numbers)))
         return lambda: end().numpy()
 
     def gather(self, facts: np.ndarray) -> np.ndarray:
@@ -219,8 +215,7 @@ def _group_beside(parent: dist.ProcessGroup, timeout: timedelta) -> dist.Process
     if parent is dist.group.WORLD:
         return _made(None, timeout)
     # PyTorch names such a group by its ranks, and by the number of groups of a process. So every rank joins equally
-    # many.
-    # They exchange the numbers through a store, because messages of the parent may need a GPU.
+    # many. They exchange the numbers through a store, because messages of the parent may need a GPU.
     members, own = dist.get_process_group_ranks(parent), dist.get_rank()
     _made_beside[parent] = nth = _made_beside.get(parent, 0) + 1
     store: Any = distributed_c10d._get_process_group_store(parent)
@@ -242,16 +237,9 @@ def _at(rank: int) -> str:
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of a group, preferably that of its CPU backend."""
     for device in ("cpu", "cuda"):
-        try:
+        with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
     return timedelta(minutes=30)
-
-
-def own_rank() -> int:
-    """Return the global rank of this process."""
-    return dist.get_rank() if are_there_groups() else 0
 
 
 def group_of(given: Any) -> dist.ProcessGroup | None:

@@ -95,15 +95,10 @@ _made_alone: dict[str, int] = {}
 
 
 class ShardingOptions(NamedTuple):
-    """Options for sharing a layer's rows with other processes.
-
-    Attributes:
-        sharded, wire, positions: as in `Embedding`.
-        path: folder of sharded rows on disk; None: in RAM.
-    """
+    """Options of `Embedding` for sharing a layer's rows with other processes."""
 
     sharded: Sharded = False
-    path: str | None = None
+    path: str | None = None  # of sharded rows on disk; None: in RAM
     wire: str = "float32"
     positions: bool = False
 
@@ -135,9 +130,9 @@ def check_sharded(layer: str, sharded: Sharded) -> None:
         )
 
 
-def holder_of(sharded: str) -> int:
-    """Return the rank that has all rows."""
-    return int(sharded.removeprefix("rank "))
+def holder_of(sharded: Sharded) -> int | None:
+    """Return the rank that has all rows; None: several have some."""
+    return int(sharded.removeprefix("rank ")) if isinstance(sharded, str) else None
 
 
 class RankGroup:
@@ -175,15 +170,8 @@ class RankGroup:
             self._ahead = Ranks(self._group, is_near=False)
         return self._ahead
 
-    @property
-    def carriers(self) -> list[Ranks]:
-        """Transports made so far, whose bytes a benchmark counts."""
-        return [self.ranks] if self._ahead is None else [self.ranks, self._ahead]
-
     def arrive(self, sharing: SharedTable, blocks: Sequence[GradientBlock]) -> None:
-        """Take a table's gradients of a backward. One exchange sends all gradients to their owners when the backward
-        ends.
-        """
+        """Take a table's gradients of a backward. At its end, one exchange sends those of all tables to the owners."""
         run = BackwardPass.current()
         if run not in self._arrived:
             self._arrived[run] = {}
@@ -193,8 +181,6 @@ class RankGroup:
     def _share(self, arrived: Brought) -> None:
         for member, grads, square in self.exchange.share(arrived, self.members.get):
             member.handle.show(SharedGradients.of_ranks(grads, square, member), member.time)
-
-    # ------------------------------------------------------------ ranks that have left
 
     def leave(self, members: Sequence[SharedTable]) -> None:
         """Answer the other ranks without own data until all have left. Then drop the gradients of these tables."""
@@ -226,31 +212,21 @@ class RankGroup:
         for member, part in zip(members, parts, strict=True):
             member.follow(part["factor"])
             rule = replace(member.table.rule, **part["rule"])  # pyright: ignore[reportArgumentType]
-            grads = member.handle.pending.grads
-            if grads is not None:
-                due.append(
-                    StepRequest(
-                        (rows_of(member.table),), rule, grads.clipped(part["clip"]), time=member.handle.pending.time
-                    )
-                )
+            pending = member.handle.pending
+            if pending.grads is not None:
+                grads = pending.grads.clipped(part["clip"])
+                due.append(StepRequest((rows_of(member.table),), rule, grads, time=pending.time))
         step_all(due)
         for member in members:
             member.handle.stepped()
 
 
 class OptimizedRows(NamedTuple):
-    """Rows that an optimizer steps.
-
-    Attributes:
-        handle: handle of the rows.
-        rule: current rule of their steps; None: the table is only read.
-        clip_value: bound of each element of their gradients; None: no bound.
-        rows: state of the table.
-    """
+    """Rows that an optimizer steps."""
 
     handle: Any
-    rule: Rule | None
-    clip_value: float | None
+    rule: Rule | None  # current one of their steps; None: the table is only read
+    clip_value: float | None  # bound of each element of their gradients
     rows: TableState
 
 
@@ -359,8 +335,6 @@ class SharedTable:
         assert isinstance(self.placement, Shard)
         return self.placement
 
-    # ------------------------------------------------------------ lookups
-
     def plan(self, ids: np.ndarray, trains: bool) -> SharedPlan:
         """Plan a lookup, from the prefetched batch if one has the table."""
         ids = check_ids(ids, self.table.rows, self.table.subject)
@@ -384,8 +358,6 @@ class SharedTable:
             ahead.rows(self)  # the other ranks request it, and it refuses wrong ids of theirs, too
             raise error
         self.rank_group.exchange.refuse([self], error, trains)
-
-    # ------------------------------------------------------------ gradients
 
     def arrive(self, grads: RowGradients, time: float | None) -> None:
         split = grads.plan.split if isinstance(grads.plan, SharedPlan) else None
@@ -452,7 +424,7 @@ def _placement(handle: Any, ranks: Ranks) -> Placement:
     sharded = handle.terms.sharded
     if sharded is False:
         return Replica(ranks.rank, ranks.ranks)
-    holder = holder_of(sharded) if isinstance(sharded, str) else None
+    holder = holder_of(sharded)
     if holder is not None and holder >= ranks.ranks:
         raise ArgumentError(f"`sharded` of {handle.label} must be a rank below {ranks.ranks}: got {sharded!r}.")
     if handle.max_norm is not None:
@@ -482,17 +454,11 @@ SNAP = 2.0**-20  # relative to a power of two: possible loss when float32 number
 
 @dataclass(eq=False, kw_only=True)
 class SharedGradients(RowGradients):
-    """Row gradients summed over ranks. Outside code sees the norm of their mean over all ranks.
+    """Row gradients summed over ranks. Outside code sees the norm of their mean over all ranks."""
 
-    Attributes:
-        factor: factor of the sums in a step: 1 / ranks, times all later scaling of `shown`. It is applied once.
-        is_finite_everywhere: no rank has NaN or Inf.
-        sharing: the table on this rank.
-    """
-
-    factor: float
-    is_finite_everywhere: bool
-    sharing: SharedTable
+    factor: float  # of the sums in a step: 1 / ranks, times all later scaling of `shown`. It is applied once.
+    is_finite_everywhere: bool  # no rank has NaN or Inf
+    sharing: SharedTable  # the table on this rank
 
     @staticmethod
     def of_ranks(rows: RowGradients, square: float, sharing: SharedTable) -> SharedGradients:
@@ -551,9 +517,7 @@ class SharedGradients(RowGradients):
 
 
 def _snapped(factor: float) -> float:
-    """Return a factor, rounded to a power of two if it is close to one. The average of three equal numbers may be
-    inexact.
-    """
+    """Round a factor to a power of two that is close: the average of three equal numbers may be inexact."""
     if not math.isfinite(factor):
         return factor
     power = math.copysign(2.0 ** round(math.log2(abs(factor))), factor)
@@ -562,13 +526,9 @@ def _snapped(factor: float) -> float:
 
 @dataclass(eq=False, kw_only=True)
 class PositionGradients(RowGradients):
-    """Row gradients of this rank, with the gradients of positions that they sum.
+    """Row gradients of this rank, with the gradients of positions that they sum."""
 
-    Attributes:
-        lookups: gradients of the positions of each lookup, in the order of the backward.
-    """
-
-    lookups: tuple[GradientBlock, ...]
+    lookups: tuple[GradientBlock, ...]  # of each lookup, in the order of the backward
 
     @staticmethod
     def of_sums(sums: RowGradients, lookups: tuple[GradientBlock, ...]) -> PositionGradients:

@@ -16,18 +16,15 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from embedrock.errors import ForgottenGradientsError
 from embedrock.system.log import caller_level
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
 
 # An optimizer made of layers does not reveal the other optimizers of the same model. One step of another may
 # belong to a second network. Two such steps, each after new gradients and without a step of ours, are a mistake.
@@ -168,7 +165,8 @@ def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = getattr(optimizer, "param_groups", ())  # it may be half made
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _no_dict() -> None:
@@ -288,6 +286,5 @@ def _has_changed(known: weakref.ref[Tensor], version: int, probe: Tensor) -> boo
 def _are_held(parameters: list[nn.Parameter]) -> bool:
     """Return whether an optimizer holds one of the parameters, even without a step so far."""
     ids = set(map(id, parameters))
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
-    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]  # it may be half made
-    return any(id(parameter) in ids for group in groups for parameter in group["params"])
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+    return any(not ids.isdisjoint(_parameters(one)) for one in optimizers)
