@@ -84,7 +84,7 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
 
 def main() -> None:
     """Train on a file, and print the AUC on the way."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file in Criteo's format")
     parser.add_argument("--path", type=Path, help="folder of rows on disk and of checkpoints; without it, rows in RAM")
     parser.add_argument("--lines", type=int, default=300_000, help="lines of the file that it makes")
@@ -113,7 +113,7 @@ def main() -> None:
     print(f"{ert.num_parameters(model):,} weights, {sum(len(group[name]) for name in group):,} rows")
     if chances is not None and len(labels):
         print(f"AUC {auc(labels, chances[-len(labels) :]):.4f} of the planted chances, which no model beats")
-    print(f"AUC {auc(labels, scores) if len(labels) else np.nan:.4f} of DLRM, on lines before it trained on them")
+    print(f"AUC {auc(labels, scores):.4f} of DLRM, before it trained on a line" if len(labels) else "No line is new")
 
 
 if __name__ == "__main__":

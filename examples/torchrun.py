@@ -95,9 +95,9 @@ def rows(folder: Path, table: str) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     """Train as one of several processes; or start them, and show that a kill changes nothing."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path("torchrun_example"), help="folder of all files")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="default: 200")
     parser.add_argument("--die-at", type=int, default=-1, help="step at which rank 1 kills itself")
     options = parser.parse_args()
     if "RANK" in os.environ:  # torchrun started this process

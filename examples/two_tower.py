@@ -82,7 +82,7 @@ def serve(folder: Path, users: np.ndarray, count: int) -> np.ndarray:
 
 def main() -> None:
     """Train, make the index, and serve."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a file of clicks")
     parser.add_argument("--path", help="folder of all files; by default a new one")
     parser.add_argument("--rows", type=int, default=10_000, help="planted users, and planted items")

@@ -206,7 +206,7 @@ def did_you_mean(word: object, names: Iterable[str]) -> str:
         " Did you mean 'import'?"
     """
     name = nearest(str(word), names)
-    return "" if name is None else f" Did you mean {name!r}?"
+    return "" if name is None else f" Did you mean {str(name)!r}?"  # a member of a StrEnum, too
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:

@@ -560,6 +560,17 @@ def test_the_runtime_directory_is_of_one_user(monkeypatch: pytest.MonkeyPatch):
     assert runtime_folder().name == f"embedrock-{os.getuid()}"
 
 
+def test_tables_in_training_come_first_and_the_last_to_end_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, age in (("a", 9000), ("b", 300), ("c", 0)):
+        with er.Table(10, 4, path=tmp_path / f"{name}.rock") as table:
+            ring = StatsRing(table)
+            ring.add({"time": time.time() - age, "steps": 1})
+            if age:
+                ring.close()
+    assert main(["top", str(tmp_path), "--json"]) == 0
+    assert [line["table"] for line in json.loads(capsys.readouterr().out)["tables"]] == ["c.rock", "b.rock", "a.rock"]
+
+
 def test_prometheus(kept: er.Table, tmp_path: Path):
     parser = pytest.importorskip("prometheus_client.parser")
     out = tmp_path / "embedrock.prom"

@@ -926,8 +926,8 @@ def test_pooling_types_are_their_strings():
         "mean",
         "max",
     ]
-    with pytest.raises(ArgumentError, match="must be one of sum, mean, max: got 'avg'"):
-        ert.EmbeddingBagConfig(9, 4, "a", pooling="avg")
+    with pytest.raises(ArgumentError, match=r"must be one of sum, mean, max: got 'maen'\. Did you mean 'mean'\?"):
+        ert.EmbeddingBagConfig(9, 4, "a", pooling="maen")
 
 
 def test_errors_of_many_features_are_short():
@@ -941,6 +941,9 @@ def test_errors_of_many_features_are_short():
     with pytest.raises(ArgumentError) as error:
         joint(given)
     assert str(error.value) == told
+    told = r"^ert.EmbeddingCollection has no feature 'c52': it has 'c0', .* and 20 others\. Did you mean 'c5'\?$"
+    with pytest.raises(ArgumentError, match=told):
+        joint.layer_of("c52")
     with pytest.raises(ArgumentError) as error:
         ert.EmbeddingBagCollection([ert.EmbeddingConfig(9, 4, name) for name in names])
     assert len(str(error.value)) < 700

@@ -129,7 +129,8 @@ def write_metrics(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _lines(folder: str) -> list[dict[str, Any]]:
-    return [one for one in map(now, _histories(folder)) if one is not None]
+    lines = [one for one in map(now, _histories(folder)) if one is not None]
+    return sorted(lines, key=lambda one: 0.0 if one["is_live"] else one["age_s"])  # those in training first
 
 
 def _text(lines: Sequence[dict[str, Any]], width: int | None = None) -> str:

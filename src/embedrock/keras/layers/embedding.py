@@ -18,7 +18,7 @@ class Embedding(KerasRowLayer, keras.layers.Embedding):  # pyright: ignore[repor
     """`keras.layers.Embedding` with its rows in a table of any size, stepped exactly by the model's optimizer.
 
     It works like `keras.layers.Embedding`, except that its rows are not a variable. Instead of ``embeddings`` it has a
-    small proxy variable (see `TableHandle`), which ``erk.optimizer`` knows.
+    small proxy variable, ``rows``, which ``erk.optimizer`` knows.
 
     Args:
         input_dim: number of rows; None for open ids (any int64); or a ready-made `er.Table`.

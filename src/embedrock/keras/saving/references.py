@@ -232,4 +232,4 @@ def go_to_reference(layer: Any, state: dict[str, Any]) -> None:
     if layer.built:
         rebind(layer.handle)
     if table.group is None or not is_there:  # once for a group
-        tell_resumed(table.path, state["step"], f" (commit {state['commit']})")
+        tell_resumed(table.path, state["step"], f" (commit {state['commit']}), as saved with the model")

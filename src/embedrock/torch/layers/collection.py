@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from embedrock.errors import ArgumentError, IdError, IdTypeError, counted, not_one_of
+from embedrock.errors import ArgumentError, IdError, IdTypeError, counted, did_you_mean, listed, not_one_of
 from embedrock.initializers import Initializer
 from embedrock.optimizers import Rule
 from embedrock.system.notebook import PublicNames
@@ -244,6 +244,9 @@ class Collection(PublicNames, nn.Module):
 
     def layer_of(self, feature: str) -> Any:
         """Return the layer that looks up a feature's ids."""
+        if feature not in self._name_of:
+            has = f"it has {listed(self.features)}.{did_you_mean(feature, self.features)}"
+            raise ArgumentError(f"{self.kind} has no feature {feature!r}: {has}")
         return self._container[self._name_of[feature]]
 
     @property
