@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -91,7 +91,6 @@ class Journal:
         OS_SYSTEM.fsync_folder(str(self.path.parent))
 
 
-Item = TypeVar("Item")
 PART_WORDS = 1 << 16  # read or written at a time
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 NEW_OR_INTO = "Import to another path; or pass --into, which writes over rows of this one."
@@ -402,7 +401,7 @@ def _save(job: ImportJob, table: er.Table, words: er.Vocabulary | None, rows: in
 
 
 @contextmanager
-def ahead(items: Generator[Item]) -> Iterator[Iterator[Item]]:
+def ahead(items: Generator[Any]) -> Iterator[Iterator[Any]]:
     """Iterate over `items`, none of which is None, while a thread makes the next one."""
     with closing(items), ThreadPoolExecutor(1) as maker:
         yield prefetched(maker, items)
