@@ -19,12 +19,11 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli.formats import Format, base, format_to_read
-from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatch, VectorSource, fail, part_of
+from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatch, VectorSource, fail, part_of, publish
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
 from embedrock.distributed.resharding import prefetched
-from embedrock.io.vfs import OS_SYSTEM
 from embedrock.planner.demand import RULE_NAMES
 from embedrock.spec.description import as_arguments
 from embedrock.system import platform
@@ -34,22 +33,13 @@ RESTART = "Begin anew: --restart."
 
 
 class Journal:
-    """The record of a job's progress, for a continuation.
-
-    Args:
-        path: of the journal.
-        job: description of the job; a continuation must have the same.
-    """
+    """The record of a job's progress, for a continuation, which must have the same `job`."""
 
     def __init__(self, path: Path, job: dict[str, Any]) -> None:
         self.path, self._job = path, json.loads(json.dumps(job))
 
     def load(self) -> dict[str, Any] | None:
-        """Return the last saved state; None without a journal.
-
-        Raises:
-            FileError: the journal is of another job, or no journal.
-        """
+        """Return the last saved state; None without a journal. One of another job is a `FileError`."""
         if not self.path.exists():
             return None
         try:
@@ -87,8 +77,7 @@ class Journal:
             file.write(text)
             file.flush()
             platform.sync(file.fileno())
-        os.replace(new, self.path)
-        OS_SYSTEM.fsync_folder(str(self.path.parent))
+        publish(new, self.path, replaces=True)
 
 
 PART_WORDS = 1 << 16  # read or written at a time
@@ -107,27 +96,16 @@ def rows_or_open(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class ImportJob:
-    """One import.
-
-    Attributes:
-        arguments: of the command line.
-        source: source of the rows.
-        table: path of the table.
-        journal: progress so far.
-        rows: number of rows to read.
-        vocabulary: vocabulary that gives the words their ids; None: rows have no words.
-        needed: number of rows that the table must have, unless rows have ids.
-        first: id of the first row, if rows are numbered.
-    """
+    """One import."""
 
     arguments: Namespace
     source: VectorSource
     table: Path
     journal: Journal
-    rows: int
-    vocabulary: Path | None
-    needed: int
-    first: int
+    rows: int  # number of rows to read
+    vocabulary: Path | None  # gives the words their ids; None: rows have no words
+    needed: int  # number of rows that the table must have, unless rows have ids
+    first: int  # id of the first row, if rows are numbered
 
     @property
     def words(self) -> Path:
@@ -354,8 +332,7 @@ def _write_words(path: Path, vocabulary: er.Vocabulary) -> None:
             ids = np.arange(first, min(first + PART_WORDS, len(vocabulary)))
             words.write(vocabulary.strings(ids, bytes).tolist())
         words.sync()
-    os.replace(part_of(path), path)
-    OS_SYSTEM.fsync_folder(str(path.parent))
+    publish(part_of(path), path, replaces=True)
 
 
 def _assign(job: ImportJob, table: er.Table, words: er.Vocabulary | None, start: int, repeated: int) -> int:

@@ -237,11 +237,11 @@ def part_of(path: Path) -> Path:
     return path.with_name(path.name + PART)
 
 
-def publish(part: Path, path: Path) -> Path:
+def publish(part: Path, path: Path, replaces: bool = False) -> Path:
     """Rename a durable part to its final name."""
-    if path.exists():
+    if path.exists() and not replaces:
         fail(path, "no file of this name yet", "one", "Move it away, and run the command again.")
-    os.rename(part, path)
+    os.replace(part, path)
     OS_SYSTEM.fsync_folder(str(path.parent))
     return path
 

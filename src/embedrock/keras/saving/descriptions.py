@@ -93,10 +93,8 @@ def describe_initializer(init: Any, label: str) -> dict[str, Any]:
     if not isinstance(init, FromArray):
         return init.describe()
     array: Any = init.array
-    root: Any = array
-    while not isinstance(root, np.memmap) and isinstance(root.base, np.ndarray):
-        root = root.base
-    while isinstance(root, np.memmap) and isinstance(root.base, np.memmap):
+    root = array
+    while isinstance(root.base, np.ndarray):
         root = root.base
     is_of_file = isinstance(root, np.memmap) and root.filename is not None and root.mode != "c"
     if not is_of_file or not array.flags.c_contiguous:

@@ -47,13 +47,12 @@ def philox(counter: list[Any], seed: int) -> list[Any]:
     return [c0, c1, c2, c3]
 
 
-def _tail(words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def standard_normal(words: tf.Tensor, beyond: float = 0.0) -> tf.Tensor:
+    """Return the standard normal values of `words`, uint64 below 2**32 of any shape, without the tails `beyond`."""
+    inside = np.float32(1) - np.float32(2) * np.float32(beyond)
     k = tf.cast(_high(words, 1), tf.int32)
-    p = (tf.cast(k, tf.float32) + 0.5) * 2.0**-32
-    return p, (tf.cast(0x7FFFFFFF - k, tf.float32) + 0.5) * 2.0**-31
-
-
-def _quantile(words: tf.Tensor, p: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    p = np.float32(beyond) + inside * ((tf.cast(k, tf.float32) + 0.5) * 2.0**-32)
+    x = inside * ((tf.cast(0x7FFFFFFF - k, tf.float32) + 0.5) * 2.0**-31)
     w = _minus_log((4.0 * p) * (1.0 - p))
     z = (x * _polynomial(w, constants.NUMERATOR)) / _polynomial(w, constants.DENOMINATOR)
     sign = 1 - 2 * tf.cast(words & np.uint64(1), tf.int32)  # z is never 0
@@ -79,10 +78,8 @@ def _uniform(init: Uniform, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
 
 
 def _normal(init: Normal | TruncatedNormal, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
-    words, beyond = _words(spec, ids), np.float32(init.beyond if isinstance(init, TruncatedNormal) else 0)
-    inside = np.float32(1) - np.float32(2) * beyond
-    p, x = _tail(words)
-    return np.float32(init.mean) + np.float32(init.std) * _quantile(words, beyond + inside * p, inside * x)
+    beyond = init.beyond if isinstance(init, TruncatedNormal) else 0.0
+    return np.float32(init.mean) + np.float32(init.std) * standard_normal(_words(spec, ids), beyond)
 
 
 def _constant(init: Constant, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
@@ -178,11 +175,7 @@ class ServingTable(tf.Module):
     def __call__(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
 
-        Args:
-            ids: integers of any shape; repeats are allowed. Ids outside the table raise `InvalidArgumentError`.
-
-        Raises:
-            IdTypeError: ids are not integers.
+        Ids outside the table raise `InvalidArgumentError`.
         """
         if not ids.dtype.is_integer:
             raise IdTypeError(f"`ids` of {self._subject} must be integers: got {ids.dtype.name}. Cast them to int64.")
@@ -245,11 +238,7 @@ class ServingTable(tf.Module):
 
 
 def serving_table(table: Table, missing: Missing | None) -> ServingTable:
-    """Return the serving table of a table, for layers with a choice of rows that are not there.
-
-    Raises:
-        ArgumentError: the table has none.
-    """
+    """Return the serving table of a table, for layers with a choice of rows that are not there."""
     found = (serving.get() or {}).get((table, missing))
     if found is None:
         raise ArgumentError(
