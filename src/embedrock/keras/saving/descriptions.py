@@ -93,8 +93,10 @@ def describe_initializer(init: Any, label: str) -> dict[str, Any]:
     if not isinstance(init, FromArray):
         return init.describe()
     array: Any = init.array
-    root = array
-    while isinstance(root.base, np.ndarray):
+    root: Any = array
+    while not isinstance(root, np.memmap) and isinstance(root.base, np.ndarray):
+        root = root.base
+    while isinstance(root, np.memmap) and isinstance(root.base, np.memmap):
         root = root.base
     is_of_file = isinstance(root, np.memmap) and root.filename is not None and root.mode != "c"
     if not is_of_file or not array.flags.c_contiguous:
