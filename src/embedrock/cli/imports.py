@@ -19,11 +19,12 @@ import numpy as np
 
 import embedrock as er
 from embedrock.cli.formats import Format, base, format_to_read
-from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatch, VectorSource, fail, part_of, publish
+from embedrock.cli.formats.base import FileError, LineFile, ReadOptions, RowBatch, VectorSource, fail, part_of
 from embedrock.cli.places import opened, place_of
 from embedrock.cli.terminal.arguments import count
 from embedrock.cli.terminal.tables import format_count, format_number, progress
 from embedrock.distributed.resharding import prefetched
+from embedrock.io.vfs import OS_SYSTEM
 from embedrock.planner.demand import RULE_NAMES
 from embedrock.spec.description import as_arguments
 from embedrock.system import platform
@@ -77,7 +78,8 @@ class Journal:
             file.write(text)
             file.flush()
             platform.sync(file.fileno())
-        publish(new, self.path, replaces=True)
+        os.replace(new, self.path)
+        OS_SYSTEM.fsync_folder(str(self.path.parent))
 
 
 PART_WORDS = 1 << 16  # read or written at a time
@@ -332,7 +334,8 @@ def _write_words(path: Path, vocabulary: er.Vocabulary) -> None:
             ids = np.arange(first, min(first + PART_WORDS, len(vocabulary)))
             words.write(vocabulary.strings(ids, bytes).tolist())
         words.sync()
-    publish(part_of(path), path, replaces=True)
+    os.replace(part_of(path), path)
+    OS_SYSTEM.fsync_folder(str(path.parent))
 
 
 def _assign(job: ImportJob, table: er.Table, words: er.Vocabulary | None, start: int, repeated: int) -> int:

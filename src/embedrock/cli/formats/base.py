@@ -237,11 +237,11 @@ def part_of(path: Path) -> Path:
     return path.with_name(path.name + PART)
 
 
-def publish(part: Path, path: Path, replaces: bool = False) -> Path:
+def publish(part: Path, path: Path) -> Path:
     """Rename a durable part to its final name."""
-    if path.exists() and not replaces:
+    if path.exists():
         fail(path, "no file of this name yet", "one", "Move it away, and run the command again.")
-    os.replace(part, path)
+    os.rename(part, path)
     OS_SYSTEM.fsync_folder(str(path.parent))
     return path
 
