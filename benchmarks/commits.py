@@ -15,10 +15,10 @@ from benchmarks.benchmark import Benchmark, Option, Task, several_rows
 from benchmarks.disk import ARGUMENTS, ARRAYS, TABLE, WORKLOAD, Job, scratch_folder, train
 from benchmarks.implementations import LEARNING_RATE
 from benchmarks.options import DiskOptions
+from benchmarks.progress import say
 from benchmarks.report import Report, format_line, medians
 from benchmarks.targets import Line, Target, each
 from benchmarks.workload import SCATTER, Workload
-from embedrock.cli.terminal.tables import say
 from embedrock.io.probe import write_rate
 from embedrock.system.ram import peak_rss_bytes
 

@@ -29,11 +29,12 @@ from benchmarks.cgroups import peak_bytes
 from benchmarks.implementations import LEARNING_RATE, Footprint, Implementation, Timing
 from benchmarks.options import DiskOptions
 from benchmarks.processes import ChildError
+from benchmarks.progress import say
 from benchmarks.report import Report, format_times, report_of
 from benchmarks.runner import Entry, Result, measure
 from benchmarks.targets import Target, each, faster
 from benchmarks.workload import Workload
-from embedrock.cli.terminal.tables import Field, format_whole, say
+from embedrock.cli.terminal.tables import Field, format_whole
 from embedrock.errors import EmbedrockError
 from embedrock.io.probe import BlockReader
 from embedrock.io.vfs import OS_SYSTEM

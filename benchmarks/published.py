@@ -35,10 +35,11 @@ from benchmarks.benchmark import Benchmark, Option, Task
 from benchmarks.disk import forget_pages, resident_bytes, scratch_folder
 from benchmarks.options import DiskOptions
 from benchmarks.processes import Child
+from benchmarks.progress import say
 from benchmarks.report import Report, format_line, medians
 from benchmarks.targets import Target, beside, each, ratio
 from embedrock.cli.terminal.arguments import count, size
-from embedrock.cli.terminal.tables import Field, format_lines, format_number, format_whole, say
+from embedrock.cli.terminal.tables import Field, format_lines, format_number, format_whole
 from embedrock.initializers.published import PublishedTable
 from embedrock.io.safetensors import DTYPES, header_of
 from embedrock.system import platform

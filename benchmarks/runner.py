@@ -18,7 +18,7 @@ from benchmarks import processes
 from benchmarks.implementations import Footprint, Implementation, Sessions
 from benchmarks.options import BenchmarkOptions
 from benchmarks.processes import ChildError
-from embedrock.cli.terminal.tables import say
+from benchmarks.progress import say
 from embedrock.system.ram import available_bytes
 from embedrock.system.sizes import format_bytes
 

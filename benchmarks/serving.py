@@ -21,10 +21,10 @@ from benchmarks.disk import TABLE, scratch_folder
 from benchmarks.implementations import LEARNING_RATE
 from benchmarks.options import DiskOptions
 from benchmarks.processes import Child
+from benchmarks.progress import say
 from benchmarks.report import Report, format_line
 from benchmarks.targets import Target, each
 from benchmarks.workload import SCATTER, Workload
-from embedrock.cli.terminal.tables import say
 from embedrock.system.sizes import format_bytes
 
 IDS, SIDES, PROCESSES = 64, ("cache", "map"), 4

@@ -18,11 +18,12 @@ import numpy.typing as npt
 from benchmarks.benchmark import Benchmark, Option, Task
 from benchmarks.disk import scratch_folder
 from benchmarks.options import DiskOptions
+from benchmarks.progress import say
 from benchmarks.report import Report, format_line
 from benchmarks.targets import Target, each
 from benchmarks.workload import Workload
 from embedrock.cli.terminal.arguments import count
-from embedrock.cli.terminal.tables import format_count, say
+from embedrock.cli.terminal.tables import format_count
 from embedrock.planner.demand import bounded_zipf
 from embedrock.system.ram import peak_rss_bytes
 

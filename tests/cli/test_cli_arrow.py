@@ -78,7 +78,7 @@ def test_lists_of_any_floats(tmp_path: Path, kind: str):
 
 def test_a_sink_writes_what_pyarrow_reads(tmp_path: Path):
     ids, vectors = np.arange(ROWS) * 7, vectors_of()
-    sink = columns.columns_sink(Output(tmp_path / "a.arrow", ROWS, DIM, True), 0, "Arrow")
+    sink = columns.columns_sink(Output(tmp_path / "a.arrow", ROWS, DIM, True), 0, columns.ArrowFile)
     sink.write(ids, vectors)
     sink.finish()
     sink.close()

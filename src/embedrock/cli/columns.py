@@ -26,17 +26,11 @@ STRING_TYPES = (
 
 
 class ColumnQuery(NamedTuple):
-    """The required contents of a column.
+    """The required contents of a column."""
 
-    Attributes:
-        noun: name of a value in messages.
-        types: Arrow types, by the names of their tests.
-        naming: how a user names the column.
-    """
-
-    noun: str
-    types: tuple[str, ...]
-    naming: str = "--column NAME"
+    noun: str  # name of a value in messages
+    types: tuple[str, ...]  # Arrow types, by the names of their tests
+    naming: str = "--column NAME"  # how a user names the column
 
 
 STRINGS = ColumnQuery("string", STRING_TYPES)
@@ -50,10 +44,6 @@ class TextColumn:
         path: file; its suffix selects the reader: Parquet, Arrow (Feather), or text with a separator.
         name: name of the column. In a text whose first line has numbers only, columns are called ``0``, ``1``, ...
         wanted: required contents.
-
-    Attributes:
-        rows: number of rows in the file.
-        is_integer: whether values are numbers.
     """
 
     def __init__(self, path: Path, name: str, wanted: ColumnQuery) -> None:

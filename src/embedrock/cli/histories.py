@@ -42,8 +42,8 @@ def now(history: StatsFile) -> dict[str, Any] | None:
         return None
     last = {name: float(values[-1]) for name, values in samples.items()}
     change = changes({name: values[-1 - RECENT :] for name, values in samples.items()}, 1)
-    line: dict[str, Any] = {name: last[name] for name in (*COUNTS, "rows", "cache_rows", "cache_slots")}
-    line |= {name: last[name] for name in ("ram_bytes", "budget_bytes", "disk_bytes")}
+    sizes = "rows", "cache_rows", "cache_slots", "ram_bytes", "budget_bytes", "disk_bytes"
+    line: dict[str, Any] = {name: last[name] for name in (*COUNTS, *sizes)}
     age, ended = max(0.0, time.time() - last["time"]), info.get("ended")
     line |= {name: info.get(name, []) for name in ("pools", "members")}
     known = [pool["missed"] for pool in line["pools"] if pool.get("curve")]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -34,22 +34,13 @@ RESTART = "Begin anew: --restart."
 
 
 class Journal:
-    """The record of a job's progress, for a continuation.
-
-    Args:
-        path: of the journal.
-        job: description of the job; a continuation must have the same.
-    """
+    """The record of a job's progress, for a continuation, which must have the same `job`."""
 
     def __init__(self, path: Path, job: dict[str, Any]) -> None:
         self.path, self._job = path, json.loads(json.dumps(job))
 
     def load(self) -> dict[str, Any] | None:
-        """Return the last saved state; None without a journal.
-
-        Raises:
-            FileError: the journal is of another job, or no journal.
-        """
+        """Return the last saved state; None without a journal. One of another job is a `FileError`."""
         if not self.path.exists():
             return None
         try:
@@ -91,7 +82,6 @@ class Journal:
         OS_SYSTEM.fsync_folder(str(self.path.parent))
 
 
-Item = TypeVar("Item")
 PART_WORDS = 1 << 16  # read or written at a time
 COMMIT_BYTES = 256 << 20  # of vectors, between commits
 NEW_OR_INTO = "Import to another path; or pass --into, which writes over rows of this one."
@@ -108,27 +98,16 @@ def rows_or_open(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class ImportJob:
-    """One import.
-
-    Attributes:
-        arguments: of the command line.
-        source: source of the rows.
-        table: path of the table.
-        journal: progress so far.
-        rows: number of rows to read.
-        vocabulary: vocabulary that gives the words their ids; None: rows have no words.
-        needed: number of rows that the table must have, unless rows have ids.
-        first: id of the first row, if rows are numbered.
-    """
+    """One import."""
 
     arguments: Namespace
     source: VectorSource
     table: Path
     journal: Journal
-    rows: int
-    vocabulary: Path | None
-    needed: int
-    first: int
+    rows: int  # number of rows to read
+    vocabulary: Path | None  # gives the words their ids; None: rows have no words
+    needed: int  # number of rows that the table must have, unless rows have ids
+    first: int  # id of the first row, if rows are numbered
 
     @property
     def words(self) -> Path:
@@ -403,7 +382,7 @@ def _save(job: ImportJob, table: er.Table, words: er.Vocabulary | None, rows: in
 
 
 @contextmanager
-def ahead(items: Generator[Item]) -> Iterator[Iterator[Item]]:
+def ahead(items: Generator[Any]) -> Iterator[Iterator[Any]]:
     """Iterate over `items`, none of which is None, while a thread makes the next one."""
     with closing(items), ThreadPoolExecutor(1) as maker:
         yield prefetched(maker, items)

@@ -147,16 +147,11 @@ def _when(at: float) -> str:
 
 
 class _Box(NamedTuple):
-    """The coordinates of a plot.
+    """The coordinates of a plot."""
 
-    Attributes:
-        low, high: ends of the horizontal axis.
-        most: top of the vertical axis; 0 is at the bottom.
-    """
-
-    low: float
+    low: float  # left end of the horizontal axis
     high: float
-    most: float
+    most: float  # top of the vertical axis; 0 is at the bottom
 
     def point(self, x: float, y: float) -> tuple[float, float]:
         """Return the coordinates of a point, to a tenth of a unit."""

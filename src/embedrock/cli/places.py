@@ -14,15 +14,10 @@ from embedrock.store.reading import check_table
 
 
 class Place(NamedTuple):
-    """The place of a table.
+    """The place of a table."""
 
-    Attributes:
-        folder: of the table, or of its group.
-        member: name of the table in the group; None: the whole folder.
-    """
-
-    folder: str
-    member: str | None
+    folder: str  # of the table, or of its group
+    member: str | None  # name of the table in the group; None: the whole folder
 
 
 def place_of(text: str | os.PathLike[str]) -> Place:
@@ -52,11 +47,7 @@ def folders_of(folder: str) -> list[str]:
 
 
 def whole_folder(text: str, verb: str) -> str:
-    """Return the folder of a table alone or of a group.
-
-    Raises:
-        ArgumentError: the text names one table of a group.
-    """
+    """Return the folder of a table alone or of a group, or raise `ArgumentError` for one table of a group."""
     place = place_of(text)
     if place.member is not None:
         raise er.ArgumentError(
@@ -70,14 +61,7 @@ def whole_folder(text: str, verb: str) -> str:
 def opened(text: str | os.PathLike[str], or_group: bool = False, **how: Any) -> Iterator[Any]:
     """Open a table alone, or one of a group, and close it, or the group, afterwards.
 
-    Args:
-        text: a TABLE.
-        or_group: whether it may also name a group.
-        how: see `er.open`.
-
-    Raises:
-        ArgumentError: the text names a group without a table, or a table alone with one.
-        UnknownTableError: the group has no such table.
+    With `or_group`, the text may also name a group. `how` is as for `er.open`.
     """
     place = place_of(text)
     with er.open(place.folder, **how) as found:

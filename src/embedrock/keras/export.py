@@ -13,12 +13,12 @@ import keras
 import tensorflow as tf
 
 from embedrock.errors import ArgumentError, UnsupportedError
-from embedrock.io.vfs import full_disk, is_full
+from embedrock.io.vfs import explained_if_full, full_disk
 from embedrock.keras.layers.row_layer import KerasRowLayer
 from embedrock.keras.saving.checkpoint import bytes_of
 from embedrock.keras.serving.table import WHOLE_BYTES, ServingTable, extent, serving
 from embedrock.system.paths import local_path
-from embedrock.system.scopes import set_within
+from embedrock.system.scopes import on_failure, set_within
 from embedrock.table.missing import FIRST, Missing
 from embedrock.table.table import Table, rows_of
 
@@ -171,12 +171,11 @@ def _appearing(path: str | os.PathLike[str], needed: int) -> Iterator[Path]:
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    try:
+    what, remedy = (
+        "the model could not be exported",
+        "Free some space, or export to another disk. Nothing of this is left.",
+    )
+    explained = explained_if_full(lambda: full_disk(str(folder), what, needed, remedy))
+    with explained, on_failure(lambda: shutil.rmtree(draft, ignore_errors=True)):
         yield draft
         draft.replace(folder)
-    except BaseException as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if not is_full(error):
-            raise
-        remedy = "Free some space, or export to another disk. Nothing of this is left."
-        raise full_disk(str(folder), "the model could not be exported", needed, remedy) from error

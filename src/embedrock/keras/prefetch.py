@@ -151,12 +151,7 @@ class _Passes:
                 threading.Thread(target=_release, args=(self._windows.pop(number),), daemon=True).start()
 
     def bring(self, number: np.ndarray, *ids: np.ndarray) -> None:
-        """Load the rows of a batch into the caches.
-
-        Args:
-            number: number of the pass.
-            ids: (n,) for each table.
-        """
+        """Load the rows of a batch of a pass into the caches. `ids` are (n,) for each table."""
         window = self._windows[int(number)]
         while len(window) >= self._size:
             _release([window.popleft()])

@@ -15,33 +15,22 @@ from embedrock.errors import did_you_mean, with_article
 
 
 class Format(NamedTuple):
-    """A file format.
+    """A file format."""
 
-    Attributes:
-        name: on the command line.
-        suffix: file suffix.
-        read: opens a file to read.
-        sink: opens a file to write; None: the format is read only.
-        has_words: whether rows have words.
-        packed: whether compressed files can be read.
-        others: further suffixes.
-        kind: expected first bytes, in words for people; "": the reader checks them.
-    """
-
-    name: str
+    name: str  # on the command line
     suffix: str
     read: Callable[[Path, ReadOptions], VectorSource]
-    sink: Callable[[Output, int], Sink] | None
+    sink: Callable[[Output, int], Sink] | None  # None: the format is read only
     has_words: bool = False
-    packed: bool = False
-    others: tuple[str, ...] = ()
-    kind: str = ""
+    packed: bool = False  # whether compressed files can be read
+    others: tuple[str, ...] = ()  # further suffixes
+    kind: str = ""  # expected first bytes, in words for people; "": the reader checks them
 
 
-def _columns(name: str, file: Callable[[Path], columns.ColumnFile], *others: str) -> Format:
-    kind, read = name.capitalize(), partial(columns.ColumnFormat, open_file=file)
-    sink = partial(columns.columns_sink, kind=kind)
-    return Format(name, f".{name}", read, sink, others=others, kind=f"{with_article(kind)} file")
+def _columns(file: type[columns.ColumnFile], *others: str) -> Format:
+    name, read = file.kind.lower(), partial(columns.ColumnFormat, open_file=file)
+    sink = partial(columns.columns_sink, file=file)
+    return Format(name, f".{name}", read, sink, others=others, kind=f"{with_article(file.kind)} file")
 
 
 FORMATS = (
@@ -54,8 +43,8 @@ FORMATS = (
         )
         for name, sign in (("csv", ","), ("tsv", "\t"))
     ),
-    _columns("parquet", columns.ParquetFile),
-    _columns("arrow", columns.ArrowFile, ".feather", ".ipc", ".arrows"),
+    _columns(columns.ParquetFile),
+    _columns(columns.ArrowFile, ".feather", ".ipc", ".arrows"),
     Format("safetensors", ".safetensors", arrays.read_safetensors, arrays.SafetensorsSink, kind="a safetensors file"),
     Format("glove", ".txt", words.read_glove, words.TextSink, has_words=True, packed=True),
     Format(

@@ -58,27 +58,16 @@ GET_AGAIN = "Check that it is the right file, or get it again."
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a file.
-
-    Attributes:
-        path: file.
-        name: name of the array in the file; "" if it is the only one.
-        offset: of the first element.
-        dtype: NumPy dtype of the elements.
-        shape: of the array.
-        fortran: whether columns lie one after the other.
-        bits: name of a type that NumPy lacks, of which the elements are bits: "bfloat16", or in `CODED`. "": none.
-        member: of an archive; None: the file itself.
-    """
+    """An array in a file."""
 
     path: Path
-    name: str
-    offset: int
+    name: str  # in the file; "" if it is the only one
+    offset: int  # of the first element
     dtype: np.dtype
     shape: tuple[int, ...]
-    fortran: bool = False
-    bits: str = ""
-    member: str | None = None
+    fortran: bool = False  # whether columns lie one after the other
+    bits: str = ""  # name of a type that NumPy lacks, of which the elements are bits: "bfloat16", or in `CODED`
+    member: str | None = None  # of an archive; None: the file itself
 
     @property
     def length(self) -> int:
@@ -121,11 +110,7 @@ class Array:
 
 
 class Arrays(VectorSource):
-    """An array of vectors, and perhaps one of ids.
-
-    Raises:
-        FileError: the arrays are no vectors or ids.
-    """
+    """An array of vectors, and perhaps one of ids. Arrays that are neither are a `FileError`."""
 
     def __init__(self, path: Path, vectors: Array, ids: Array | None) -> None:
         self.path, self._vectors, self._ids, self.has_ids = path, vectors, ids, ids is not None
@@ -169,11 +154,7 @@ def as_ids(ids: np.ndarray, source: VectorSource, start: int) -> np.ndarray:
 
 
 def as_id(text: str) -> int:
-    """Return the id in a text.
-
-    Raises:
-        ValueError: it is no id.
-    """
+    """Return the id in a text, or raise `ValueError`."""
     if not WHOLE.fullmatch(text.strip(" \t")):
         raise ValueError("a whole number as id")
     value = int(text)

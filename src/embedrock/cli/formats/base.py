@@ -1,6 +1,4 @@
-"""The base of all file formats of vectors: `VectorSource` is read in batches, `Sink` is written and can be
-continued.
-"""
+"""Base of all file formats of vectors: `VectorSource` is read in batches, `Sink` is written and can be continued."""
 
 from __future__ import annotations
 
@@ -9,15 +7,15 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, BinaryIO, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from embedrock.cli.terminal.arguments import import_extra
 from embedrock.cli.terminal.tables import format_count
-from embedrock.errors import EmbedrockError
+from embedrock.errors import EmbedrockError, RequirementError
 from embedrock.io.vfs import OS_SYSTEM
 from embedrock.system import platform
 
@@ -37,17 +35,11 @@ class FileError(EmbedrockError, ValueError):
 
 
 class RowBatch(NamedTuple):
-    """Rows of a file, in file order.
+    """Rows of a file, in file order."""
 
-    Attributes:
-        ids: int64 (n,).
-        vectors: float32 (n, dim), finite.
-        words: names of the rows in the file, as bytes; None if rows have no words.
-    """
-
-    ids: np.ndarray
-    vectors: np.ndarray
-    words: list[bytes] | None = None
+    ids: np.ndarray  # int64 (n,)
+    vectors: np.ndarray  # float32 (n, dim), finite
+    words: list[bytes] | None = None  # names of the rows in the file; None: rows have no words
 
     def head(self, rows: int) -> RowBatch:
         """Return the first rows."""
@@ -56,38 +48,22 @@ class RowBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """A user's options for a file to read.
+    """A user's options for a file to read. None: the file says it, or the format chooses."""
 
-    Attributes:
-        ids: name of the array or column of ids, `ROW_NUMBERS`, "word", or a .npy file; None: the format's own choice.
-        vectors: name of the array or column of vectors; None: the format's own choice.
-        dim: number of columns, if the file does not say.
-        dtype: dtype of the numbers, if the file does not say.
-        header: whether the first line of a CSV or TSV file names its columns; None: detect.
-    """
-
-    ids: str | None = None
-    vectors: str | None = None
+    ids: str | None = None  # name of the array or column of ids, `ROW_NUMBERS`, "word", or a .npy file
+    vectors: str | None = None  # name of the array or column
     dim: int | None = None
     dtype: str | None = None
-    header: bool | None = None
+    header: bool | None = None  # whether the first line of a CSV or TSV file names its columns
 
 
 class VectorSource(ABC):
-    """A file of vectors.
-
-    Attributes:
-        path: file.
-        rows: number of rows.
-        dim: width of the vectors.
-        has_ids: whether the file has ids; otherwise rows are numbered from 0.
-        has_words: whether rows have words.
-    """
+    """A file of vectors."""
 
     path: Path
     rows: int
     dim: int
-    has_ids = False
+    has_ids = False  # without ids, rows are numbered from 0
     has_words = False
 
     def batches(self, start: int = 0, batch_rows: int | None = None) -> Generator[RowBatch]:
@@ -130,28 +106,32 @@ def rows_at_once(dim: int) -> int:
     return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // (4 * dim)))
 
 
-import_pyarrow = partial(import_extra, "pyarrow", "files")  # for a kind of files
+def import_pyarrow(what: str, *parts: str) -> Any:
+    """Import pyarrow, and some of its modules. `what` needs them, for errors.
+
+    Raises:
+        RequirementError: it is not installed.
+    """
+    try:
+        for part in parts:
+            import_module(f"pyarrow.{part}")
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise RequirementError(
+            f'{what} needs pyarrow, which does not import: {error}. pip install "embedrock[files]"'
+        ) from error
 
 
 class Output(NamedTuple):
-    """Description of a file to write.
-
-    Attributes:
-        path: file.
-        rows, dim: of the vectors.
-        has_ids: whether ids differ from the numbers of the rows, from 0.
-        words: file with a word per line, that of id 0 first; None: ids are the words.
-        dtype: of the vectors: "float32", "float16" or "bfloat16".
-        about: names and values that describe the rows, if the format has a place for them.
-    """
+    """Description of a file to write."""
 
     path: Path
     rows: int
     dim: int
-    has_ids: bool
-    words: Path | None = None
-    dtype: str = "float32"
-    about: Mapping[str, str] = {}
+    has_ids: bool  # whether ids differ from the numbers of the rows, from 0
+    words: Path | None = None  # a file with a word per line, that of id 0 first; None: ids are the words
+    dtype: str = "float32"  # or "float16", "bfloat16"
+    about: Mapping[str, str] = {}  # names and values that describe the rows, if the format has a place for them
 
 
 class PartFile:
@@ -189,12 +169,7 @@ class LineFile(PartFile):
 class Region(PartFile):
     """An array in a file that is being written.
 
-    Args:
-        path: file, which is created if it does not exist.
-        header: first bytes of the file, if this region writes them.
-        offset: of the first element.
-        dtype: of the elements.
-        shape: of the array.
+    `header` is the first bytes of the file, if this region writes them. `offset` is that of the first element.
     """
 
     def __init__(self, path: Path, header: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> None:
@@ -219,10 +194,6 @@ class Region(PartFile):
         self.file.truncate(self.offset + self.shape[0] * self._row_bytes)
         self.sync()
 
-    def mapped(self) -> np.ndarray:
-        """Map the array in the file."""
-        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
-
 
 Part = TypeVar("Part", bound=PartFile)
 
@@ -230,9 +201,7 @@ Part = TypeVar("Part", bound=PartFile)
 class Sink(ABC, Generic[Part]):
     """A file of vectors, written to files with `PART` at the end of their names until it is complete.
 
-    Args:
-        output: description of the file.
-        done: number of rows that are in the parts already, durably.
+    `done` is the number of rows that are in these parts, at the start durably.
     """
 
     parts: list[Part]
@@ -323,34 +292,15 @@ class Regions(Sink[Region]):
 
 
 def keep_lines(path: Path, count: int) -> None:
-    """Truncate a file after its first `count` lines.
-
-    Raises:
-        FileError: it has fewer.
-    """
-    seen, expected = 0, f"{format_count(count, 'line')} from an earlier run"
+    """Truncate a file after its first `count` lines. Fewer are a `FileError`."""
+    expected = f"{format_count(count, 'line')} from an earlier run"
     if not path.exists():
         fail(path, expected, "no such file", "Begin anew: --restart.")
-    for starts in line_starts(path):
-        if seen + len(starts) > count:
-            return os.truncate(path, int(starts[count - seen]))
-        seen += len(starts)
-    fail(path, expected, f"{seen - 1}", "Begin anew: --restart.")
-
-
-def line_starts(path: Path) -> Iterator[np.ndarray]:
-    """Yield where lines begin, some at a time. After the last end of a line, another one begins."""
-    yield np.zeros(1, np.int64)
-    offset = 1
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            yield line_ends(block) + offset
-            offset += len(block)
-
-
-def line_ends(block: bytes) -> np.ndarray:
-    """Return the positions of newlines."""
-    return np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+    with open(path, "r+b") as file:
+        seen = sum(line.endswith(b"\n") for line in islice(file, count))
+        if seen < count:
+            fail(path, expected, f"{seen}", "Begin anew: --restart.")
+        file.truncate(file.tell())
 
 
 def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:
@@ -363,9 +313,7 @@ def npy_region(path: Path, dtype: str, shape: tuple[int, ...]) -> Region:
 class Spool(Regions):
     """A sink that spools vectors and ids, for a file that cannot be continued.
 
-    Args:
-        output, done: see `Sink`.
-        pack: writes the file at the end, from its path, vectors and, unless rows are numbered from 0, ids.
+    `pack` writes the file at the end, from its path, vectors and, unless rows are numbered from 0, ids.
     """
 
     def __init__(self, output: Output, done: int, pack: Callable[..., None]) -> None:
@@ -379,7 +327,7 @@ class Spool(Regions):
         for region in self.parts:
             region.end()
         part = part_of(self.output.path)
-        self._pack(part, *(region.mapped() for region in self.parts))
+        self._pack(part, *(np.load(region.path, mmap_mode="r") for region in self.parts))
         with open(part, "rb") as file:
             platform.sync(file.fileno())
         made = publish(part, self.output.path)

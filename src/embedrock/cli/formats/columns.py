@@ -31,39 +31,28 @@ READ_BYTES = 1 << 20
 ARROW_MAGIC = b"ARROW1"  # magic bytes of a file; a stream has none
 CHECK = "Check that it is the right file"
 IDS, VECTORS = "id", "vector"  # names of the columns
-WRITTEN_BY = {"Parquet": "parquet", "Arrow": "ipc"}  # modules of pyarrow
 FIX = "Fix or remove the row."
 
 
 class ColumnFile(ABC):
-    """A file of columns.
+    """A file of columns. If pyarrow refuses it, its methods raise a `FileError`."""
 
-    Attributes:
-        path: file.
-        arrow: the module pyarrow.
-        rows: number of rows in the file.
-    """
+    kind: str  # of the file, for people
+    module: str  # of pyarrow
 
-    def __init__(self, path: Path, kind: str, part: str) -> None:
-        self.path, self._kind, self.arrow = path, kind, import_pyarrow(kind, part, "compute")
+    def __init__(self, path: Path, kind: str = "") -> None:
+        self.path, self._kind = path, kind or self.kind
+        self.arrow = import_pyarrow(self._kind, self.module, "compute")
         with self._reading():
             self.rows = self._count()
 
     def types(self) -> dict[str, Any]:
-        """Return pyarrow's type of each column.
-
-        Raises:
-            FileError: pyarrow refuses the file.
-        """
+        """Return pyarrow's type of each column."""
         with self._reading():
             return {field.name: field.type for field in self._schema()}
 
     def batches(self, names: Sequence[str], start: int, rows: int) -> Iterator[Any]:
-        """Yield record batches of these columns from row `start` on, of at most `rows` rows.
-
-        Raises:
-            FileError: pyarrow refuses the file.
-        """
+        """Yield record batches of these columns from row `start` on, of at most `rows` rows."""
         with self._reading(start):
             for batch in self._batches(list(names), start, rows):
                 for first in range(0, batch.num_rows, rows):
@@ -96,8 +85,7 @@ class ColumnFile(ABC):
 class ParquetFile(ColumnFile):
     """A Parquet file."""
 
-    def __init__(self, path: Path, kind: str = "Parquet") -> None:
-        super().__init__(path, kind, "parquet")
+    kind, module = "Parquet", "parquet"
 
     def _open(self) -> Any:
         # Pages are read one by one: a row group may be as large as the file.
@@ -131,8 +119,7 @@ def _groups_from(metadata: Any, start: int) -> tuple[list[int], int]:
 class ArrowFile(ColumnFile):
     """A file or stream of Arrow."""
 
-    def __init__(self, path: Path, kind: str = "Arrow") -> None:
-        super().__init__(path, kind, "ipc")
+    kind, module = "Arrow", "ipc"
 
     @contextmanager
     def _opened(self, columns: list[int] | None = None) -> Iterator[Any]:
@@ -236,16 +223,16 @@ def first_null(column: Any) -> int:
     return int(column.is_null().to_numpy(zero_copy_only=False).argmax())
 
 
-def columns_sink(output: Output, done: int, kind: str) -> Spool:
+def columns_sink(output: Output, done: int, file: type[ColumnFile]) -> Spool:
     """Return a sink for columns "id" and "vector" of a Parquet or Arrow file, not compressed."""
-    arrow = import_pyarrow(kind, WRITTEN_BY[kind])  # or the work would be lost
-    return Spool(output, done, partial(_pack, arrow, kind))
+    arrow = import_pyarrow(file.kind, file.module)  # or the work would be lost
+    return Spool(output, done, partial(_pack, arrow, file))
 
 
-def _pack(arrow: Any, kind: str, path: Path, vectors: np.ndarray, ids: np.ndarray | None = None) -> None:
+def _pack(arrow: Any, kind: type[ColumnFile], path: Path, vectors: np.ndarray, ids: np.ndarray | None = None) -> None:
     (rows, dim), ids = vectors.shape, np.arange(len(vectors)) if ids is None else ids
     schema = arrow.schema([(IDS, arrow.int64()), (VECTORS, arrow.list_(arrow.float32(), dim))])
-    if kind == "Parquet":
+    if kind is ParquetFile:
         made = arrow.parquet.ParquetWriter(path, schema, compression="none", use_dictionary=False)
     else:
         made = arrow.ipc.new_file(str(path), schema)

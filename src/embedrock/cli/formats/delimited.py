@@ -24,7 +24,6 @@ from embedrock.cli.formats.base import (
     VectorSource,
     fail,
     import_pyarrow,
-    line_ends,
 )
 from embedrock.cli.formats.columns import CHECK, ColumnFile
 from embedrock.cli.formats.files import opened_text
@@ -46,37 +45,27 @@ NO_ROW = re.compile(r"CSV parse error: Row #(\d+): Expected \d+ columns, got (\d
 
 
 class Lines(NamedTuple):
-    """The relation of lines and rows in a text.
+    """The relation of lines and rows in a text."""
 
-    Attributes:
-        separator: between columns.
-        columns: number of columns in a line.
-        head: number of lines before the first row.
-        plain: whether each line, even a blank one, is one value, and quotes have no meaning.
-        strict: whether quoted fields end in their line.
-    """
-
-    separator: str
-    columns: int
-    head: int = 0
-    plain: bool = False
-    strict: bool = False
+    separator: str  # between columns
+    columns: int  # in a line
+    head: int = 0  # number of lines before the first row
+    plain: bool = False  # whether each line, even a blank one, is one value, and quotes have no meaning
+    strict: bool = False  # whether quoted fields end in their line
 
 
 class CsvFile(ColumnFile):
     """A text with a row in each line, compressed or not. Columns are called 0, 1, ...
 
-    Args:
-        path: file.
-        expected: expected content, for people.
-        lines: relation of lines and rows.
-        conversion: options of pyarrow's `ConvertOptions`.
+    `conversion` are options of pyarrow's `ConvertOptions`.
     """
+
+    kind, module = "CSV", "csv"
 
     def __init__(self, path: Path, expected: str, lines: Lines, conversion: dict[str, Any]) -> None:
         self._expected, self._lines, self._conversion = expected, lines, conversion
         self._names = [str(column) for column in range(lines.columns)]
-        super().__init__(path, "CSV", "csv")
+        super().__init__(path)
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield blocks of complete lines, each with the number of its first line."""
@@ -90,13 +79,13 @@ class CsvFile(ColumnFile):
                 data += rest
                 if self._lines.plain or data.strip(b"\r\n"):
                     yield line, data
-                line += len(line_ends(data))
+                line += data.count(b"\n")
 
     def _rows_in(self, data: bytes) -> int:
         if b"\r" in data:
             lines = data.splitlines()
             return len(lines) if self._lines.plain else sum(map(bool, lines))
-        ends = line_ends(data)
+        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
         blank = 0 if self._lines.plain else int(np.count_nonzero(np.diff(ends, prepend=-1) == 1))
         return len(ends) - blank + (not data.endswith(b"\n"))
 
@@ -183,13 +172,7 @@ def is_open(fields: list[str]) -> bool:
 
 
 class Delimited(VectorSource):
-    """A source of lines with an id and numbers.
-
-    Args:
-        path: file.
-        options: the user's options.
-        separator: between columns, if the first line has it.
-    """
+    """A source of lines with an id and numbers. `separator` is between columns, if the first line has it."""
 
     def __init__(self, path: Path, options: ReadOptions, separator: str) -> None:
         self.path, arrow = path, import_pyarrow("CSV", "csv")

@@ -29,19 +29,12 @@ CHECK_FILE = "Check that it is the right file."
 
 
 class Signature(NamedTuple):
-    """The first bytes of a kind of file.
+    """The first bytes of a kind of file."""
 
-    Attributes:
-        name: for people.
-        begins: a pattern of its first bytes.
-        remedy: advice to the user.
-        suffix: of such files, if something reads them.
-    """
-
-    name: str
-    begins: bytes
+    name: str  # for people
+    begins: bytes  # a pattern
     remedy: str = ""
-    suffix: str = ""
+    suffix: str = ""  # of such files, if something reads them
 
 
 HTML = rb"<(?i:!doctype\s+html|(?:html|head|body)(?=[\s>])(?!>? [-+.\d]))"
@@ -97,11 +90,7 @@ def kind_of(head: bytes) -> Signature | None:
 
 
 def refuse_others(path: Path, head: bytes, expected: str, suffixes: Sequence[str] = ()) -> None:
-    """Refuse a file whose first bytes are of another kind than those of these suffixes.
-
-    Raises:
-        FileError: it is another, or empty.
-    """
+    """Refuse an empty file, and one whose first bytes are of another kind than those of these suffixes."""
     if not head:
         fail(path, expected, "an empty file", "Get or write it again.")
     kind = kind_of(head)
@@ -110,11 +99,7 @@ def refuse_others(path: Path, head: bytes, expected: str, suffixes: Sequence[str
 
 
 def check_kind(path: Path, expected: str, suffixes: Sequence[str]) -> None:
-    """Refuse a file of another kind than those of these suffixes, all of them binary.
-
-    Raises:
-        FileError: it is another, or empty.
-    """
+    """Refuse an empty file, and one of another kind than those of these suffixes, all of them binary."""
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
     refuse_others(path, head, expected, suffixes)
@@ -178,12 +163,7 @@ def is_packed(path: Path) -> bool:
 def opened(path: Path, expected: str) -> Iterator[io.BufferedReader]:
     """Open a file to read its unpacked content. Compression is detected by the first bytes, not by the name.
 
-    Args:
-        path: file.
-        expected: expected content, for people.
-
-    Raises:
-        FileError: it is damaged, or of a kind that is detected by its first bytes.
+    A damaged file, or one of a kind that is detected by its first bytes, is a `FileError`.
     """
     plain: Any = open(path, "rb", HEAD_BYTES)  # noqa: SIM115  # closed by the next line
     with plain:
@@ -193,10 +173,8 @@ def opened(path: Path, expected: str) -> Iterator[io.BufferedReader]:
             try:
                 refuse_others(path, file.peek(HEAD_BYTES), expected)
                 yield file
-            except BROKEN as error:
-                fail(path, "a whole compressed file", f"{error}", "Get it again.")
-            except OSError as error:
-                if error.errno is not None or unpack is None:
+            except (*BROKEN, OSError) as error:
+                if isinstance(error, OSError) and (error.errno is not None or unpack is None):
                     raise
                 fail(path, "a whole compressed file", f"{error}", "Get it again.")
 
@@ -224,11 +202,7 @@ def opened_text(path: Path, expected: str) -> Iterator[io.BufferedReader]:
 
 
 def text_of(path: Path, expected: str) -> str:
-    """Return the content of a text.
-
-    Raises:
-        FileError: it is damaged, or no text.
-    """
+    """Return the content of a text."""
     with opened_text(path, expected) as file:
         data = file.read()
     try:

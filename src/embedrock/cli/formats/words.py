@@ -6,7 +6,7 @@ import codecs
 import re
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import IO
 
@@ -22,7 +22,6 @@ from embedrock.cli.formats.base import (
     RowBatch,
     VectorSource,
     fail,
-    line_starts,
 )
 from embedrock.cli.formats.files import HEAD_BYTES, TEXT_BYTES, bytes_at_most, is_text, opened, opened_text
 from embedrock.cli.terminal.tables import format_count
@@ -43,14 +42,11 @@ class VocabularyFormat:
     """Words by id, from a file; takes 8 bytes of RAM per word."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        starts = np.concatenate([*line_starts(path)])
-        if (size := path.stat().st_size) != starts[-1]:  # the last line lacks its end
-            starts = np.append(starts, size)
-        self._file = open(path, "rb")  # noqa: SIM115  (closed by `close`)
+        self._path, self._file = path, open(path, "rb")  # noqa: SIM115  (closed by `close`)
+        self._starts = np.cumsum(np.fromiter(chain([0], map(len, self._file)), np.int64))
+        self._file.seek(0)
         if self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
-            starts[0] = len(codecs.BOM_UTF8)
-        self._starts = starts
+            self._starts[0] = len(codecs.BOM_UTF8)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -117,14 +113,12 @@ def has_counts(path: Path) -> bool:
 
 def count_lines(path: Path) -> int:
     """Count the lines of a file. The last one may lack its end, and blank ones at the end do not count."""
-    lines = blank = 0  # line ends before the last word, and after it
+    lines = 1
     with opened_text(path, EXPECTED) as file:
-        while block := file.read(BLOCK_BYTES):
-            ends = block.count(b"\n")
-            if words := block.rstrip():
-                lines, blank, ends = lines + blank + words.count(b"\n"), 0, ends - words.count(b"\n")
-            blank += ends
-    return lines + 1
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
+            if not line.isspace():
+                lines = number
+    return lines
 
 
 class WordSource(VectorSource):
@@ -181,12 +175,9 @@ class Text(WordSource):
             self.fail(format_count(self.rows, "row"), got, "Get the file again.", self.place(rows))
 
     def _parse(self, lines: list[bytes], first: int) -> tuple[list[bytes], np.ndarray]:
-        words, numbers = [], []
-        for line in lines:
-            word, _, rest = line.rstrip().partition(b" ")
-            words.append(word)
-            numbers.append(rest)
-        vectors = self._fast(words, numbers)
+        parts = [line.rstrip().partition(b" ") for line in lines]
+        words = [word for word, _, _ in parts]
+        vectors = self._fast(words, [numbers for _, _, numbers in parts])
         return (words, vectors) if vectors is not None else self._slow(lines, first)
 
     def _fast(self, words: list[bytes], numbers: list[bytes]) -> np.ndarray | None:

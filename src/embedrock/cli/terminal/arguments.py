@@ -8,11 +8,10 @@ import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from embedrock.errors import ArgumentError, RequirementError, did_you_mean
+from embedrock.errors import ArgumentError, did_you_mean
 from embedrock.system.paths import local_path
 from embedrock.system.sizes import parse_bytes
 
@@ -117,22 +116,6 @@ def add_command(
         parser.add_argument("--json", action="store_true", help=json_text)
     parser.set_defaults(run=run, parser=parser)
     return parser
-
-
-def import_extra(package: str, extra: str, what: str, *parts: str) -> Any:
-    """Import a package that an extra of Embedrock installs, and some of its modules. `what` needs them, for errors.
-
-    Raises:
-        RequirementError: it is not installed.
-    """
-    try:
-        for part in parts:
-            import_module(f"{package}.{part}")
-        return import_module(package)
-    except ImportError as error:
-        raise RequirementError(
-            f'{what} needs {package}, which does not import: {error}. pip install "embedrock[{extra}]"'
-        ) from error
 
 
 def print_result(arguments: Namespace, result: dict[str, Any], text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,11 +109,3 @@ def progress(label: str, total: int, done: int, unit: str = " rows") -> Iterator
             bar.update(count)
 
         yield advance
-
-
-def say(text: str, transient: bool = False) -> None:
-    """Print a line about the progress. The next line replaces a transient one, which is for terminals only."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="" if transient else "\n", file=sys.stderr, flush=True)
-    elif not transient:
-        print(text, file=sys.stderr, flush=True)

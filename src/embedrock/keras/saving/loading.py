@@ -35,17 +35,11 @@ from embedrock.table.table import Table
 
 
 class _Loading(NamedTuple):
-    """The options of a running `load_model`.
+    """The options of a running `load_model`."""
 
-    Attributes:
-        mode: "w", or "r" for snapshots.
-        where: function from the path of a table in the file to its path now.
-        commits: commit number of each path in the file.
-    """
-
-    mode: str
-    where: Callable[[str], str]
-    commits: Mapping[str, int]
+    mode: str  # "w", or "r" for snapshots
+    where: Callable[[str], str]  # from the path of a table in the file to its path now
+    commits: Mapping[str, int]  # by path in the file
 
 
 _loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)

@@ -66,14 +66,10 @@ class SaveDestination(NamedTuple):
 
     The key identifies the file, not only the path: a new file in place of a moved one has another. Remote files have no
     file number, so their key identifies the path only.
-
-    Attributes:
-        path: absolute path of a file; the prefix of a `tf.train.Checkpoint`.
-        is_checkpoint: whether it is a `tf.train.Checkpoint`, whose files TensorFlow removes.
     """
 
-    path: str
-    is_checkpoint: bool = False
+    path: str  # absolute path of a file; the prefix of a `tf.train.Checkpoint`
+    is_checkpoint: bool = False  # whether it is a `tf.train.Checkpoint`, whose files TensorFlow removes
 
     @property
     def _key(self) -> str:

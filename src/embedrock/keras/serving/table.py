@@ -47,18 +47,12 @@ def philox(counter: list[Any], seed: int) -> list[Any]:
     return [c0, c1, c2, c3]
 
 
-def standard_normal(words: tf.Tensor) -> tf.Tensor:
-    """Return the standard normal values of `words`, uint64 below 2**32 of any shape."""
-    return _quantile(words, *_tail(words))
-
-
-def _tail(words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def standard_normal(words: tf.Tensor, beyond: float = 0.0) -> tf.Tensor:
+    """Return the standard normal values of `words`, uint64 below 2**32 of any shape, without the tails `beyond`."""
+    inside = np.float32(1) - np.float32(2) * np.float32(beyond)
     k = tf.cast(_high(words, 1), tf.int32)
-    p = (tf.cast(k, tf.float32) + 0.5) * 2.0**-32
-    return p, (tf.cast(0x7FFFFFFF - k, tf.float32) + 0.5) * 2.0**-31
-
-
-def _quantile(words: tf.Tensor, p: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    p = np.float32(beyond) + inside * ((tf.cast(k, tf.float32) + 0.5) * 2.0**-32)
+    x = inside * ((tf.cast(0x7FFFFFFF - k, tf.float32) + 0.5) * 2.0**-31)
     w = _minus_log((4.0 * p) * (1.0 - p))
     z = (x * _polynomial(w, constants.NUMERATOR)) / _polynomial(w, constants.DENOMINATOR)
     sign = 1 - 2 * tf.cast(words & np.uint64(1), tf.int32)  # z is never 0
@@ -83,11 +77,9 @@ def _uniform(init: Uniform, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
     return start + (np.float32(init.high) - start) * unit
 
 
-def _truncated_normal(init: TruncatedNormal, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
-    words, beyond = _words(spec, ids), np.float32(init.beyond)
-    inside = np.float32(1) - np.float32(2) * beyond
-    p, x = _tail(words)
-    return np.float32(init.mean) + np.float32(init.std) * _quantile(words, beyond + inside * p, inside * x)
+def _normal(init: Normal | TruncatedNormal, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
+    beyond = init.beyond if isinstance(init, TruncatedNormal) else 0.0
+    return np.float32(init.mean) + np.float32(init.std) * standard_normal(_words(spec, ids), beyond)
 
 
 def _constant(init: Constant, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
@@ -95,8 +87,8 @@ def _constant(init: Constant, spec: Spec, ids: tf.Tensor) -> tf.Tensor:
 
 
 _DRAWS: dict[type[Initializer], Callable[..., tf.Tensor]] = {
-    Normal: lambda init, spec, ids: np.float32(init.mean) + np.float32(init.std) * standard_normal(_words(spec, ids)),
-    TruncatedNormal: _truncated_normal,
+    Normal: _normal,
+    TruncatedNormal: _normal,
     Uniform: _uniform,
     Constant: _constant,
     Zeros: _constant,
@@ -162,7 +154,7 @@ class ServingTable(tf.Module):
         self._spec, self._first_scale = table.spec, np.float32(table.first_scale)
         self._subject = f"table {table.name or table.path!r}" if table.name or table.path else "the table"
         there = _without_records(table, missing) if missing else np.empty(0, np.int64)
-        self._count = _count(table) + len(there)
+        self._count = int(table.stats()["rows_touched"]) + len(there)
         row = rows.row_instead(missing) if missing else rows.default_row()
         self._default_row = None if row is None else tf.constant(row)  # of all rows without a record
         self._raises = missing is not None and missing.choice == "raise"
@@ -178,16 +170,12 @@ class ServingTable(tf.Module):
             if self._is_whole:
                 self._rows = _whole_rows(table, missing)
             else:
-                self._ids, self._positions, self._rows = _found_rows(table, there, missing)
+                self._ids, self._positions, self._rows = _found_rows(table, self._count, there, missing)
 
     def __call__(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the weights of rows: float32 of shape ``ids.shape + (dim,)``.
 
-        Args:
-            ids: integers of any shape; repeats are allowed. Ids outside the table raise `InvalidArgumentError`.
-
-        Raises:
-            IdTypeError: ids are not integers.
+        Ids outside the table raise `InvalidArgumentError`.
         """
         if not ids.dtype.is_integer:
             raise IdTypeError(f"`ids` of {self._subject} must be integers: got {ids.dtype.name}. Cast them to int64.")
@@ -250,11 +238,7 @@ class ServingTable(tf.Module):
 
 
 def serving_table(table: Table, missing: Missing | None) -> ServingTable:
-    """Return the serving table of a table, for layers with a choice of rows that are not there.
-
-    Raises:
-        ArgumentError: the table has none.
-    """
+    """Return the serving table of a table, for layers with a choice of rows that are not there."""
     found = (serving.get() or {}).get((table, missing))
     if found is None:
         raise ArgumentError(
@@ -295,14 +279,10 @@ def _without_records(table: Table, missing: Missing) -> np.ndarray:
     return ids[~rows_of(table).tier.holds(ids)]
 
 
-def _count(table: Table) -> int:
-    return int(table.stats()["rows_touched"])
-
-
 def extent(table: Table, whole_bytes: int | str, missing: Missing | None = None) -> tuple[bool, int]:
     """Return whether a `ServingTable` has all rows, and the bytes of its variables."""
     limit, row_bytes = parse_bytes(whole_bytes, "whole_bytes"), table.dim * table.spec.words.itemsize
-    found = _count(table) * (row_bytes + ID_BYTES)
+    found = int(table.stats()["rows_touched"]) * (row_bytes + ID_BYTES)
     is_partial = missing is not None and missing.choice == "raise" and not rows_of(table).are_all_there
     if table.rows is None or is_partial:
         return False, found
@@ -336,11 +316,9 @@ def _whole_rows(table: Table, missing: Missing | None) -> tf.Variable:
     return _filled(table, count, (table.lookup(part, missing=missing) for part in parts))
 
 
-def _found_rows(
-    table: Table, others: np.ndarray, missing: Missing | None
-) -> tuple[tf.Variable, tf.Variable, tf.Variable]:
-    """Return three variables: ascending ids with records, or in `others`, their positions in the rows, and the rows."""
-    ids, done = np.empty(_count(table) + len(others), np.int64), 0
+def _found_rows(table: Table, count: int, others: np.ndarray, missing: Missing | None) -> tuple[tf.Variable, ...]:
+    """Return variables of `count` rows: ascending ids with records, or in `others`, their positions, and the rows."""
+    ids, done = np.empty(count, np.int64), 0
 
     def batches() -> Iterator[np.ndarray]:
         nonlocal done
@@ -349,7 +327,7 @@ def _found_rows(
             done += len(part)
             yield values
 
-    variable = _filled(table, len(ids), batches())
+    variable = _filled(table, count, batches())
     order = np.argsort(ids)
     return (
         tf.Variable(tf.constant(ids[order]), trainable=False, name="ids"),

@@ -1,3 +1,1 @@
 """A step of training: lookups and their gradients, handles of tables, and optimizers that step rows."""
-
-from __future__ import annotations

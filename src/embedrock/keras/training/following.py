@@ -17,9 +17,6 @@ from embedrock import optimizers as rules
 from embedrock.errors import UnsupportedError
 from embedrock.optimizers import Rule
 
-# Makes the rule of a step from an optimizer, the learning rate of the step, and whether rows decay.
-Follower = Callable[[Any, float, bool], Rule]
-
 
 @functools.lru_cache(64)
 def _kept(kind: type[Rule], **options: Any) -> Rule:
@@ -66,8 +63,8 @@ def _ftrl(optimizer: Any, lr: float, decays: bool) -> Rule:
     return _made(rules.Ftrl, lr=lr, l1=l1, l2=l2, beta=optimizer.beta, initial_accumulator_value=first, dense=True)
 
 
-# By class, the more special ones first.
-FOLLOWED: dict[type, Follower] = {
+# By class, the more special ones first: the rule of an optimizer's step, by its learning rate, and whether rows decay.
+FOLLOWED: dict[type, Callable[[Any, float, bool], Rule]] = {
     optimizers.SGD: _sgd,
     optimizers.Adagrad: _adagrad,
     optimizers.RMSprop: _rmsprop,

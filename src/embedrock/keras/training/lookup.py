@@ -80,9 +80,7 @@ class ProgramLookup:
     def look_up(self, values: Any, *inputs: Any) -> list[Any]:
         """Return the number of kept plans, the rows or bags of each request, and saved arrays for the backward pass.
 
-        Args:
-            values: the handles' values.
-            inputs: the parts of the requests, and rows fetched from other workers.
+        `inputs` are the parts of the requests, and rows fetched from other workers.
         """
         if values.any():
             for handle, value in zip(self.handles, values, strict=True):
@@ -108,11 +106,8 @@ class ProgramLookup:
     def sum_gradients(self, place: int, replica: Any, plans_number: Any, *inputs: Any) -> list[Any]:
         """Sum gradients by row; return a token for each trained handle, and gradients of weights.
 
-        Args:
-            place: the part of the program around the backward pass, see `PendingGradients.add`.
-            replica: number of the replica.
-            plans_number: the number of kept plans, which `look_up` returned.
-            inputs: the parts of the requests, the saved arrays of `look_up`, and the gradients of the rows and bags.
+        `place` is the part of the program around the backward pass, see `PendingGradients.add`. `inputs` are the parts
+        of the requests, the saved arrays of `look_up`, and the gradients of the rows and bags.
         """
         for part in self.parts:
             for request in part.requests:
@@ -127,9 +122,8 @@ class ProgramLookup:
             summed, weights = part.sum_gradients(inputs, plan, grads, array)
             for handle, of_rows in summed:
                 by_handle[handle].append(of_rows)
-            if weights:
-                pairs = zip(part.which, part.requests, strict=True)
-                of_weights.update(zip([k for k, one in pairs if one.weights is not None], weights, strict=True))
+            pairs = zip(part.which, part.requests, strict=True)
+            of_weights.update(zip([k for k, one in pairs if one.weights is not None], weights, strict=True))
         where, tokens, time = (place, int(replica)), [], None
         if self._time is not None and self.trained:
             times = self.handles[0].executor.host_array(inputs[self._time])
@@ -145,10 +139,7 @@ class ProgramLookup:
     ) -> list[tf.Tensor | None]:
         """Return, in a program, the gradients of the handles' values, None for untrained ones, and of weights.
 
-        Args:
-            sent: the arguments of `sum_gradients` before `grads`.
-            grads: gradients of the rows and bags; `tf.IndexedSlices` as well.
-            shapes: shapes of the weights.
+        `sent` are the arguments of `sum_gradients` before `grads`, and `shapes` those of the weights.
         """
         dtypes = [tf.float32] * (len(self.trained) + len(shapes))
 

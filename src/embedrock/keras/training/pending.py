@@ -28,22 +28,14 @@ KEPT = 8
 
 
 class BackwardResult(NamedTuple):
-    """The gradients of one backward pass.
-
-    Attributes:
-        replica, lookup, order: replica, lookup of the program, and count of the table's passes. Gradients are summed in
-            this order.
-        step: number of steps of the table before it.
-        grads: gradients of the rows, as the table's executor sums them.
-        time: of the newest event, in seconds since 1970; None: it is not known.
-    """
+    """The gradients of one backward pass. They are summed in the order of the first three fields."""
 
     replica: int
-    lookup: int
-    order: int
-    step: int
-    grads: Any
-    time: float | None
+    lookup: int  # of the program
+    order: int  # count of the table's passes
+    step: int  # number of steps of the table before it
+    grads: Any  # of the rows, as the table's executor sums them
+    time: float | None  # of the newest event, in seconds since 1970; None: it is not known
 
 
 class PendingGradients:

@@ -31,43 +31,38 @@ def executor_of(table: Table, label: str) -> ProgramExecutor:
         UnsupportedError: the GPU cannot use them.
     """
     given, gpus = device_memory_of(table), tf.config.get_visible_devices("GPU")  # this starts no GPU
-    if not given:
-        if given is None and gpus:
-            warnings.warn(
-                f"TensorFlow has {_names(gpus)}, and rows of Embedrock's layers are not used there: {BY_HOST}, and "
-                'what they return is copied to the GPU. Pass device_memory="2GiB" to the layers to have rows used '
-                f"there, or device_memory=0 to say that this is meant ({_SEE}).",
-                PlacementWarning,
-                stacklevel=2,
-            )
+    if not given and (given is not None or not gpus):
         return ProgramExecutor(table, label)
-    if not gpus and os.environ.get("TRITON_INTERPRET") != "1":
-        warnings.warn(
-            f"device_memory={given!r} of {label} is not used, as TensorFlow has no GPU here: the CPU uses the rows, to "
-            "the same result.",
-            PlacementWarning,
-            stacklevel=2,
+    if given is None:
+        surprise = (
+            f"TensorFlow has {_names(gpus)}, and rows of Embedrock's layers are not used there: {BY_HOST}, and "
+            'what they return is copied to the GPU. Pass device_memory="2GiB" to the layers to have rows used '
+            f"there, or device_memory=0 to say that this is meant ({_SEE})."
         )
-        return ProgramExecutor(table, label)
-    if lack := _lack(gpus):
+    elif not gpus and os.environ.get("TRITON_INTERPRET") != "1":
+        surprise = (
+            f"device_memory={given!r} of {label} is not used, as TensorFlow has no GPU here: the CPU uses the rows, to "
+            "the same result."
+        )
+    elif lack := _lack(gpus):
         raise UnsupportedError(
             f"rows of {label} cannot be used by TensorFlow's GPU (device_memory={given!r}): {lack}. {_SEE}. Without "
             "device_memory the CPU uses them, to the same result."
         )
-    import torch
-
-    from embedrock.keras.training.gpu_executor import DlpackTransfer, TensorFlowGpuExecutor
-
-    if table.group is not None and rows_of(table).lifecycle is not None:
-        warnings.warn(
+    elif table.group is not None and rows_of(table).lifecycle is not None:
+        surprise = (
             f"{table.subject} is in a group, and its rows come and go: it is read and stepped by the CPU, and its rows "
-            "are copied to the GPU. For GPU speed, make it outside of the group.",
-            PlacementWarning,
-            stacklevel=2,
+            "are copied to the GPU. For GPU speed, make it outside of the group."
         )
-        return ProgramExecutor(table, label)
-    place, device = (GPU, torch.device("cuda", 0)) if gpus else (CPU, torch.device("cpu"))
-    return TensorFlowGpuExecutor(table, label, DlpackTransfer(place, device))
+    else:
+        import torch
+
+        from embedrock.keras.training.gpu_executor import DlpackTransfer, TensorFlowGpuExecutor
+
+        place, device = (GPU, torch.device("cuda", 0)) if gpus else (CPU, torch.device("cpu"))
+        return TensorFlowGpuExecutor(table, label, DlpackTransfer(place, device))
+    warnings.warn(surprise, PlacementWarning, stacklevel=2)
+    return ProgramExecutor(table, label)
 
 
 def _lack(gpus: list[Any]) -> str | None:

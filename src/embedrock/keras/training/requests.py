@@ -33,24 +33,16 @@ T = TypeVar("T")
 class LookupRequest(NamedTuple):
     """One input of a lookup: tensors in a program, their numbers among the inputs of host functions, or arrays.
 
-    Attributes:
-        handle: handle of the table.
-        ids: int32 or int64; of any shape, or (n,) if rows are pooled.
-        offsets: int64 (bags + 1,): bag b holds the ids ``offsets[b]`` to ``offsets[b + 1]``. The last bag ends at n.
-            None for the rows themselves.
-        weights: float32 (n,), factors of the rows of bags; None for ones.
-        is_max: pool by the largest values of each column instead of sums. It goes without weights.
-        is_masked: padding was removed from the ids.
-        layer: weak reference to the layer that asks, without which programs may live; None: none does.
+    Bag b holds the ids ``offsets[b]`` to ``offsets[b + 1]``. The last bag ends at n.
     """
 
     handle: TableHandle
-    ids: Any
-    offsets: Any = None
-    weights: Any = None
-    is_max: bool = False
-    is_masked: bool = False
-    layer: weakref.ref[Any] | None = None
+    ids: Any  # int32 or int64; of any shape, or (n,) if rows are pooled
+    offsets: Any = None  # int64 (bags + 1,); None for the rows themselves
+    weights: Any = None  # float32 (n,), factors of the rows of bags; None for ones
+    is_max: bool = False  # pool by the largest values of each column instead of sums, without weights
+    is_masked: bool = False  # padding was removed from the ids
+    layer: weakref.ref[Any] | None = None  # asks, and may be gone before the program; None: no layer asks
 
     def parts(self) -> list[Any]:
         return [part for part in self[1:4] if part is not None]
@@ -105,13 +97,8 @@ def planned_apart(requests: Sequence[LookupRequest]) -> list[list[int]]:
 class HostLookup:
     """The requests of a lookup that are planned together on the CPU. Rows of a table with bags become bags of one.
 
-    Args:
-        requests: the requests, whose parts are numbers of inputs.
-        which: their indices in the lookup.
-
-    Attributes:
-        requests, which: see above.
-        saved: dtype of an array that a backward pass needs besides the plan; None: it needs none.
+    The parts of requests are numbers of inputs. `which` are their indices in the lookup. `saved` is the dtype of an
+    array that a backward pass needs besides the plan, or None.
     """
 
     def __init__(self, requests: Sequence[LookupRequest], which: Sequence[int]) -> None:

@@ -1,3 +1,1 @@
 """Several workers of a cluster: repairs of `fit`, messages between workers, and shards."""
-
-from __future__ import annotations

@@ -122,10 +122,8 @@ def _tell_other_workers(strategy: tf.distribute.Strategy, error: BaseException) 
     Without it they would wait until this process exits: for ever if the error is caught.
     """
     if has_several_workers(strategy):
-        rank = strategy.cluster_resolver.task_id
-        said = f"worker {rank} failed: {_sentence_of(error)}"
-        collectives = tf_context.context()
-        assert collectives is not None
+        said = f"worker {strategy.cluster_resolver.task_id} failed: {_sentence_of(error)}"
+        collectives: Any = tf_context.context()
         collectives.report_error_to_cluster(tf.errors.UNAVAILABLE, said)
 
 
@@ -163,8 +161,7 @@ def _check_workers(strategy: tf.distribute.Strategy) -> None:
             f"{', '.join(devices)}. Start one worker for each device, and show it no other: "
             "`CUDA_VISIBLE_DEVICES=0`."
         )
-    version = ".".join(keras.__version__.split(".")[:2])
-    if version not in REPAIRED_VERSIONS:
+    if ".".join(keras.__version__.split(".")[:2]) not in REPAIRED_VERSIONS:
         raise UnsupportedError(
             f"`fit` under several workers is repaired in Keras {', '.join(REPAIRED_VERSIONS)}; installed is Keras "
             f"{keras.__version__}. Install one of those, or train in a loop of your own with strategy.run(), which "
@@ -224,9 +221,7 @@ def repair_loss_scaling() -> None:
     Keras checks each replica's gradients before they are summed, and follows the first replica. Under several workers
     each would follow its own, and workers that do not skip would wait for the others.
     """
-    kind = keras.optimizers.LossScaleOptimizer
-    if kind.check_finite is not _check_finite:
-        kind.check_finite = _check_finite
+    keras.optimizers.LossScaleOptimizer.check_finite = _check_finite
 
 
 def _check_finite(self: Any, grads: Any) -> tf.Tensor:
