@@ -422,7 +422,7 @@ def test_rows_with_ids_have_no_first_row(refused: Refused, run: Run):
     assert lookup("t.rock")[:, 0].tolist() == [0] * 7 + [1, 1]
     Path("a.txt").write_text("a 1 2\nb 3 4\n")
     told = refused("import", "a.txt", "w.rock", "--first-row", 7)
-    assert "got words, whose ids are the numbers of their lines" in told
+    assert "got words, whose ids are those of a vocabulary" in told
     assert sorted(os.listdir()) == ["a.npz", "a.txt", "t.rock"]
 
 
