@@ -26,6 +26,7 @@ from embedrock.storage.backend import Backend, Pin
 from embedrock.storage.ram_layout import memory_for
 from embedrock.storage.table_lock import TableLock
 from embedrock.system.interrupts import held_back
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import format_bytes
 from embedrock.table.rows import TableState
 
@@ -100,7 +101,7 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
         CacheTooSmallError: they do not fit the cache together with the rows in use. None is pinned.
     """
     pins, left = list[Pin](), dict(wanted)
-    try:
+    with on_failure(lambda: Pin(pins).release()):
         while left:
             with ExitStack() as users:
                 with table_lock.lock:
@@ -113,9 +114,6 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
                 with table_lock.lock:
                     missing = (flat := ids.reshape(-1))[~rows.tier.holds(flat)]
                 pins.append(base.bring_ahead(missing))
-    except BaseException:
-        Pin(pins).release()
-        raise
     return pins[0] if len(pins) == 1 else Pin(pins)
 
 
