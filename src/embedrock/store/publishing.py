@@ -273,10 +273,12 @@ def _is_time(value: Any) -> bool:
         return False
 
 
+SHA = text(re.compile("[0-9a-f]{64}"), "64 hexadecimal digits")
 UUID = text(re.compile("[0-9a-f]{32}"), "32 hexadecimal digits")
 NUMBER = whole(0, MAX_COMMIT)
 TIME = FieldCheck(_is_time, "a time in UTC (ISO 8601)")
 COMMIT = {"uuid": UUID, "commit": NUMBER, "parent": or_null(NUMBER), "time": TIME}  # of every manifest
+OBJECT = FieldCheck(lambda value: isinstance(value, dict), "an object")
 LIST = FieldCheck(lambda value: isinstance(value, list), "a list")
 
 
