@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -299,16 +299,8 @@ class CommitWriter:
         del self._snapshot
 
 
-class NewHistory(NamedTuple):
-    """State of a table outside of its records, to be written by a commit.
-
-    Attributes:
-        arrays: arrays of a new file, by name.
-        after: files of earlier commits that the new one continues; empty if it is complete.
-    """
-
-    arrays: Mapping[str, Written]
-    after: tuple[HistoryFile, ...]
+# Arrays of a new file by name, and the files of earlier commits that it continues; none if it is complete.
+NewHistory = tuple[Mapping[str, Written], tuple[HistoryFile, ...]]
 
 
 class StorageCommit:
@@ -435,11 +427,11 @@ class StorageCommit:
 
     def _write_histories(self) -> None:
         while self._histories:  # each is released once it is written: it may take some RAM
-            name, new = self._histories.popitem()
-            slowed = {key: self._slowed(each) for key, each in new.arrays.items()}
+            name, (arrays, after) = self._histories.popitem()
+            slowed = {key: self._slowed(each) for key, each in arrays.items()}
             self._written.append(self._table_folder.write_history(slowed))
-            self._files[name] = (*new.after, self._written[-1])
-            del new
+            self._files[name] = (*after, self._written[-1])
+            del arrays
 
     def _slowed(self, array: Written) -> Written:
         if isinstance(array, np.ndarray):

@@ -456,13 +456,10 @@ class TableState:
             self.attach(None)
 
     def __str__(self) -> str:
-        if self.backend is None:
+        if (tier := self.backend) is None:
             return "closed"
-        count, used, budget = (
-            self.backend.count,
-            *map(format_bytes, (self.backend.bytes_used, self.backend.budget_bytes)),
-        )
-        state = f"{counted(count, 'row')} touched, {self.location.where}, {used} of {budget}"
+        used, budget = format_bytes(tier.bytes_used), format_bytes(tier.budget_bytes)
+        state = f"{counted(tier.count, 'row')} touched, {self.location.where}, {used} of {budget}"
         return state if self.executor is None else f"{state}, {self.executor!r}"
 
     # ---------------------------------------------------------------- reading
