@@ -151,7 +151,6 @@ def make_plan(ids: Int64Array, index: SlotIndex = NO_INDEX, epoch: int = -1) -> 
         ids: int64, any shape, any values, at most 2**31 - 1 of them, with repeats.
         index: slot index, which fills in the slots of the unique ids.
         epoch: generation of the slots.
-        base: the index's key of id 0.
 
     Returns:
         The plan; no caller's array is shared.

@@ -49,9 +49,7 @@ class _WriteBuffer:
 
     Attributes:
         slots: cache slots of the rows, which must not be evicted yet.
-        ids: of the rows.
         sealed: the bytes to write, until they are written.
-        nbytes: of them.
         locations: places of the rows in files, once they are written.
     """
 
@@ -97,8 +95,6 @@ class CommitWriter:
         rows: number of rows to write.
 
     Args:
-        commit: the whole commit.
-        tier: backend of the rows.
         snapshot: the snapshot of its store that the commit will publish.
     """
 
@@ -307,16 +303,12 @@ class StorageCommit:
     """A running commit of all backends of a table or group.
 
     Attributes:
-        number: of the commit.
         parts: one writer for each backend; none once it has ended.
         awaited: set once a thread waits for its end.
         is_done: it has ended, with or without an error.
-        error: the error, if any.
 
     Args:
-        table_folder: folder of the commit.
         tiers: one for each of its stores. Caller holds the table lock.
-        table_lock: lock of the tables.
         changes: fields of the manifest.
         members: entries of the tables.
         histories: state of tables outside of records, by the member's name; "" for a table alone.

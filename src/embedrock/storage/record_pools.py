@@ -138,10 +138,6 @@ class RecordRange(Backend):
         pool: backend of the records, with those of other tables if it is shared.
         number: of the range. No other one of the pool has it.
         room: pools whose room is checked.
-
-    Attributes:
-        base: key of id 0.
-        count: number of records.
     """
 
     arena: Any = property(operator.attrgetter("pool.arena"))

@@ -49,7 +49,6 @@ def read_records(
     Several threads may call it at once, each with its own slots.
 
     Args:
-        segments: segments by number.
         locations: int64 (n,), all >= 0, in any order. Locations may repeat.
         ids: int64 (n,), the rows of the records.
         records: uint8 (slots, record_bytes).

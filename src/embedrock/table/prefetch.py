@@ -94,7 +94,6 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
     Any thread may call it: the disk is read while other threads use the tables.
 
     Args:
-        table_lock: of the tables.
         wanted: checked ids of each table.
 
     Raises:
@@ -210,7 +209,6 @@ class _Item(Generic[T]):
     """An item of the source on its way to the caller.
 
     Attributes:
-        value: the item.
         wanted: ids of the item, by the loader of their rows.
         pins: of the rows that were loaded for it.
         error: raised in its place.
@@ -248,7 +246,6 @@ class _Window(Generic[T]):
     """The items between the source and the caller: the last returned one, and the ones after it.
 
     Attributes:
-        items: the items, in order.
         requests: calls for the thread, in order; None ends it.
         thread: loads and unpins rows. When it ends, it unpins all remaining ones. None: no item has had any so far.
         is_closing: rows not yet loaded are no longer needed.

@@ -118,7 +118,6 @@ class DeferredInserts(NamedTuple):
     """New rows of a step that is planned elsewhere, so that their number is not known yet.
 
     Attributes:
-        rows: state of the table.
         count_new: returns the number of records to make. It may wait for a device.
         keep_room: reserves room for a number of records, which exists.
     """
@@ -129,12 +128,7 @@ class DeferredInserts(NamedTuple):
 
 
 class CheckedStep(ABC):
-    """A step of tables that passed all checks.
-
-    Attributes:
-        rows: states of the tables.
-        table_locks: locks of the tables.
-    """
+    """A step of tables that passed all checks."""
 
     __slots__ = ("rows", "table_locks")
 
@@ -374,7 +368,6 @@ class HostStep(CheckedStep):
     """A step of tables that share a lock, each once, by finite gradients.
 
     Args:
-        requests: of the tables.
         beside: new records of other tables in the same step, which need room, too.
         is_step: the rule steps the rows, and admits some of them. False: all of them get records.
     """
@@ -590,8 +583,6 @@ def prepare(rows: TableState, plan: Plan, is_step: bool = True, time: float | No
     change.
 
     Args:
-        rows: state of the table.
-        plan: of the rows.
         is_step: it is a step of the rule, which admits rows.
         time: see `StepRequest`.
     """
@@ -674,12 +665,9 @@ class PoolStep:
     """The part of a step in one pool. The rows of its tables come one after the other.
 
     Args:
-        pool: of the tables.
-        requests: of the tables.
         is_step: see `HostStep`.
 
     Attributes:
-        tables: states of the tables.
         plan: of the rows to change, with present slots.
         fresh: float32 (missing, dim), initial weights of rows without records.
         new: number of records to make, for each table that has any.
