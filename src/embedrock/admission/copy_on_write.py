@@ -18,7 +18,6 @@ from embedrock.system.arena import reserve, taken
 Arrays = Mapping[str, np.ndarray]
 Columns = Mapping[str, Written]  # arrays by name; a `Written` may change while a commit writes it
 LINE_WORDS = SKETCH_LINE_BYTES // 8
-NOTHING = np.empty(0, np.int64)
 CHANGED = "changed_"  # prefix of arrays that hold changes since the last commit
 
 
@@ -66,7 +65,7 @@ def _lines(before: Arrays, changes: Arrays) -> dict[str, np.ndarray]:
     had, at, new = int64(before, "sketch"), int64(changes, "changed_lines"), int64(changes, "changed_sketch")
     of_segments = {name: int64(changes, name) for name in ("segments", "lines") if name in changes}
     lines, rest = divmod(len(had), LINE_WORDS)
-    if len(each := of_segments.get("lines", NOTHING)):  # new segments come after those before
+    if (each := of_segments.get("lines")) is not None and each.size:  # new segments come after those before
         lines = max(lines, len(of_segments["segments"]) * int(each[0]))
     if rest or not _ascend(at, lines) or len(new) != len(at) * LINE_WORDS:
         raise damaged("lines of the sketch that ascend, each with its bytes")

@@ -144,14 +144,13 @@ class Plan:
             start = end
 
 
-def make_plan(ids: Int64Array, index: SlotIndex = NO_INDEX, epoch: int = -1, base: int = 0) -> Plan:
+def make_plan(ids: Int64Array, index: SlotIndex = NO_INDEX, epoch: int = -1) -> Plan:
     """Plan a batch of one table. The result is a pure function of the ids: the number of threads changes no bit.
 
     Args:
         ids: int64, any shape, any values, at most 2**31 - 1 of them, with repeats.
         index: slot index, which fills in the slots of the unique ids.
         epoch: generation of the slots.
-        base: the index's key of id 0.
 
     Returns:
         The plan; no caller's array is shared.
@@ -167,13 +166,11 @@ def make_plan(ids: Int64Array, index: SlotIndex = NO_INDEX, epoch: int = -1, bas
         ([0, 3, 4], [0, 2, 3, 1])
     """
     check_count(ids.size, ids.shape)
-    return _plan_one([as_source(ids)], ids.shape, index, epoch, base)
+    return _plan_one([as_source(ids)], ids.shape, index, epoch)
 
 
-def _plan_one(
-    ids: Sequence[Int64Array], shape: tuple[int, ...], index: SlotIndex = NO_INDEX, epoch: int = -1, base: int = 0
-) -> Plan:
-    table = _ANY if len(ids) == 1 and not base else np.array([[0, len(ids), LOWEST, HIGHEST, base]])
+def _plan_one(ids: Sequence[Int64Array], shape: tuple[int, ...], index: SlotIndex = NO_INDEX, epoch: int = -1) -> Plan:
+    table = _ANY if len(ids) == 1 else np.array([[0, len(ids), LOWEST, HIGHEST, 0]])
     plan = plan_tables(sources_of(ids), table, np.array([0, math.prod(shape)]), index, epoch, shape)
     assert plan is not None  # all int64 are in range
     return plan
@@ -219,9 +216,8 @@ def plan_tables(
         alone = n < 2 * WORKER_IDS or threads <= 2 or len(tables) == 1  # a thread may still be at the step before
     else:
         alone = threads == 1 and int((positions[1:] - positions[:-1]).max()) <= SMALL_BATCH
-    if alone:
-        return _planned_at_once(sources, tables, positions, index, epoch, shape)
-    return _planned_by_parts(sources, tables, positions, index, epoch, shape)
+    planned = _planned_at_once if alone else _planned_by_parts
+    return planned(sources, tables, positions, index, epoch, shape)
 
 
 def by_owner(ids: Int64Array, ranks: int, bits: int = HASH_BITS) -> tuple[Int32Array | None, list[int]]:

@@ -124,8 +124,6 @@ def strings_of(
     """Return strings, the shape of their source, and the positions of missing ones.
 
     Args:
-        values: the source.
-        subject: for error messages.
         fills: give missing values as empty strings. Otherwise they are an error.
 
     Raises:

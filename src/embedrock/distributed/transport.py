@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ Op = Mapping[str, Any]  # an operation: "do", "said" in words, "mark" the same o
 
 SERVE, FAILED = "serve", "failed"
 # Errors that all ranks raise together, without any change.
-_RAISED_BY_ALL = (OtherRankError, WorkerLostError, NonFiniteGradientError, MemoryBudgetError, UnsupportedError)
+_RAISED_BY_ALL = (OtherRankError, NonFiniteGradientError, MemoryBudgetError, UnsupportedError)
 
 
 class UnevenRanks:
@@ -110,11 +111,8 @@ class UnevenRanks:
     def _serve(self, take_part: Callable[[Sequence[Op]], None], end: Callable[[], None]) -> None:
         try:
             while busy := self._announced({"do": SERVE, "said": "has left", "mark": SERVE}):
-                try:
+                with suppress(*_RAISED_BY_ALL):
                     take_part(busy)
-                except _RAISED_BY_ALL as error:
-                    if isinstance(error, WorkerLostError):
-                        raise
             end()
         except Exception as error:
             self._error = error

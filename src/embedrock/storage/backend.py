@@ -69,7 +69,6 @@ class Backend(ABC):
     A slot is the place of a record in `records`. Slots stay valid while `epoch` stays the same.
 
     Args:
-        spec: of the table.
         placement: RAM layout of the records.
         subject: the table, for error messages.
 

@@ -33,7 +33,6 @@ class BaseCache:
     without its row.
 
     Args:
-        files: of the rows.
         slots: number of rows.
 
     Attributes:

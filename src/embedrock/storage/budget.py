@@ -226,11 +226,8 @@ class MemoryBudget:
         Caller holds the table lock. It may be released and reacquired meanwhile.
         """
         with self.pool.lock:
-            claims = [share.claim for share in self._others()]
-            if (
-                nbytes <= self.nbytes
-                or sum(dues([*claims, BudgetRequest(nbytes, nbytes)], self.pool.total)) > self.pool.total
-            ):
+            claims = [*(share.claim for share in self._others()), BudgetRequest(nbytes, nbytes)]
+            if nbytes <= self.nbytes or sum(dues(claims, self.pool.total)) > self.pool.total:
                 return False
             self.least, self.most = nbytes, max(self.most, nbytes)
             self.pool.divide()

@@ -84,6 +84,7 @@ class SlotCache(IdTable):
         flags: uint8 (capacity,), set by the backend: DIRTY, FROZEN, WRITING; 0 for a new row.
         count: rows that have a slot.
         used_slots: number of slots, from the first on, that have or had rows.
+        epoch_uses: the epoch in use: uses per slot after which all scores fall by one.
 
     Example:
         >>> cache = SlotCache(2)
@@ -108,6 +109,7 @@ class SlotCache(IdTable):
         self._first_free, self.used_slots, self._hand = -1, 0, 0
         self._random, self._touches, self._epoch = np.uint64(0), 0, 0
         self._trials = _PolicyTrials(capacity, self._policy)
+        self.epoch_uses = self._policy.epochs[0] if self._policy.epochs else np.inf
         self._current, self._has_forgotten = NO_SLOTS, False
 
     @staticmethod
@@ -124,15 +126,6 @@ class SlotCache(IdTable):
         ghosts = self._ghosts.nbytes if self._has_forgotten else 0
         own = self._entries.nbytes + self.used_slots * SLOT_BYTES + ghosts
         return own + sum(cache.bytes_used for cache in self._trials.caches)
-
-    @property
-    def epoch_uses(self) -> float:
-        """The epoch in use: uses per slot after which all scores fall by one."""
-        return self._trials.epoch
-
-    @epoch_uses.setter
-    def epoch_uses(self, uses: float) -> None:
-        self._trials.epoch = uses
 
     @property
     def free(self) -> int:
@@ -228,8 +221,8 @@ class SlotCache(IdTable):
         args = self._scores, self._pins, self._histogram, slots, policy.rises, policy.chances, self._random
         self._random = np.uint64(kernels.cpu.launch(cpu.touch, *args))
         self._touches += len(slots)
-        self._trials.see(self._ids, slots)
-        if self._touches >= self._trials.epoch * self.capacity:
+        self.epoch_uses = self._trials.best(self._ids, slots) or self.epoch_uses
+        if self._touches >= self.epoch_uses * self.capacity:
             self._touches, self._epoch = 0, self._epoch + 1
             cpu.age(self._scores[: self.used_slots], self._histogram)
 
@@ -277,7 +270,6 @@ class _PolicyTrials:
     """Small caches that try all epochs of a policy on sampled ids. The one that misses least wins."""
 
     def __init__(self, capacity: int, policy: Policy) -> None:
-        self.epoch = policy.epochs[0] if policy.epochs else np.inf
         self._policy = policy
         self.caches = [SlotCache(*trial) for trial in _trials(capacity, policy)]
         if self.caches:
@@ -285,23 +277,22 @@ class _PolicyTrials:
             self._share, self._misses = -(-capacity // slots), np.zeros(len(self.caches))  # they see one id in `_share`
             self._ids, self._waiting, self._seen = np.empty(slots // TRIED, np.int64), 0, 0
 
-    def see(self, slot_ids: np.ndarray, slots: np.ndarray) -> None:
-        done = 0
+    def best(self, slot_ids: np.ndarray, slots: np.ndarray) -> float | None:
+        """Try used ids; return the best epoch if it may have changed."""
+        done, best = 0, None
         while self.caches and done < len(slots):
             args = slot_ids, slots[done:], self._share, self._ids[self._waiting :]
             seen, more = kernels.cpu.launch(kernels.cpu.cache.sample, *args)
             done, self._waiting = done + seen, self._waiting + more
             if self._waiting == len(self._ids):
-                self._try(np.unique(self._ids))
-                self._waiting = 0
-
-    def _try(self, ids: np.ndarray) -> None:
-        self._misses += [len(feed(cache, ids)) for cache in self.caches]
-        self._seen += len(ids)
-        if self._seen >= self.caches[0].capacity:
-            doubts = 1 + DOUBT * np.arange(len(self._misses))
-            self.epoch = self._policy.epochs[int(np.argmin(self._misses * doubts))]
-            self._misses, self._seen = self._misses * 0.75, 0
+                ids, self._waiting = np.unique(self._ids), 0
+                self._misses += [len(feed(cache, ids)) for cache in self.caches]
+                self._seen += len(ids)
+                if self._seen >= self.caches[0].capacity:
+                    doubts = 1 + DOUBT * np.arange(len(self._misses))
+                    best = self._policy.epochs[int(np.argmin(self._misses * doubts))]
+                    self._misses, self._seen = self._misses * 0.75, 0
+        return best
 
 
 def feed(cache: SlotCache, ids: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +49,7 @@ class _WriteBuffer:
 
     Attributes:
         slots: cache slots of the rows, which must not be evicted yet.
-        ids: of the rows.
         sealed: the bytes to write, until they are written.
-        nbytes: of them.
         locations: places of the rows in files, once they are written.
     """
 
@@ -97,8 +95,6 @@ class CommitWriter:
         rows: number of rows to write.
 
     Args:
-        commit: the whole commit.
-        tier: backend of the rows.
         snapshot: the snapshot of its store that the commit will publish.
     """
 
@@ -299,32 +295,20 @@ class CommitWriter:
         del self._snapshot
 
 
-class NewHistory(NamedTuple):
-    """State of a table outside of its records, to be written by a commit.
-
-    Attributes:
-        arrays: arrays of a new file, by name.
-        after: files of earlier commits that the new one continues; empty if it is complete.
-    """
-
-    arrays: Mapping[str, Written]
-    after: tuple[HistoryFile, ...]
+# Arrays of a new file by name, and the files of earlier commits that it continues; none if it is complete.
+NewHistory = tuple[Mapping[str, Written], tuple[HistoryFile, ...]]
 
 
 class StorageCommit:
     """A running commit of all backends of a table or group.
 
     Attributes:
-        number: of the commit.
         parts: one writer for each backend; none once it has ended.
         awaited: set once a thread waits for its end.
         is_done: it has ended, with or without an error.
-        error: the error, if any.
 
     Args:
-        table_folder: folder of the commit.
         tiers: one for each of its stores. Caller holds the table lock.
-        table_lock: lock of the tables.
         changes: fields of the manifest.
         members: entries of the tables.
         histories: state of tables outside of records, by the member's name; "" for a table alone.
@@ -435,11 +419,11 @@ class StorageCommit:
 
     def _write_histories(self) -> None:
         while self._histories:  # each is released once it is written: it may take some RAM
-            name, new = self._histories.popitem()
-            slowed = {key: self._slowed(each) for key, each in new.arrays.items()}
+            name, (arrays, after) = self._histories.popitem()
+            slowed = {key: self._slowed(each) for key, each in arrays.items()}
             self._written.append(self._table_folder.write_history(slowed))
-            self._files[name] = (*new.after, self._written[-1])
-            del new
+            self._files[name] = (*after, self._written[-1])
+            del arrays
 
     def _slowed(self, array: Written) -> Written:
         if isinstance(array, np.ndarray):

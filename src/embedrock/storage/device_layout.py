@@ -67,7 +67,6 @@ def share(own: DeviceDemand, others: Sequence[DeviceDemand], budget: int) -> int
     remainder. So small tables, whose rows are used often, are entirely on device.
 
     Args:
-        own: of the table.
         others: of the tables that wait for their share.
         budget: bytes that are not assigned yet.
     """
@@ -116,8 +115,6 @@ def memory_for(spec: Spec, near_rows: int, slots: int | None = None) -> int:
     """Return a `device_memory` in bytes with which a table of `spec` keeps `near_rows` records on device.
 
     Args:
-        spec: of the table.
-        near_rows: number of records.
         slots: of a table on disk, the rows that its cache in RAM holds: ``stats()["cache_slots"]``.
 
     Example:

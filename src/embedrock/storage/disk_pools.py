@@ -106,11 +106,8 @@ class DiskPools(RecordPools):
     def resize(self, pool: DiskBackend, members: list[int]) -> None:
         """Make room for members with these row counts in a pool. Nothing runs in the background."""
         before, pool.members = pool.members, members
-        try:
+        with on_failure(lambda: setattr(pool, "members", before)):
             pool.grow(replace(pool.spec, rows=sum(members)))
-        except BaseException:
-            pool.members = before
-            raise
 
     def _grows(self, part: Any, spec: Spec, /) -> bool:
         pool = part.pool

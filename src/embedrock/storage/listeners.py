@@ -25,11 +25,9 @@ class StaleExecutor(Protocol):
         Raises:
             EmbedrockError: it is not possible now. No row is lost, and a later call may succeed.
         """
-        ...
 
     def check(self) -> None:
         """Raise the error of an earlier call, if any."""
-        ...
 
     def may_forget(self) -> bool:
         """Return whether the table may delete rows now: it knows the rows of a batch that is not stepped.
@@ -42,7 +40,6 @@ class StaleExecutor(Protocol):
 
     def close(self) -> None:
         """Release its memory. The backend's records are up to date."""
-        ...
 
 
 class EvictionListener(Protocol):
@@ -54,7 +51,6 @@ class EvictionListener(Protocol):
         Raises:
             EmbedrockError: it is not possible now. The rows have not left.
         """
-        ...
 
     def move_out(self) -> None:
         """Write all records back, and release their memory: the backend's `arena` will change.
@@ -62,8 +58,6 @@ class EvictionListener(Protocol):
         Raises:
             EmbedrockError: it is not possible now. Nothing has moved.
         """
-        ...
 
     def give_room_back(self) -> None:
         """Release the promised room that has no rows: see `RamBackend.promised`."""
-        ...

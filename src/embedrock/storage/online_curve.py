@@ -34,7 +34,6 @@ class OnlineMissCurve:
     """Samples the ids of batches while a table is used.
 
     Args:
-        policy: of the cache.
         is_pool: it is of the members of a group.
 
     Attributes:

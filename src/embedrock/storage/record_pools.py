@@ -138,10 +138,6 @@ class RecordRange(Backend):
         pool: backend of the records, with those of other tables if it is shared.
         number: of the range. No other one of the pool has it.
         room: pools whose room is checked.
-
-    Attributes:
-        base: key of id 0.
-        count: number of records.
     """
 
     arena: Any = property(operator.attrgetter("pool.arena"))
@@ -377,11 +373,8 @@ class RamPools(RecordPools):
 
     def _touched(self, new: Sequence[NewRows]) -> str:
         rows = counted(sum(pool.count for pool in self._pools), "row")
-        most = sorted((each for each in new if each.rows), key=_bytes, reverse=True)
-        named = [f"{each.rows:,} of {each.part.subject} ({format_bytes(_bytes(each))})" for each in most[:MOST_NAMED]]
-        if (more := len(most) - MOST_NAMED) > 0:
-            named.append(f"others of {counted(more, 'table')}")
-        return f"{self._subject} has {rows} in RAM and this batch touches new ones, {', '.join(named)}"
+        named = largest([each for each in new if each.rows])
+        return f"{self._subject} has {rows} in RAM and this batch touches new ones, {named}"
 
 
 def plain(spec: Spec) -> Spec:
@@ -389,8 +382,14 @@ def plain(spec: Spec) -> Spec:
     return replace(spec, init=Zeros(), seed=0)
 
 
-def _bytes(new: NewRows) -> int:
-    return new.rows * new.part.spec.record_bytes
+def largest(counts: Sequence[tuple[Any, int]]) -> str:
+    """Return the tables, or parts, with most bytes of records, each given with its number of records."""
+    sized = [(rows * part.spec.record_bytes, rows, part.subject) for part, rows in counts]
+    sized.sort(key=operator.itemgetter(0), reverse=True)
+    named = [f"{rows:,} of {subject} ({format_bytes(nbytes)})" for nbytes, rows, subject in sized[:MOST_NAMED]]
+    if (more := len(sized) - MOST_NAMED) > 0:
+        named.append(f"others of {counted(more, 'table')}")
+    return ", ".join(named)
 
 
 def by_pool(new: Sequence[NewRows]) -> dict[Any, int]:

@@ -38,7 +38,6 @@ class Records:
     """Records in one piece of memory.
 
     Args:
-        spec: of the table.
         memory: uint8 (slots * record_bytes,), the memory of the records.
 
     Attributes:
@@ -104,9 +103,7 @@ class Records:
         """Step the records in `slots` (ids `ids`, without repeats) by summed gradients float32 (n, dim).
 
         Args:
-            ids, slots, grads: of the rows.
             numbers: the kernel's arguments.
-            step: the step's number.
             scratch: from `scratch`, for as many rows.
             refreshed: slots of float32 records, with the weights and state that `refresh` returned. A row may repeat.
         """
@@ -122,7 +119,6 @@ def encode(spec: Spec, ids: np.ndarray, values: np.ndarray, subject: str = "a ta
     """Return new records of rows, uint8 (n, record_bytes), with initial optimizer state.
 
     Args:
-        spec: of the table.
         ids: int64 (n,), for the error.
         values: weights, float32 (n, dim), rounded to nearest.
         subject: the table's name in the error.
@@ -151,7 +147,6 @@ class SharedRow:
     The table's rule steps it, in the steps that have rows that are not admitted.
 
     Args:
-        spec: of the table.
         record: uint8 (record_bytes,), its record.
     """
 

@@ -107,8 +107,9 @@ class HashIndex(IdNumbers):
         cpu, slots = kernels.cpu, np.full(len(ids), -1, np.int64) if slots is None else slots
         is_new, most = slots < 0, FULLEST * len(self._entries)
         if self._hashed + np.count_nonzero(is_new) > most and self._hashed + self._to_hash(new := ids[is_new]) > most:
-            old, made = self._entries, self._new_tables(itertools.chain(self._hashed_ids(), [new]), self._tables)
-            self._use(*made)
+            old = self._entries
+            known = (part[part[:, 1] != 0, 0] for part in cut(old, SCAN_IDS))
+            self._use(*self._new_tables(itertools.chain(known, [new]), self._tables))
             self._hashed = cpu.directory.rehash(old, *self.index)
         if self._free_count:
             self._insert_free(ids, slots)
@@ -134,9 +135,6 @@ class HashIndex(IdNumbers):
         lengths, numbers = self._direct[:, LENGTH], ids >> PART_BITS
         numbers[numbers < 0] = len(lengths)  # clipped to the last one, of no ids
         return int(np.count_nonzero((ids & ID) >= lengths.take(numbers, mode="clip")))
-
-    def _hashed_ids(self) -> Iterator[np.ndarray]:
-        return (part[part[:, 1] != 0, 0] for part in cut(self._entries, SCAN_IDS))
 
     def _new_tables(
         self, hashed: Iterable[np.ndarray], tables: dict[int, np.ndarray]

@@ -20,7 +20,6 @@ class Base:
 
     Attributes:
         runs: the sorted segments. Ranges ascend and do not overlap.
-        count: number of records.
         index: arrays of the kernel `find_base`.
     """
 

@@ -19,7 +19,7 @@ from embedrock.errors import EmbedrockError, HistoryDroppedError
 from embedrock.io.vfs import System, read_whole, write_whole
 from embedrock.store import publishing
 from embedrock.store.forgotten import old_name
-from embedrock.store.publishing import NUMBER, UUID, FieldCheck, check_fields, or_null, text, whole
+from embedrock.store.publishing import NUMBER, SHA, UUID, FieldCheck, check_fields, or_null, whole
 from embedrock.store.segments import damaged
 
 FOLDER = "changes"
@@ -300,13 +300,12 @@ def _is_pair(value: Any) -> bool:
 
 
 _SIZE = whole(0, 2**63)
-_SHA = text(re.compile("[0-9a-f]{64}"), "64 hexadecimal digits")
 _FIELDS = {
     "uuid": UUID,
     "commit": NUMBER,
     "since": NUMBER,
-    "manifest": _SHA,
-    "parent": _SHA,
+    "manifest": SHA,
+    "parent": SHA,
     "crc": whole(0, 2**32),
     "tables": FieldCheck(
         lambda value: isinstance(value, list) and all(map(_is_table, value)), "a list of names, counts and bytes"

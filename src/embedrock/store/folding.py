@@ -9,9 +9,11 @@ rewritten once or twice for each factor of `FAN` by which logs grow. Few logs st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from embedrock.store.record_store import RecordStore, is_gone, newest_of, open_run
 from embedrock.store.segments import Segment
+from embedrock.system.scopes import on_failure
 
 FAN = 16  # logs of one size that are merged
 LARGE, MORE = 2, 3 * FAN  # from level LARGE on, MORE logs may exist: compaction removes most of them
@@ -79,14 +81,9 @@ def _fold(store: RecordStore, logs: Sequence[Segment], pace: Callable[[], None])
         store.add(bytes_compacted=nbytes)
         pace()
 
-    try:
+    with closing(log), on_failure(lambda: store.table_folder.unlink([log.path], lambda: False)):
         store.copy(ids, old, log, count)
         log.gone = gone_ids
         # The new log replaces the newest of them in the order of segments. So later segments stay newer.
         segment = open_run(store.system, store.folder, log.seal(), store.content, logs[-1].number)
-    except BaseException:
-        store.table_folder.unlink([log.path], lambda: False)
-        raise
-    finally:
-        log.close()
     store.replace(logs, segment, ids, old, gone_ids)

@@ -19,7 +19,6 @@ class MemberRenaming(NamedTuple):
 
     Attributes:
         commit: the first commit with the new name.
-        old, new: the names.
         origin: the commit whose content a rollback restored, with its names. None: no rollback.
     """
 

@@ -138,7 +138,6 @@ class LogIndex:
 
     def insert(self, ids: np.ndarray, locations: np.ndarray) -> None:
         """Set the locations of ids. Of equal ids, the last one counts."""
-        self._check()
         done, has_grown = self._insert(ids, locations, 0), False
         while done < len(ids):
             if self.count == _most(len(self._entries)):
@@ -151,9 +150,8 @@ class LogIndex:
 
     def _insert(self, ids: np.ndarray, locations: np.ndarray, start: int) -> int:
         # Insert from `start` on, and return the end of the inserted part.
-        place = self._entries, self._homes, self._salt
         args = self.count, _most(len(self._entries)), ids, locations, start
-        done, self.count = kernels.cpu.launch(kernels.cpu.storage.insert_overlay, *place, *args)
+        done, self.count = kernels.cpu.launch(kernels.cpu.storage.insert_overlay, *self.place, *args)
         return done
 
     def remove(self, ids: np.ndarray, locations: np.ndarray) -> None:
@@ -162,9 +160,7 @@ class LogIndex:
         If others insert meanwhile, ids must not come in the order of the index (`behind`). Removal in that
         order empties one end, and crowds the other. Each insert there then moves thousands of entries.
         """
-        self._check()
-        storage, place = kernels.cpu.storage, (self._entries, self._homes, self._salt)
-        self.count -= kernels.cpu.launch(storage.remove_overlay, *place, ids, locations)
+        self.count -= kernels.cpu.launch(kernels.cpu.storage.remove_overlay, *self.place, ids, locations)
 
     def fit(self) -> None:
         """Release memory beyond the limit per row."""
@@ -179,8 +175,8 @@ class LogIndex:
 
         The index may change between calls. Entries present all the time are returned once. An empty result is the end.
         """
-        self._check()
         storage, ids, locations = kernels.cpu.storage, np.empty(batch, np.int64), np.empty(batch, np.int64)
-        start = 0 if row is None else storage.behind_overlay(self._entries, self._homes, self._salt, row)
-        _, count = storage.list_overlay(self._entries, self._salt, start, ids, locations)
+        entries, homes, salt = self.place
+        start = 0 if row is None else storage.behind_overlay(entries, homes, salt, row)
+        _, count = storage.list_overlay(entries, salt, start, ids, locations)
         return ids[:count], locations[:count]

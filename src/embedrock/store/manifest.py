@@ -16,6 +16,7 @@ from embedrock.store.publishing import (
     COMMIT,
     LIST,
     NUMBER,
+    OBJECT,
     BaseManifest,
     FieldCheck,
     check_fields,
@@ -272,7 +273,7 @@ _COMMIT = COMMIT | {
     "name": or_null(FieldCheck(is_name, "1 to 100 printable characters")),
 }
 _TABLE = {
-    "spec": FieldCheck(lambda value: isinstance(value, dict), "an object"),
+    "spec": OBJECT,
     "steps": whole(0, MAX_STEPS),
     "skipped_steps": whole(0, MAX_STEPS),
     "count": whole(0, 2**63),
@@ -282,7 +283,7 @@ _RECORDS = {"record_bytes": whole(1, MAX_RECORD_BYTES), "base": LIST, "delta": L
 _FIELDS = _COMMIT | _TABLE | _RECORDS
 _GROUP_FIELDS = _COMMIT | {"pools": LIST, "members": LIST}
 _FORGOTTEN = {"origin": or_null(NUMBER), "forgotten": LIST}
-_PUBLISHED = {"published": FieldCheck(lambda value: isinstance(value, dict), "an object")}
+_PUBLISHED = {"published": OBJECT}
 _POOL = _RECORDS | {"parts": or_null(whole(0, MAX_PARTS + 1)), "dropped": LIST}
 _MEMBER = _TABLE | {
     "name": FieldCheck(lambda value: isinstance(value, str) and bool(value), "a text that is not empty"),

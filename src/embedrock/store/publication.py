@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from embedrock.io.vfs import System
-from embedrock.store.publishing import NUMBER, TIME, UUID, FieldCheck, check_fields, or_null, text, whole
+from embedrock.store.publishing import NUMBER, OBJECT, SHA, TIME, UUID, FieldCheck, check_fields, or_null, text, whole
 from embedrock.store.segments import damaged, open_needed
 
 
@@ -88,18 +88,16 @@ class Publication:
     dense: DenseEntry | None = None
 
 
-_SHA = text(re.compile("[0-9a-f]{64}"), "64 hexadecimal digits")
 _DENSE_NAME = text(re.compile(r"dense/[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII), "a path below dense/")
-_OBJECT = FieldCheck(lambda value: isinstance(value, dict), "an object")
 _SOURCE = {
     "uuid": UUID,
     "commit": NUMBER,
-    "sha256": _SHA,
+    "sha256": SHA,
     "table": FieldCheck(lambda value: isinstance(value, str), "a text"),
 }
-_DENSE = {"file": _DENSE_NAME, "size": whole(0, 2**63), "sha256": _SHA}
+_DENSE = {"file": _DENSE_NAME, "size": whole(0, 2**63), "sha256": SHA}
 _PARTS = FieldCheck(lambda value: isinstance(value, list) and len(value) > 0, "a list of commits")
-_FIELDS = {"chain": UUID, "began": TIME, "previous": or_null(_SHA), "sources": _OBJECT, "dense": or_null(_OBJECT)}
+_FIELDS = {"chain": UUID, "began": TIME, "previous": or_null(SHA), "sources": OBJECT, "dense": or_null(OBJECT)}
 
 
 def parse(values: Any, where: str) -> Publication:

@@ -50,7 +50,6 @@ class BaseManifest:
 
     Attributes:
         uuid: id of the folder, 32 hexadecimal digits. All its files have it.
-        commit: number of this commit.
         parent: number of the commit before it, or None.
     """
 
@@ -274,10 +273,12 @@ def _is_time(value: Any) -> bool:
 
 
 UUID = text(re.compile("[0-9a-f]{32}"), "32 hexadecimal digits")
+SHA = text(re.compile("[0-9a-f]{64}"), "64 hexadecimal digits")
 NUMBER = whole(0, MAX_COMMIT)
 TIME = FieldCheck(_is_time, "a time in UTC (ISO 8601)")
 COMMIT = {"uuid": UUID, "commit": NUMBER, "parent": or_null(NUMBER), "time": TIME}  # of every manifest
 LIST = FieldCheck(lambda value: isinstance(value, list), "a list")
+OBJECT = FieldCheck(lambda value: isinstance(value, dict), "an object")
 
 
 def check_fields(values: Any, checks: Mapping[str, FieldCheck], where: str, subject: str) -> None:

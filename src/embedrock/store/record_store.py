@@ -156,9 +156,6 @@ class LocatedRecords(NamedTuple):
 
     Attributes:
         positions: positions of the found ids among the requested ones.
-        ids: the found ids.
-        locations: locations of their records.
-        runs: segments by number.
     """
 
     positions: np.ndarray
@@ -171,7 +168,6 @@ class RecordStore:
     """Log-structured store of records of one size, of a table alone or of a pool. Any thread may call it.
 
     Args:
-        table_folder: the folder of its files.
         content: its entry in the commit to start from.
         before: the store of an earlier commit, whose open files and indexes are used. It stays as it is.
 
@@ -313,7 +309,6 @@ class RecordStore:
         """Append records to a log, copied from other segments.
 
         Args:
-            locations: locations of the records.
             log: a log that only the caller uses.
             pace: called every few MB with the number of bytes written, and may raise.
         """

@@ -100,14 +100,12 @@ class Segment:
 
     Attributes:
         number: its position in the store's list of segments, the upper part of a location.
-        file: the open file.
         path: relative to the table's folder.
         record_bytes: bytes of a record, without the CRC.
         stride: bytes of a record, with the CRC.
         count: number of records. Record i is at ``first + i * stride``.
         lo: the least possible id.
         hi: the end of its ids.
-        kind: kind of the index.
         salt: start of its records' marks, see `tests/reference/storage.py`.
         step: difference of neighbours' marks. 0, with `salt` 0, if the file has no marks.
         folded_below: a sorted segment contains all logs below this number.
@@ -140,8 +138,6 @@ class Segment:
         Args:
             entry: the file's entry in a checked manifest.
             uuid: the table's id, 32 hexadecimal digits.
-            record_bytes: bytes of a record.
-            number: number of the segment.
             direct: bypass the page cache, if the file system allows it.
 
         Raises:

@@ -19,11 +19,10 @@ from embedrock.store.folder import newest_readable, strange_files
 from embedrock.store.history import read_history
 from embedrock.store.manifest import StoreEntry
 from embedrock.store.publication import read_dense
-from embedrock.store.reading import marks_of, unseal
+from embedrock.store.reading import NAMED, marks_of, unseal
 from embedrock.store.segments import Segment, SegmentEntry
 
 PIECE_BYTES = 4 << 20
-NAMED = 8  # ids that a problem names
 
 
 class Verification(NamedTuple):

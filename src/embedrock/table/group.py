@@ -62,7 +62,7 @@ from embedrock.table.options import (
     refuse_unknown,
 )
 from embedrock.table.prefetch import bring, prefetch, room_for
-from embedrock.table.rows import ChangeCounter, ClosedMember, Location, RamLocation, TableState
+from embedrock.table.rows import NOBODY, ChangeCounter, ClosedMember, Location, RamLocation, TableState
 from embedrock.table.stepping import step_checked
 from embedrock.table.storage import StorageManager, open_or_make, open_volume
 from embedrock.table.stored import StoredVerbs
@@ -73,7 +73,6 @@ GIVEN = ("dtype", "init", "seed", "rule", "on_nonfinite", "device_memory", *POLI
 
 _OPEN: dict[str, Any] = {"subject": "er.open", "first": ("path", "mode", "at", "kind"), "kind": OpenArguments}
 NO_OPTIONS = {"on_nonfinite": None, "device_memory": None}
-_NO_IDS = np.empty(0, np.int64)
 MOST_LAYOUTS = 64  # of batches of different members
 MOST_SHOWN = 30  # members in a notebook
 
@@ -439,7 +438,7 @@ class Group(StoredVerbs):
             batches: ids by name of the member, for each batch. Members missing in a batch need no rows.
             depth: number of batches to load ahead.
         """
-        ids_of = {self[name]: lambda batch, name=name: batch.get(name, _NO_IDS) for name in self}
+        ids_of = {self[name]: lambda batch, name=name: batch.get(name, NOBODY) for name in self}
         return prefetch(batches, ids_of, depth)
 
     def changes(self, since: int | None) -> dict[str, RowChanges]:

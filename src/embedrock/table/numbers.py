@@ -310,9 +310,7 @@ def numbers(thing: Thing) -> dict[str, float]:
         "rows": sum(tier.count for tier in tiers),
         "ram_bytes": sum(tier.bytes_used for tier in tiers),
         "budget_bytes": tiers[0].budget_bytes if isinstance(thing, Table) else thing.pools.budget_bytes,
-        "steps": thing.steps
-        if isinstance(thing, Table)
-        else max((one.steps for one in thing.open_tables()), default=0),
+        "steps": max((one.steps for one in ([thing] if isinstance(thing, Table) else thing.open_tables())), default=0),
     }
     if counted:
         last = next(tier.store.table_folder.manifest for tier in tiers if isinstance(tier, DiskBackend))

@@ -50,7 +50,6 @@ def make_rows(
 
     Args:
         rows: number of rows, None for open ids.
-        dim: weights in a row.
         options: all of `TableOptions`.
         first: defaults for a new table without init or seed; None: `Normal`, and a seed of its own.
     """
@@ -117,7 +116,6 @@ def rows_of_last_commit(
     """Return the rows of a table alone, as of the opened commit, and the manager of its files.
 
     Args:
-        table_folder: the opened folder.
         opening: how it was opened.
         options: of the table, with the rule that it is stepped by from now on, if there is one.
         init: initial values from an array.

@@ -101,7 +101,6 @@ def filled(kind: Any, given: Mapping[str, Any], refuse: Callable[[list[str]], No
     """Return all options of one of these classes: given ones, and defaults.
 
     Args:
-        kind: the class.
         given: options by name.
         refuse: called with unknown names, if there are any; it raises.
     """
@@ -171,7 +170,6 @@ class OpenOptions(NamedTuple):
     """How to open the files of a table.
 
     Attributes:
-        path: their folder.
         memory: budget of RAM, None for a share of half of the machine's.
         policy: of eviction from the cache.
         keep: commits to retain.
@@ -179,7 +177,6 @@ class OpenOptions(NamedTuple):
         lock: refuse to write if the file system has no locks.
         mode: "w" or "r".
         at: number of a commit, for a reader; None: the last one.
-        system: system calls for I/O.
         name: of the table, for error messages.
         missing: values of rows that are not there, for a reader: as given, an array as a list.
     """

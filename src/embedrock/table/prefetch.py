@@ -26,6 +26,7 @@ from embedrock.storage.backend import Backend, Pin
 from embedrock.storage.ram_layout import memory_for
 from embedrock.storage.table_lock import TableLock
 from embedrock.system.interrupts import held_back
+from embedrock.system.scopes import on_failure
 from embedrock.system.sizes import format_bytes
 from embedrock.table.rows import TableState
 
@@ -93,14 +94,13 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
     Any thread may call it: the disk is read while other threads use the tables.
 
     Args:
-        table_lock: of the tables.
         wanted: checked ids of each table.
 
     Raises:
         CacheTooSmallError: they do not fit the cache together with the rows in use. None is pinned.
     """
     pins, left = list[Pin](), dict(wanted)
-    try:
+    with on_failure(lambda: Pin(pins).release()):
         while left:
             with ExitStack() as users:
                 with table_lock.lock:
@@ -113,9 +113,6 @@ def bring(table_lock: TableLock, wanted: Mapping[TableState, np.ndarray]) -> Pin
                 with table_lock.lock:
                     missing = (flat := ids.reshape(-1))[~rows.tier.holds(flat)]
                 pins.append(base.bring_ahead(missing))
-    except BaseException:
-        Pin(pins).release()
-        raise
     return pins[0] if len(pins) == 1 else Pin(pins)
 
 
@@ -212,7 +209,6 @@ class _Item(Generic[T]):
     """An item of the source on its way to the caller.
 
     Attributes:
-        value: the item.
         wanted: ids of the item, by the loader of their rows.
         pins: of the rows that were loaded for it.
         error: raised in its place.
@@ -250,7 +246,6 @@ class _Window(Generic[T]):
     """The items between the source and the caller: the last returned one, and the ones after it.
 
     Attributes:
-        items: the items, in order.
         requests: calls for the thread, in order; None ends it.
         thread: loads and unpins rows. When it ends, it unpins all remaining ones. None: no item has had any so far.
         is_closing: rows not yet loaded are no longer needed.

@@ -40,7 +40,6 @@ class ChangeCounter:
     """Counter of a table's changes, with its value at the last commit.
 
     Attributes:
-        now: number of changes.
         of_rows: number of changes that may have changed a row.
         committed: `now` at the last commit.
     """
@@ -80,8 +79,6 @@ class ClosedMember:
     """A member that is not open: as the last commit has it, or as it was closed.
 
     Attributes:
-        tier: its records.
-        spec: its description.
         steps, skipped_steps: counts of made and skipped steps.
         files: history files in the last commit; None: the commit does not have them.
         history, lifecycle: step history and row lifecycle, if known.
@@ -260,15 +257,11 @@ class TableState:
     Callers hold the table lock and pass ids that `check_ids` accepted.
 
     Args:
-        location: of the table.
         on_nonfinite: reaction to a step with NaN or Inf in its gradients, "raise" or "skip".
-        name: of the table there; "" of a table alone.
+        name: of the table in its location; "" of a table alone.
 
     Attributes:
-        spec: of the table.
         subject: its name in error messages.
-        table_lock: its lock.
-        version: counter of its changes.
         steps, skipped_steps: counts of made steps, and of steps skipped for NaN or Inf.
         due: steps at which its location has to `look`.
         history: the rule's memory of past steps.
@@ -456,13 +449,10 @@ class TableState:
             self.attach(None)
 
     def __str__(self) -> str:
-        if self.backend is None:
+        if (tier := self.backend) is None:
             return "closed"
-        count, used, budget = (
-            self.backend.count,
-            *map(format_bytes, (self.backend.bytes_used, self.backend.budget_bytes)),
-        )
-        state = f"{counted(count, 'row')} touched, {self.location.where}, {used} of {budget}"
+        used, budget = format_bytes(tier.bytes_used), format_bytes(tier.budget_bytes)
+        state = f"{counted(tier.count, 'row')} touched, {self.location.where}, {used} of {budget}"
         return state if self.executor is None else f"{state}, {self.executor!r}"
 
     # ---------------------------------------------------------------- reading

@@ -34,7 +34,7 @@ from embedrock.table.changes import (
 )
 from embedrock.table.reading import EXPORT_BATCH_ROWS as EXPORT_ROWS
 from embedrock.table.reading import weights_of
-from embedrock.table.rows import TableState
+from embedrock.table.rows import NOBODY, TableState
 
 STATE_FORMAT = 1
 KEYS = ("format", "rows", "dim", "dtype", "seed", "init", "rule", "steps", "skipped_steps", "ids", "records")
@@ -44,7 +44,6 @@ LOADED_BYTES = 8 << 20  # of records, at a time
 DIGEST = "init_digest"  # of initial values from an array
 GROWING = "to table.load_state, ert.load_state_dict, ert.load, erk.load_weights or erk.TableCheckpoint"
 OPTIONAL = {DIGEST, "segments", *POLICIES}
-_NOBODY = np.empty(0, np.int64)
 
 
 class SavedState(NamedTuple):
@@ -174,7 +173,7 @@ def check_members(lifecycle: RowLifecycle, tier: Backend, subject: str) -> None:
     if usage is None:
         return
     if not usage.count:
-        usage.adopt(np.concatenate([_NOBODY, *tier.id_batches(max(1, tier.count))]), lifecycle.steps)
+        usage.adopt(np.concatenate([NOBODY, *tier.id_batches(max(1, tier.count))]), lifecycle.steps)
     if usage.count != tier.count or not all(usage.are_known(ids).all() for ids in tier.id_batches(EXPORT_ROWS)):
         raise ArgumentError(
             f"who has a record in a state for {subject} must be whose records it has: got others. The state is "

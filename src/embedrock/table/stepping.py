@@ -23,7 +23,7 @@ from embedrock.errors import ArgumentError, CacheTooSmallError, counted
 from embedrock.optimizers import SGD, Rule
 from embedrock.storage.backend import Backend
 from embedrock.storage.ram_layout import memory_for
-from embedrock.storage.record_pools import MOST_NAMED, NewRows
+from embedrock.storage.record_pools import NewRows, largest
 from embedrock.storage.records import Records
 from embedrock.storage.table_lock import TableLock, together
 from embedrock.system.buffers import buffers
@@ -43,7 +43,7 @@ NO_RULE = SGD(lr=0.0)
 Part = tuple[Any, Rule, float | None, int, TableState]
 _TOGETHER, _NUMBERED = itemgetter(0, 1, 2), itemgetter(3, 4)
 # Many tables are read by one call of `map`.
-_CHANGE = attrgetter("change")
+_CHANGE, _IS_FINITE = attrgetter("change"), attrgetter("grads.is_finite")
 _EXECUTOR, _LIFECYCLE, _RULE = attrgetter("executor"), attrgetter("lifecycle"), attrgetter("spec.rule")
 _POOL, _STEPS, _DUE, _VERSION = attrgetter("pool"), attrgetter("steps"), attrgetter("due"), attrgetter("version.now")
 
@@ -118,7 +118,6 @@ class DeferredInserts(NamedTuple):
     """New rows of a step that is planned elsewhere, so that their number is not known yet.
 
     Attributes:
-        rows: state of the table.
         count_new: returns the number of records to make. It may wait for a device.
         keep_room: reserves room for a number of records, which exists.
     """
@@ -129,12 +128,7 @@ class DeferredInserts(NamedTuple):
 
 
 class CheckedStep(ABC):
-    """A step of tables that passed all checks.
-
-    Attributes:
-        rows: states of the tables.
-        table_locks: locks of the tables.
-    """
+    """A step of tables that passed all checks."""
 
     __slots__ = ("rows", "table_locks")
 
@@ -227,10 +221,7 @@ def judge(requests: Sequence[StepRequest]) -> list[CheckedStep]:
 
 def _by_finiteness(requests: Sequence[StepRequest]) -> tuple[Sequence[StepRequest], Sequence[StepRequest]]:
     """Return requests with finite gradients, and others with NaN or Inf: of one table each."""
-    for each in requests:
-        if not each.grads.is_finite:
-            break
-    else:
+    if all(map(_IS_FINITE, requests)):
         return requests, ()
     each_table = [own for each in requests for own in each.split()]
     finite = [each for each in each_table if each.grads.is_finite]
@@ -308,16 +299,14 @@ def _stepped(steps: Sequence[CheckedStep], mark_dirty: Sequence[StepRequest]) ->
     with together([table_lock for step in steps for table_lock in step.table_locks]):
         if len(steps) > 1:
             _find_together(steps)
-        for step in steps:
-            if not step.is_prepared():
-                return False
+        if not all(step.is_prepared() for step in steps):
+            return False
         if len(steps) > 1:  # a single step prepares itself first
             for step in steps:
                 step.prepare()
         changed = [each.change(previewed(each.tables[0], *each[1:3])) for each in mark_dirty if each.change is not None]
-        for step in steps:
-            if mark_dirty:  # previews may have moved rows
-                step.prepare()
+        for step in steps if mark_dirty else ():  # previews may have moved rows
+            step.prepare()
         for step in steps:
             step.step()
         for each, values in zip(mark_dirty, changed, strict=True):
@@ -379,7 +368,6 @@ class HostStep(CheckedStep):
     """A step of tables that share a lock, each once, by finite gradients.
 
     Args:
-        requests: of the tables.
         beside: new records of other tables in the same step, which need room, too.
         is_step: the rule steps the rows, and admits some of them. False: all of them get records.
     """
@@ -418,8 +406,9 @@ class HostStep(CheckedStep):
     def _is_current(self) -> bool:
         if self._versions != list(map(_VERSION, self.rows)):
             return False
-        is_found = all(pool.is_current for pool in self.pools)
-        return is_found and self.rows[0].location.pools.has_room(_more(self.pools))
+        if not all(pool.is_current for pool in self.pools):
+            return False
+        return self.rows[0].location.pools.has_room([each for pool in self.pools if pool.new for each in pool.more])
 
     def prepare(self) -> None:
         self._table_lock.wait_for_step()
@@ -451,20 +440,16 @@ class HostStep(CheckedStep):
 
     def goes_on_as(self, other: HostStep) -> bool:
         """Give another step of the same batch what was found for this one, if that is still valid."""
-        if not (self.is_same(other) and self._is_current()):
+        if self.is_step is not other.is_step or self._beside or other._beside or self.rows != other.rows:
+            return False
+        pairs = zip(self._requests, other._requests, strict=False)
+        is_same = all(mine.grads.plan.ids is its.grads.plan.ids and mine.time == its.time for mine, its in pairs)
+        if not (self.pools and is_same and self._is_current()):
             return False
         other.pools, other._versions = self.pools, self._versions
         for pool, (_, own) in zip(other.pools, _by_pool(other._requests), strict=True):
             pool.take(own)
         return True
-
-    def is_same(self, other: HostStep) -> bool:
-        if self.is_step is not other.is_step or self._beside or other._beside or self.rows != other.rows:
-            return False
-        pairs = zip(self._requests, other._requests, strict=False)
-        return bool(self.pools) and all(
-            mine.grads.plan.ids is its.grads.plan.ids and mine.time == its.time for mine, its in pairs
-        )
 
     def part(self, rows: TableState, plan: Plan) -> PoolStep | None:
         """Return what was found for the batch of one table; None if that is no longer valid."""
@@ -507,17 +492,10 @@ class HostStep(CheckedStep):
             raise self._explained(error, pools) from error
 
     def _explained(self, error: CacheTooSmallError, pools: Sequence[PoolStep]) -> CacheTooSmallError:
-        counts = [(len(own.grads.plan.ids), own.tables[0]) for each in self._requests for own in each.split()]
-        counts.sort(key=lambda each: each[0] * each[1].spec.record_bytes, reverse=True)
-        named = [
-            f"{count:,} of {rows.subject} ({format_bytes(count * rows.spec.record_bytes)})"
-            for count, rows in counts[:MOST_NAMED]
-        ]
-        if (more := len(counts) - MOST_NAMED) > 0:
-            named.append(f"others of {counted(more, 'table')}")
+        counts = [(own.tables[0], len(own.grads.plan.ids)) for each in self._requests for own in each.split()]
         least = sum(memory_for(own.pool.spec, len(own.plan.ids)) for own in pools)
         return CacheTooSmallError(
-            f"{error} In all this batch of the group has rows of {counted(len(counts), 'table')}: {', '.join(named)}. "
+            f"{error} In all this batch of the group has rows of {counted(len(counts), 'table')}: {largest(counts)}. "
             f"memory={least} ({format_bytes(least)}) of er.Group holds them all, if nothing else is in use."
         )
 
@@ -605,8 +583,6 @@ def prepare(rows: TableState, plan: Plan, is_step: bool = True, time: float | No
     change.
 
     Args:
-        rows: state of the table.
-        plan: of the rows.
         is_step: it is a step of the rule, which admits rows.
         time: see `StepRequest`.
     """
@@ -655,20 +631,12 @@ def _without_values(tables: Sequence[TableState], plan: Plan, time: float | None
     return StepRequest(tables, NO_RULE, RowGradients(plan, nothing, 0.0, squares), time=time)
 
 
-def _more(pools: Sequence[PoolStep]) -> list[NewRows]:
-    return [each for pool in pools if pool.new for each in pool.more]
-
-
 def _admit(pools: Sequence[PoolStep]) -> None:
-    done: list[PoolStep] = []
-    try:
+    with ExitStack() as undo:
         for pool in sorted(pools, key=lambda pool: pool.decision is not None):  # reversible ones first
             pool.admit()
-            done.append(pool)
-    except BaseException:
-        for pool in done:
-            pool.undo_steps()
-        raise
+            undo.callback(pool.undo_steps)
+        undo.pop_all()
 
 
 def _drafts(request: StepRequest, are_apart: bool) -> Sequence[tuple[int, Any]]:
@@ -697,12 +665,9 @@ class PoolStep:
     """The part of a step in one pool. The rows of its tables come one after the other.
 
     Args:
-        pool: of the tables.
-        requests: of the tables.
         is_step: see `HostStep`.
 
     Attributes:
-        tables: states of the tables.
         plan: of the rows to change, with present slots.
         fresh: float32 (missing, dim), initial weights of rows without records.
         new: number of records to make, for each table that has any.
@@ -910,9 +875,10 @@ class PoolStep:
         ids, slots, is_whole = self.plan.ids, self._slots, len(self._runs) == 1
         for end, draft, scratch in self._runs:
             rows, *others = self.tables[start:end]
-            refreshed: Sequence[Any] = ()
+            refreshed: list[Any] = []
             if rows.history is not None:
-                refreshed = [part for each in (rows, *others) for part in self._taken(each)]
+                for each in (rows, *others):
+                    refreshed += each.reads.take(self._grads.plan, self.plan.slots)
                 self.catches_up |= not refreshed
             numbers = rows.count(draft)
             for each in others:  # see `TableState.count`
@@ -930,7 +896,3 @@ class PoolStep:
         if self._of_others is not None and (shared := rows.shared) is not None:
             shared.step(self._of_others, numbers, rows.steps)
         return made
-
-    def _taken(self, rows: TableState) -> Sequence[Any]:
-        """Return rows that a read caught up, and that the step takes over: see `CaughtUpReads.take`."""
-        return rows.reads.take(self._grads.plan, self.plan.slots)

@@ -262,7 +262,7 @@ class StorageManager(Location):
             who = {} if lifecycle is None else lifecycle.whole()
             arrays, after = {**{key: array.copy() for key, array in history.items()}, **who}, ()
         if arrays:
-            self._histories[name] = NewHistory(arrays, after)
+            self._histories[name] = arrays, after
         if lifecycle is not None:
             lifecycle.saved()
             self._saving.append(lifecycle)
