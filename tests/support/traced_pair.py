@@ -284,7 +284,7 @@ class TracedPair(Pair):
         """Compare what the two say of themselves."""
         table, ram = self.table, self.ram
         assert repr(table.spec) == repr(ram.spec)
-        for name in ("rows", "dim", "rule", "steps", "first_scale", "on_nonfinite", "executor", "side"):
+        for name in ("rows", "dim", "rule", "steps", "first_scale", "on_nonfinite", "executor"):
             assert getattr(table, name) == getattr(ram, name), name
         assert table.memory_for(7) == ram.memory_for(7)
         count, memory = table.room_for([[3, 4], [4]])
