@@ -199,8 +199,7 @@ class Vocabulary(PublicNames, ClosedAtEnd):
             raise self._lacks(query, int(unknown[0]), len(unknown), shape)
         if len(unknown) and missing is None:
             missing = -1 if self._unknown is None else int(self.lookup(self._unknown, RAISE))
-        if len(unknown):
-            ids[unknown] = int(missing or 0)
+        ids[unknown] = 0 if raises else int(missing or 0)
         return ids.reshape(shape)
 
     def __getitem__(self, value: str | bytes) -> int:
