@@ -371,7 +371,7 @@ def keep_stats(every: float | None = 1.0) -> None:
     It is ``<folder>.stats`` beside the folder of a table on disk. For a table in RAM it is in the user's runtime
     directory. ``embedrock top`` and ``embedrock report`` show them, while the process runs and afterwards. A thread
     writes them, for existing tables and for later ones; no step waits for it. A file keeps the last 4096 samples, 1.1
-    MB; in the runtime directory 512. It notes when the table closes or the program ends.
+    MB; in the runtime directory 512. It notes when the table closes, the program ends or `every` is None.
 
     Args:
         every: seconds between samples; None: stop.
