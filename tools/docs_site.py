@@ -159,8 +159,7 @@ def _show_options(function: griffe.Function) -> None:
             continue
         hint, option = attribute.annotation.slice.elements  # Annotated[hint, TableOption(place, default, ...)]
         place, default = option.arguments[:2]
-        if not any(getattr(each, "name", "") == "is_internal" for each in option.arguments):
-            options.append((int(str(place)), griffe.Parameter(name, annotation=hint, kind=KEYWORD, default=default)))
+        options.append((int(str(place)), griffe.Parameter(name, annotation=hint, kind=KEYWORD, default=default)))
     *named, others = function.parameters
     more = [] if f"Unpack[{kind}]" == str(others.annotation) else [others]
     own = [option for _, option in sorted(options, key=lambda each: each[0])]

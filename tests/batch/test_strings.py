@@ -250,3 +250,12 @@ def test_lists_of_one_length_and_nulls_in_lists():
 def test_options_that_cannot_be(options: dict[str, Any], what: str):
     with pytest.raises(er.ArgumentError, match=what):
         er.hash_ids(["a"], **options)
+
+
+def test_the_remedy_for_mixed_values_keeps_missing_ones():
+    values = [7, None, b"a", "b", float("nan")]
+    with pytest.raises(er.IdTypeError, match="Make bytes of all of them: ") as caught:
+        er.hash_ids(values, missing=-1)
+    code = str(caught.value).partition("Make bytes of all of them: ")[2].removesuffix(".")
+    seven, a, b = expected(["7", "a", "b"])
+    assert er.hash_ids(eval(code, {"np": np, "values": values}), missing=-1).tolist() == [seven, -1, a, b, -1]

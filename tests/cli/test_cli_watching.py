@@ -452,6 +452,22 @@ def test_the_end_of_keep_stats_takes_the_last_steps(tmp_path: Path):
     assert state(line).endswith("after step 1")
 
 
+def test_the_end_of_a_program_takes_the_last_numbers(tmp_path: Path):
+    code = """import sys, numpy as np, embedrock as er
+er.keep_stats(1e6)
+group = er.Group(path=sys.argv[1])
+table = group.table("users", rows=9, dim=2, rule=er.SGD())
+table.update([1], np.ones((1, 2), np.float32))
+group.commit()"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "g.rock"], check=True)
+    found = StatsFile.read(tmp_path / "g.rock.stats")
+    assert len(found.samples["time"]) == 1
+    assert (line := now(found)) is not None
+    assert (line["rows"], line["members"][0]["steps"]) == (1, 1)  # not those of a table that is closed
+    assert min(line["ram_bytes"], line["budget_bytes"], line["disk_bytes"]) > 0
+    assert state(line).endswith("after step 1")
+
+
 @pytest.mark.parametrize(
     ("host", "pid", "said"),
     [

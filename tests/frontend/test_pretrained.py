@@ -90,6 +90,8 @@ def test_what_is_refused(front: Front, tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "glove.txt").write_text("a 1 2\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut.npy").write_bytes(b"\x93NUMPY\x01\x00")
+    np.savez(tmp_path / "several.npz", WEIGHTS)
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
     np.save(tmp_path / "flat.npy", WEIGHTS[0])
     er.Table(None, 2, path=tmp_path / "open.rock").close()
     er.Table(2, 2, path=tmp_path / "t.rock").close()
@@ -106,6 +108,7 @@ def test_what_is_refused(front: Front, tmp_path: Path, monkeypatch: pytest.Monke
         ("none.npy", er.ArgumentError, r"got '.*none\.npy', no file or folder of this name"),
         ("empty", er.TableFileError, "empty"),
         ("cut.npy", er.TableFileError, r"cut\.npy must hold one array of numbers: got .*\. Get the file again"),
+        ("several.npy", er.TableFileError, r"must hold one array of numbers: got the magic string is not correct"),
         ("flat.npy", er.ArgumentError, r"must be a 2-D .*got shape \(2,\)"),
         ("open.rock", er.ArgumentError, r"must be one table with a number of rows: got Table\(rows=None"),
         ("group.rock", er.ArgumentError, r"must be one table with a number of rows: got "),

@@ -180,6 +180,9 @@ def test_floats_in_fit_are_refused(make: Callable[[Any], Any]):
 def test_strings_name_their_remedy():
     with pytest.raises(IdTypeError, match=r"got string\. Put an erk\.Hashing\(\) before it"):
         embedding()(tf.constant(["a"]))
+    for listed in (["a"], [b"a"]):
+        with pytest.raises(IdTypeError, match=r"er\.hash_ids"):
+            embedding()(listed)
     words = tf.constant(["a", "b"])
     layers = [
         keras.layers.StringLookup(vocabulary=["a", "b"]),

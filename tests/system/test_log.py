@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
 import programs
-from embedrock.system.log import tell
+from embedrock.system.log import _LAST_RESORT, tell
 
 PROGRAM = """
 import logging, sys
@@ -68,3 +70,14 @@ def test_the_level_of_our_logger_is_that_of_advice(capsys: pytest.CaptureFixture
     logging.root.manager._clear_cache()  # pyright: ignore[reportAttributeAccessIssue]  # of levels
     tell("hidden", logging.WARNING, "embedrock.advice")
     assert capsys.readouterr().err == "embedrock: shown\n"
+
+
+@pytest.mark.parametrize("kind", ["closed", "broken", "none"])
+def test_a_stderr_that_takes_no_line_stops_no_program(monkeypatch: pytest.MonkeyPatch, kind: str):
+    read, write = os.pipe()
+    os.close(read)  # nobody reads
+    with open(write, "wb", buffering=0) as stream:
+        monkeypatch.setattr("sys.stderr", None if kind == "none" else io.TextIOWrapper(stream, write_through=True))
+        if kind == "closed":
+            stream.close()
+        _LAST_RESORT.emit(logging.LogRecord("embedrock", logging.INFO, "", 0, "resumed", None, None))

@@ -270,6 +270,8 @@ def test_missing_values_get_an_id(vocabulary: er.Vocabulary):
     assert vocabulary.add([["a", None], [float("nan"), "b"]], missing=-7).tolist() == [[0, -7], [-7, 1]]
     assert vocabulary.add(pyarrow.array([None, "", None]), missing=0).tolist() == [0, 2, 0]
     assert vocabulary.add([None], missing=5).tolist() == [5]
+    for number in (np.int32(5), np.uint64(5)):
+        assert vocabulary.add([None, "b"], missing=number).dtype == np.int64  # pyright: ignore[reportArgumentType]
     assert list(vocabulary) == ["a", "b", ""]  # no missing value was added
     assert vocabulary.lookup(["b", None, "?", ""], missing=9).tolist() == [1, 9, 9, 2]
     for missing in (None, "raise"):
@@ -282,6 +284,10 @@ def test_as_a_mapping(vocabulary: er.Vocabulary, monkeypatch: pytest.MonkeyPatch
     vocabulary.add(WORDS)
     monkeypatch.setattr("embedrock.vocabulary.vocabulary.ITERATED", 4)
     assert list(vocabulary) == WORDS
+    iterated = iter(vocabulary)
+    assert [next(iterated) for _ in WORDS] == WORDS
+    vocabulary.add(["later", "last"])  # as a list's, the iterator goes on with them
+    assert list(iterated) == ["later", "last"]
     assert [vocabulary[word] for word in WORDS] == list(range(len(WORDS)))
     assert vocabulary["Grüße".encode()] == 3
     assert [word in vocabulary for word in ("a", b"a", "b", None)] == [True, True, False, False]
@@ -319,8 +325,9 @@ def test_unknown_strings_get_the_id_of_one(tmp_path: Path):
         assert reader["a"] == 1
         with pytest.raises(er.UnknownStringError, match=r"got '\[UNK\]2' at \[\].*unknown=\. Open .* once for writing"):
             reader.lookup(["?"])
-    with pytest.raises(IdTypeError, match="got an int"):
-        er.Vocabulary(path, unknown=3)  # pyright: ignore[reportArgumentType]
+    for mode, wrong in (("w", 3), ("r", 3), ("w", ["a", "b"])):
+        with pytest.raises(ArgumentError, match="`unknown` of a vocabulary must be one string: got "):
+            er.Vocabulary(path, mode=mode, unknown=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match=r"must be a folder: got strings\. Pass these to add\(\)"):
         er.Vocabulary(["a", "b"])  # pyright: ignore[reportArgumentType]
     with er.Vocabulary(path, unknown="b") as again:  # the lock is free, and no string was added

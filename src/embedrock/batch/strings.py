@@ -13,9 +13,9 @@ from embedrock.batch.wrong_ids import in_array, missing
 from embedrock.errors import ArgumentError, IdTypeError, with_article
 
 MOST_BUCKETS = 2**63 - 1
-# It replaces a missing value by b"". Comparing a missing value gives neither True nor False.
+# Missing values become None, to which `missing` applies. Comparing one gives neither True nor False.
 _AS_BYTES = (
-    "Make bytes of all of them: np.array([b'' if value is None or str(value != value) != 'False' else bytes(value) if "
+    "Make bytes of all of them: np.array([None if value is None or str(value != value) != 'False' else bytes(value) if "
     "isinstance(value, bytes | bytearray | memoryview) else str(value).encode() for value in np.asarray(values, "
     "object).ravel()], object).reshape(np.shape(values))."
 )

@@ -53,7 +53,7 @@ def weights_of(weights: Any, tensor: str | None, subject: str) -> Any:
             "TABLE` makes tables of files of other formats; pass TABLE."
         )
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        return np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
         raise TableFileError(f"{path} must hold one array of numbers: got {error}. Get the file again.") from error
 

@@ -6,6 +6,7 @@ warnings only, on stderr. `tell` shows INFO there as well.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -16,7 +17,7 @@ class _LastResort(logging.Handler):
     """Handler of programs that set up no logging, as `logging.lastResort` is. It writes to the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a broken pipe, closed, or None
             sys.stderr.write(f"embedrock: {self.format(record)}\n")
 
 

@@ -259,8 +259,8 @@ class _Recorder:
             self._stops.wait(self.every * TIMED_SHARE)
             self._clock.is_on = False
             self._timed += time.perf_counter() - start
-            self._stops.wait(self.every * (1 - TIMED_SHARE))
-            self.sample()
+            if not self._stops.wait(self.every * (1 - TIMED_SHARE)):
+                self.sample()
 
     def sample(self) -> None:
         there = opened.all_open()
@@ -273,9 +273,7 @@ class _Recorder:
             if thing in self._lost:
                 continue
             try:
-                ring = self._rings.get(thing)
-                if ring is None:
-                    ring = self._rings[thing] = self._ring(thing)
+                ring = self._rings[thing] = self._rings.get(thing) or self._ring(thing)
                 ring.add(self._numbers(thing), {**facts(thing), "every": self.every})
             except EmbedrockError:  # closed meanwhile
                 continue
@@ -371,7 +369,7 @@ def keep_stats(every: float | None = 1.0) -> None:
     It is ``<folder>.stats`` beside the folder of a table on disk. For a table in RAM it is in the user's runtime
     directory. ``embedrock top`` and ``embedrock report`` show them, while the process runs and afterwards. A thread
     writes them, for existing tables and for later ones; no step waits for it. A file keeps the last 4096 samples, 1.1
-    MB; in the runtime directory 512. It notes when the table closes or the program ends.
+    MB; in the runtime directory 512. It notes when the table closes, the program ends or `every` is None.
 
     Args:
         every: seconds between samples; None: stop.
@@ -395,6 +393,7 @@ def keep_stats(every: float | None = 1.0) -> None:
             _recorder = _Recorder(every)
 
 
+weakref.finalize(keep_stats, int)  # at exit, the last function is called first: the numbers end before tables close
 atexit.register(keep_stats, None)
 
 

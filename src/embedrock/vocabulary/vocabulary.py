@@ -105,6 +105,8 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         check_choice("mode", mode, MODES)
         if isinstance(path, list | tuple | np.ndarray):
             raise ArgumentError("`path` of a vocabulary must be a folder: got strings. Pass these to add().")
+        if not isinstance(unknown, str | bytes | None):
+            raise ArgumentError(f"`unknown` of a vocabulary must be one string: got {unknown!r}.")
         self.path = None if path is None else os.path.abspath(local_path(path))
         self.subject = "the vocabulary" if path is None else f"vocabulary {self.path!r}"
         self._writes, self._lock = mode == "w", forks.lock(forks.LockRank.TABLE)
@@ -166,13 +168,11 @@ class Vocabulary(PublicNames, ClosedAtEnd):
         """
         check_missing(missing, self.subject)
         query, shape, absent = self._query(values, missing is not None)
-        ids = np.full(len(query.hashes), missing or 0)
-        there = np.delete(np.arange(len(ids)), absent)
+        there = query.some(np.delete(np.arange(len(query.hashes)), absent)) if len(absent) else query
         with self._lock:
             self._check_writable()
-            parts = [self._add(part) for part in _parts(query.some(there) if len(absent) else query)]
-        ids[there] = np.concatenate([np.empty(0, np.int64), *parts])
-        return ids.reshape(shape)
+            ids = np.concatenate([np.empty(0, np.int64), *map(self._add, _parts(there))])
+        return np.insert(ids, absent - np.arange(len(absent)), missing or 0).reshape(shape)
 
     def lookup(self, values: Any, missing: int | str | None = None) -> np.ndarray:
         """Return the ids of strings, int64 of their shape.
@@ -199,8 +199,7 @@ class Vocabulary(PublicNames, ClosedAtEnd):
             raise self._lacks(query, int(unknown[0]), len(unknown), shape)
         if len(unknown) and missing is None:
             missing = -1 if self._unknown is None else int(self.lookup(self._unknown, RAISE))
-        if len(unknown):
-            ids[unknown] = int(missing or 0)
+        ids[unknown] = 0 if raises else int(missing or 0)
         return ids.reshape(shape)
 
     def __getitem__(self, value: str | bytes) -> int:
@@ -339,9 +338,9 @@ class Vocabulary(PublicNames, ClosedAtEnd):
     def __iter__(self) -> Iterator[str]:
         """Iterate over the strings in order of their ids. At most 65,536 of them are in RAM at once."""
         first = 0
-        while first < (count := len(self)):
-            yield from self.strings(np.arange(first, min(first + ITERATED, count))).tolist()
-            first += ITERATED
+        while first < (end := min(len(self), first + ITERATED)):
+            yield from self.strings(np.arange(first, end)).tolist()
+            first = end
 
     @property
     def _in_files(self) -> int:

@@ -409,7 +409,7 @@ class KerasRowLayer(PublicNames, keras.layers.Layer):
         Raises:
             IdTypeError: an array, or a column of pandas, polars or Arrow, does not hold integers.
         """
-        are_words = isinstance(inputs, list | tuple) and isinstance([*keras.tree.flatten(inputs), 0][0], str)
+        are_words = isinstance(inputs, list | tuple) and isinstance([*keras.tree.flatten(inputs), 0][0], str | bytes)
         if are_words or type(inputs).__module__.partition(".")[0] in ARRAYS:
             inputs = checked_column(inputs, self.label)
         if loading.shared_objects() is not None:
