@@ -372,8 +372,8 @@ def test_top_is_as_wide_as_the_terminal_and_folds_what_is_wider(told: Path, widt
     assert "you are here" in re.sub(r"\s+", " ", watching.screen(lines, width, 99)) or width < 60
 
 
-def in_terminal(words: list[str], keys: bytes) -> tuple[int, str]:
-    """Run a command in a terminal and press keys, b"": Ctrl-C. Return its status, and all that it showed."""
+def in_terminal(words: list[str], keys: bytes, number: int = signal.SIGINT) -> tuple[int, str]:
+    """Run a command in a terminal and press keys, or send a signal for b"". Return its status, and all it showed."""
     master, slave = os.openpty()
     before = termios.tcgetattr(slave)
     words, written = [sys.executable, "-m", "embedrock", *words], b""
@@ -381,7 +381,7 @@ def in_terminal(words: list[str], keys: bytes) -> tuple[int, str]:
         while b"leaves" not in written and select.select([master], [], [], 60)[0]:
             written += os.read(master, 4096)
         assert termios.tcgetattr(slave)[3] != before[3]  # neither echo nor lines
-        os.write(master, keys) if keys else process.send_signal(signal.SIGINT)
+        os.write(master, keys) if keys else process.send_signal(number)
         assert process.wait(60) is not None
     while select.select([master], [], [], 0)[0]:
         written += os.read(master, 4096)
@@ -404,6 +404,9 @@ def test_ctrl_c_leaves_top_and_the_terminal_is_as_before(told: Path):
     status, written = in_terminal(["top", str(told.with_suffix("")), "--every", "99"], b"")
     assert status == 130
     assert written.endswith("embedrock: interrupted\r\n")
+    status, written = in_terminal(["top", str(told.with_suffix("")), "--every", "99"], b"", signal.SIGTERM)
+    assert status == 143
+    assert written.endswith(watching.LEAVE)
 
 
 def test_top_without_a_keyboard_only_waits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -72,6 +73,7 @@ def _top(arguments: Namespace) -> int:
     if arguments.json or arguments.once or not sys.stdout.isatty():
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         return print_result(arguments, {"tables": lines}, _text(lines, width))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which leaves the terminal as it was, like Ctrl-C
     watch(lambda: _lines(arguments.folder), max(arguments.every, 0.1))
     return 0
 
