@@ -6,7 +6,7 @@
 4. Classify sentences by the mean of their words' rows: frozen, tuned, and from scratch. Few sentences are labelled, so
    words of the test may be new to a model. The vectors know them.
 
-Run: python examples/word_vectors.py            (about 20 seconds; `--sentences 100` is shorter)
+Run: python examples/word_vectors.py            (some ten seconds; `--sentences 100` is shorter)
 With own data: replace `sentences()`. It returns lists of words, and a class for each list.
 """
 
