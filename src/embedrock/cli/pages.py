@@ -63,7 +63,7 @@ SIZES = (
 
 
 class Run(NamedTuple):
-    """What one run did with a table: its label and color among several, `now`, and numbers over time by name."""
+    """One run of a table: its label and color among several, its state now, and its numbers over time by name."""
 
     label: str
     color: str

@@ -1,4 +1,4 @@
-"""What a notebook shows of an object: names to complete, and a table of facts."""
+"""Objects in notebooks: the names to complete, and a table of facts."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class StoredVerbs(PublicNames, ClosedAtEnd, ABC):
         return self._html() if self.is_open_here else escape(repr(self))
 
     def _committed(self, numbers: dict[str, float]) -> str:
-        """What is on disk, for people."""
+        """Text about the last commit, for people."""
         if self.storage is None:
             return ""
         step = "" if self.last_step is None else f" (step {self.last_step:,})"
