@@ -232,6 +232,21 @@ def test_waits_for_the_step_of_accumulated_gradients(tmp_path):
     model.layers[0].table.close()
 
 
+def test_rows_that_go_on_without_a_checkpoint_are_told(tmp_path, caplog):
+    first = make_model(tmp_path)
+    fit(first, 1)
+    first.layers[0].table.commit()
+    first.layers[0].table.close()
+    again, folder = make_model(tmp_path), tmp_path / "checkpoints"
+    fit(again, 1, TableCheckpoint(folder))
+    path = again.layers[0].table.path
+    told = f"{folder} has no checkpoint: dense weights begin anew, and rows of {path} go on after step 4"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [told]
+    fit(again, 2, TableCheckpoint(folder))
+    assert caplog.text.count("has no checkpoint") == 1
+    again.layers[0].table.close()
+
+
 def test_failed_commit_is_raised(tmp_path, monkeypatch):
     model = make_model(tmp_path)
     table = model.layers[0].table

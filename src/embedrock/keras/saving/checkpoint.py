@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,7 @@ from embedrock.keras.saving.loading import load_weights
 from embedrock.keras.saving.references import begun_commits, is_accumulating
 from embedrock.keras.training.handle import handles_of
 from embedrock.keras.workers.cluster import WorkerGroup
+from embedrock.system.log import tell
 from embedrock.system.paths import local_path
 from embedrock.system.scopes import set_within
 from embedrock.table.table import Table
@@ -122,6 +124,11 @@ class TableCheckpoint(keras.callbacks.Callback):
             _check_batches((self.params or {}).get("steps"), self.batch)
             epoch, self._left_out = self._in_epochs(self.epoch, self.batch)
             self._trained._initial_epoch = epoch  # as BackupAndRestore does
+        elif self.resume and not _step_of(self._trained):
+            for table in _tables(self._trained):
+                if table.is_on_disk and table.steps:
+                    begun = f"dense weights begin anew, and rows of {table.path} go on after step {table.steps}"
+                    tell(f"{self._own_folder} has no checkpoint: {begun}", logging.WARNING)
         collect(self._own_folder, ENDINGS, _tables(self._trained))
         self._position = self.epoch, 0
 
