@@ -48,7 +48,9 @@ def front(request: pytest.FixtureRequest) -> Front:
 def test_a_npy_file_is_mapped(front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
     monkeypatch.setattr(
-        np, "load", lambda *args, load=np.load, **kwargs: seen.append(load(*args, **kwargs)) or seen[-1]
+        np.lib.format,
+        "open_memmap",
+        lambda *args, load=np.lib.format.open_memmap, **kwargs: seen.append(load(*args, **kwargs)) or seen[-1],
     )
     for dtype in ("float32", "float16"):
         np.save(tmp_path / "vectors.npy", WEIGHTS.astype(dtype))
